@@ -1,0 +1,1 @@
+"""ampgraph: automatic mixed precision as a graph-compiler pass."""

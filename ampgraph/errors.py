@@ -1,0 +1,32 @@
+"""The errors ampgraph raises; every message says who, what, and what would be legal."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class AmpGraphError(Exception):
+    """Base of every error that ampgraph raises on purpose."""
+
+
+class CaptureError(AmpGraphError):
+    """The model could not be turned into a graph; the model is unchanged."""
+
+
+class PolicyError(AmpGraphError, ValueError):
+    """A policy, an op list or a rule does not make sense."""
+
+
+class PassError(AmpGraphError):
+    """A pass broke its contract; names the pass."""
+
+
+class VerifyError(PassError):
+    """The rewritten graph violates an invariant; names the node."""
+
+
+def did_you_mean(word: str, legal: Iterable[str], count: int = 3) -> str:
+    """Returns ``" Did you mean 'a' or 'b'?"`` for the nearest legal words, or an empty string."""
+    near = difflib.get_close_matches(word, list(legal), n=count, cutoff=0.6)
+    return f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
