@@ -1,0 +1,50 @@
+"""Predicates that an op list may put on a node: named functions that return an objection or None."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import TypeAlias
+
+import torch
+from torch._ops import OpOverload
+
+Predicate: TypeAlias = Callable[[torch.fx.Node, torch.dtype], "str | None"]
+
+
+def scalars_fit(node: torch.fx.Node, low_dtype: torch.dtype) -> str | None:
+    """Objects if a Python scalar operand overflows in the low dtype or is below its smallest normal number.
+
+    Infinities and zero are the same in every dtype. ``x + 1e-12`` loses its guard in float16, and
+    ``masked_fill(mask, -1e9)`` overflows.
+    """
+    limits = torch.finfo(low_dtype)
+    for value in _scalar_operands(node):
+        size = abs(value)
+        if size == 0 or size == float("inf") or size != size:
+            continue
+        if not limits.tiny <= size <= limits.max:
+            return f"scalar {value:g} does not fit {str(low_dtype).removeprefix('torch.')}"
+    return None
+
+
+def overwrites(node: torch.fx.Node, low_dtype: torch.dtype) -> str | None:
+    """Objects if the op adds into its target (``accumulate=True``) instead of overwriting it."""
+    bound = _bind(node)
+    return "adds into its result, one rounding per term" if bound.get("accumulate") else None
+
+
+def _scalar_operands(node: torch.fx.Node) -> list[float]:
+    # A small integer that steers the op (dim) always fits, so it needs no exception.
+    values = _bind(node).values()
+    return [value for value in values if isinstance(value, (int, float)) and not isinstance(value, bool)]
+
+
+def _bind(node: torch.fx.Node) -> dict[str, object]:
+    """Returns the node's arguments by schema name."""
+    assert isinstance(node.target, OpOverload)
+    names = [argument.name for argument in node.target._schema.arguments]
+    return {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+
+
+PREDICATES: Mapping[str, Predicate] = MappingProxyType({"overwrites": overwrites, "scalars_fit": scalars_fit})
