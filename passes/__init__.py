@@ -1,1 +1,58 @@
-"""Graph passes."""
+"""Graph to graph, one pass a file; the whole pipeline is the tuple in `default_pipeline`."""
+
+from __future__ import annotations
+
+import torch
+
+from ampgraph.policy import Policy
+
+from .base import Hook, Pass, Workspace, run_passes, workspace
+from .classify import ClassifyOps
+from .clean_casts import CleanCasts
+from .inline_regions import InlineRegions
+from .insert_casts import InsertCasts, is_inserted_cast
+from .normalize import Normalize
+from .place import PlaceCasts
+from .propagate import PropagatePins
+from .verify import Verify
+
+__all__ = [
+    "ClassifyOps",
+    "CleanCasts",
+    "Hook",
+    "InlineRegions",
+    "InsertCasts",
+    "Normalize",
+    "Pass",
+    "PlaceCasts",
+    "PropagatePins",
+    "Verify",
+    "Workspace",
+    "default_pipeline",
+    "is_inserted_cast",
+    "run_passes",
+    "workspace",
+]
+
+
+def default_pipeline(
+    policy: Policy, low_dtype: torch.dtype, modules: tuple[str, ...] = (), check_rules: bool = True
+) -> tuple[Pass, ...]:
+    """Returns the pipeline that `ampgraph.convert` runs on a captured graph.
+
+    Args:
+        policy: What the user wants.
+        low_dtype: ``torch.float16`` or ``torch.bfloat16``.
+        modules: Module paths of the source model, which rules may name.
+        check_rules: Whether a rule that matches nothing is an error.
+    """
+    return (
+        InlineRegions(),
+        Normalize(),
+        ClassifyOps(policy.ops, low_dtype, policy.keep_io_dtypes),
+        PropagatePins(policy, low_dtype, modules, check_rules),
+        PlaceCasts(policy, low_dtype),
+        InsertCasts(),
+        CleanCasts(),
+        Verify(policy.keep_io_dtypes),
+    )

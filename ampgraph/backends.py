@@ -1,0 +1,74 @@
+"""``torch.compile(model, backend="ampgraph")`` and the capture side of just-in-time conversion."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from .capture.just_in_time import drop_values, lower_dynamo_graph
+from .errors import PolicyError, did_you_mean
+from .plan import Plan
+from .policy import Policy
+from .rewrite import rewrite
+
+Record = Callable[[fx.GraphModule, Plan], None]
+
+
+def make_backend(options: Any, modules: tuple[str, ...] = (), record: Record | None = None) -> Callable:
+    """Returns a ``torch.compile`` backend that rewrites each graph and hands it to the next backend.
+
+    Args:
+        options: See `ampgraph.module.Options`.
+        modules: Module paths that rules may name.
+        record: Called with each rewritten graph and its plan.
+    """
+
+    def backend(graph_module: fx.GraphModule, inputs: list, **_: Any) -> Callable:
+        lowered = lower_dynamo_graph(graph_module, inputs)
+        plan = rewrite(lowered, options.policy, options.low_dtype, modules, check_rules=bool(modules))
+        drop_values(lowered)
+        if record:
+            record(lowered, plan)
+        return _next_backend(options.backend)(lowered, inputs)
+
+    return backend
+
+
+def ampgraph_backend(graph_module: fx.GraphModule, inputs: list, **given: Any) -> Callable:
+    """The ``torch.compile`` backend named ``"ampgraph"``.
+
+    ``torch.compile(model, backend="ampgraph", options={"level": "O1", "dtype": torch.float16})``. Options are
+    the fields of `Policy`, or ``policy=`` itself, and ``backend=`` for the backend that runs the result.
+
+    Raises:
+        PolicyError: An option is not known.
+    """
+    from .module import Options
+
+    given = {**(given.pop("options", None) or {}), **given}
+    given.pop("mode", None)
+    policy = given.pop("policy", None)
+    backend = given.pop("backend", None)
+    legal = Policy.__dataclass_fields__
+    for name in given:
+        if name not in legal:
+            raise PolicyError(f"ampgraph backend: unknown option {name!r}.{did_you_mean(name, legal)}")
+    policy = Policy.of(policy) if policy is not None else Policy()
+    policy = policy.replace(**given)
+    device = next((i.device for i in inputs if isinstance(i, torch.Tensor)), torch.device("cpu"))
+    options = Options(policy, policy.low_dtype(device), backend or default_backend(device))
+    return make_backend(options)(graph_module, inputs)
+
+
+def default_backend(device: torch.device) -> str:
+    """Returns ``"inductor"`` for CUDA with Triton, else ``"eager"``."""
+    if device.type != "cuda":
+        return "eager"
+    return "inductor" if torch.utils._triton.has_triton() else "eager"
+
+
+def _next_backend(backend: str | Callable) -> Callable:
+    return torch._dynamo.lookup_backend(backend) if isinstance(backend, str) else backend

@@ -1,0 +1,104 @@
+"""Ahead-of-time capture of a whole graph by ``torch.export`` (non-strict)."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.export import ExportedProgram
+from torch.fx import traceback as fx_traceback
+
+from .._compat import no_ambient_autocast, unlift
+from ..errors import CaptureError
+
+# torch.fx.traceback keeps its state in globals.
+capture_lock = threading.RLock()
+
+_OURS = Path(__file__).parents[1]
+_TORCH = Path(torch.__file__).parent
+_JUST_IN_TIME = "or call ampgraph.convert(model) without example inputs to capture just in time"
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A captured model.
+
+    Attributes:
+        graph_module: The pre-dispatch ATen graph; parameters and buffers are ``get_attr`` nodes.
+        program: The exported program it came from.
+    """
+
+    graph_module: fx.GraphModule
+    program: ExportedProgram
+
+
+def capture_program(
+    model: nn.Module, args: tuple, kwargs: dict[str, Any] | None = None, dynamic_shapes: Any = None
+) -> ExportedProgram:
+    """Captures ``model`` whole for the given example inputs.
+
+    Args:
+        model: Any ``nn.Module``, a ``torch.fx.GraphModule`` included; not changed.
+        args: Example positional arguments; only their structure, shapes, dtypes and devices matter.
+        kwargs: Example keyword arguments.
+        dynamic_shapes: As for ``torch.export.export``.
+
+    Raises:
+        CaptureError: The model cannot be captured for these inputs; names the user's source line.
+    """
+    if isinstance(model, torch.jit.ScriptModule):
+        raise CaptureError(
+            f"{type(model).__name__} is a TorchScript module, which has no Python code to capture; "
+            "convert the nn.Module it was made from."
+        )
+    try:
+        with capturing():
+            return torch.export.export(model, args, kwargs or {}, dynamic_shapes=dynamic_shapes, strict=False)
+    except Exception as error:
+        raise CaptureError(_explain(model, error)) from error
+
+
+def normalize_program(program: ExportedProgram) -> Captured:
+    """Unlifts a program into a graph module free of run-time guards."""
+    unlifted = unlift(program)
+    graph = unlifted.graph
+    for node in list(graph.nodes):
+        if node.op == "call_module" and not node.users:
+            graph.erase_node(node)
+    return Captured(fx.GraphModule(unlifted, graph), program)
+
+
+@contextlib.contextmanager
+def capturing() -> Iterator[None]:
+    """The state in which every capture runs: metadata kept, gradients on, no autocast around, one at a time."""
+    with capture_lock, fx_traceback.preserve_node_meta(), torch.enable_grad(), no_ambient_autocast():
+        yield
+
+
+def _explain(model: nn.Module, error: Exception) -> str:
+    message = str(error).strip().splitlines() or [type(error).__name__]
+    hint = ""
+    if any(w in str(error) for w in ("data-dependent", "data dependent", "DataDependent", "is_nonzero", "unbacked")):
+        hint = f" Control flow depends on tensor values: use torch.cond, {_JUST_IN_TIME}."
+    where = user_line(error)
+    return (
+        f"{type(model).__name__} could not be captured{f' at {where}' if where else ''}: "
+        f"{type(error).__name__}: {message[0]}{hint}"
+    )
+
+
+def user_line(error: BaseException) -> str:
+    """Returns ``file:line (code)`` of the innermost frame outside torch and ampgraph, or ``""``."""
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        path = Path(frame.filename)
+        if path.suffix != ".py" or _TORCH in path.parents or _OURS in path.parents:
+            continue
+        return f"{frame.filename}:{frame.lineno}" + (f" ({frame.line})" if frame.line else "")
+    return ""

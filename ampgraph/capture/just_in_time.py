@@ -1,0 +1,50 @@
+"""Just-in-time capture: the graphs that ``torch.compile``'s front end (Dynamo) hands to a backend."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from .._compat import FakeTensor, accept_real_constants
+from .ahead import capturing
+
+_CARRIED = ("_dynamo_source", "tensor_dict", "grapharg")
+
+
+def lower_dynamo_graph(graph_module: fx.GraphModule, inputs: list) -> fx.GraphModule:
+    """Lowers Dynamo's torch-level graph to the one IR: pre-dispatch ATen, parameters as placeholders.
+
+    Args:
+        graph_module: What a ``torch.compile`` backend receives.
+        inputs: The real inputs that come with it, in placeholder order.
+
+    Returns:
+        A graph module with the same placeholders; ``meta["ampgraph_parameter"]`` marks those that are
+        parameters, and ``meta["ampgraph_value"]`` holds their real tensors until analysis has read them.
+    """
+    placeholders = graph_module.graph.find_nodes(op="placeholder")
+    fakes = [node.meta["example_value"] for node in placeholders]
+    mode = next((f.fake_mode for f in fakes if isinstance(f, FakeTensor)), None)
+    with capturing(), accept_real_constants(mode):
+        lowered = make_fx(
+            lambda *values: fx.Interpreter(graph_module).run(*values),
+            pre_dispatch=True,
+            tracing_mode="real",
+            _allow_non_fake_inputs=True,
+        )(*fakes)
+    lowered.meta.update(graph_module.meta)
+    for old, new, value in zip(placeholders, lowered.graph.find_nodes(op="placeholder"), inputs, strict=True):
+        new.meta.update({key: old.meta[key] for key in _CARRIED if key in old.meta})
+        new._rename(old.name)
+        if isinstance(value, torch.nn.Parameter):
+            new.meta["ampgraph_parameter"] = True
+            new.meta["ampgraph_value"] = value
+    lowered.recompile()
+    return lowered
+
+
+def drop_values(graph_module: fx.GraphModule) -> None:
+    """Forgets the real tensors that `lower_dynamo_graph` attached."""
+    for node in graph_module.graph.find_nodes(op="placeholder"):
+        node.meta.pop("ampgraph_value", None)

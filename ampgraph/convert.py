@@ -1,0 +1,117 @@
+"""`convert`: a PyTorch model in, the same model with its casts placed out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, overload
+
+import torch
+from torch import nn
+from torch.export import ExportedProgram
+
+from .backends import default_backend
+from .errors import CaptureError, PolicyError, did_you_mean
+from .module import AmpModule, Options
+from .policy import Policy
+from .program import convert_program
+
+
+@overload
+def convert(model: ExportedProgram, *, policy: Policy | str | None = ..., dtype: torch.dtype | None = ...) -> ExportedProgram: ...
+@overload
+def convert(
+    model: nn.Module,
+    args: tuple | None = ...,
+    kwargs: Mapping[str, Any] | None = ...,
+    *,
+    policy: Policy | str | None = ...,
+    dtype: torch.dtype | None = ...,
+    backend: str | Callable | None = ...,
+    mode: str | None = ...,
+    dynamic_shapes: Any = ...,
+) -> AmpModule: ...
+
+
+def convert(
+    model: nn.Module | ExportedProgram,
+    args: tuple | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    policy: Policy | str | None = None,
+    dtype: torch.dtype | None = None,
+    backend: str | Callable | None = None,
+    mode: str | None = None,
+    dynamic_shapes: Any = None,
+) -> AmpModule | ExportedProgram:
+    """Converts a model to automatic mixed precision.
+
+    Args:
+        model: An ``nn.Module``, an ``fx.GraphModule`` or an ``ExportedProgram``; it is not changed.
+        args: Example positional arguments: capture the whole graph now. Without them the model is
+            captured at its first call, by ``torch.compile``'s front end.
+        kwargs: Example keyword arguments.
+        policy: A `Policy`, a level's name, or None for O1 with the default lists.
+        dtype: The low dtype; fills in the policy's.
+        backend: What runs the rewritten graph: ``"eager"`` or any ``torch.compile`` backend. Default:
+            ``"inductor"`` where the parameters are on CUDA and Triton is there, else ``"eager"``.
+        mode: ``torch.compile``'s mode, for backends that take one.
+        dynamic_shapes: As for ``torch.export.export``; needs example inputs.
+
+    Returns:
+        An `AmpModule`, or an ExportedProgram for an ExportedProgram.
+
+    Raises:
+        PolicyError: The policy or its rules make no sense for this model.
+        CaptureError: The model cannot be captured; the message names the source line.
+
+    Example:
+        >>> amp = ampgraph.convert(model, (x,), policy="O1", dtype=torch.bfloat16)
+        >>> loss = criterion(amp(x), y)
+    """
+    policy = Policy.of(policy, dtype)
+    if isinstance(model, ExportedProgram):
+        if args is not None or kwargs is not None or dynamic_shapes is not None:
+            raise CaptureError("an ExportedProgram is captured already: args, kwargs and dynamic_shapes do not apply.")
+        return convert_program(model, policy)
+    source = _checked_model(model)
+    device = next((t.device for t in (*source.parameters(), *source.buffers())), _device_of(args, kwargs))
+    policy = policy.replace(dtype=policy.low_dtype(device))
+    _check_backend(backend)
+    if args is not None and not isinstance(args, tuple):
+        args = (args,)
+    just_in_time = args is None and kwargs is None
+    if just_in_time and dynamic_shapes is not None:
+        raise CaptureError("dynamic_shapes needs example inputs: convert(model, args, dynamic_shapes=...).")
+    options = Options(
+        policy, policy.low_dtype(), backend or default_backend(device), mode, dynamic_shapes, just_in_time
+    )
+    amp = AmpModule(source, options)
+    if not just_in_time:
+        amp.variant_for(args or (), dict(kwargs or {}))
+    return amp
+
+
+def _checked_model(model: object) -> nn.Module:
+    if isinstance(model, AmpModule):
+        raise PolicyError("the model is converted already; convert its .source with the new policy.")
+    if isinstance(model, torch.jit.ScriptModule):
+        raise CaptureError("a TorchScript module has no Python code to capture; convert the nn.Module it came from.")
+    if isinstance(model, nn.Module):
+        return model
+    raise CaptureError(
+        f"convert takes an nn.Module, an fx.GraphModule or an ExportedProgram, got {type(model).__name__}."
+        + (" Call it to get an instance." if isinstance(model, type) else "")
+    )
+
+
+def _check_backend(backend: object) -> None:
+    if backend is None or callable(backend):
+        return
+    legal = torch._dynamo.list_backends(exclude_tags=())
+    if backend not in legal:
+        raise PolicyError(f"backend={backend!r} is not known; legal: {', '.join(legal)}.{did_you_mean(str(backend), legal)}")
+
+
+def _device_of(args: tuple | None, kwargs: Mapping[str, Any] | None) -> torch.device:
+    leaves = torch.utils._pytree.tree_leaves((args, dict(kwargs or {})))
+    return next((leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor)), torch.device("cpu"))

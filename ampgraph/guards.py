@@ -1,0 +1,85 @@
+"""Regions of model code that force a precision.
+
+A guard is a mark that capture carries onto every node made inside it (``node.meta["custom"]``); it
+changes nothing by itself. Outside a capture it costs one Python check.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import warnings
+from collections.abc import Iterator
+
+import torch
+from torch.fx import Node
+from torch.fx import traceback as fx_traceback
+
+GUARD_KEY = "ampgraph_guard"
+FP16, FP32, LISTS = "fp16", "fp32", "lists"
+
+# Set while a just-in-time model runs: a guard entered for real then means that its code was not captured.
+_running = threading.local()
+
+
+@contextlib.contextmanager
+def fp16_guard() -> Iterator[None]:
+    """Runs the guarded code in the policy's low dtype (Paddle's ``fp16_guard``).
+
+    Works as a context manager and as a decorator, nests (the innermost guard wins), and has no
+    effect outside a converted model. Ops that have no low-precision kernel, and ops with a constant
+    that the low dtype cannot hold, stay in float32.
+
+    Example:
+        >>> with ampgraph.fp16_guard():
+        ...     x = self.attention(x)
+    """
+    if not _capturing("fp16_guard"):
+        yield
+        return
+    with fx_traceback.annotate({GUARD_KEY: FP16}):
+        yield
+
+
+@contextlib.contextmanager
+def fp32_guard() -> Iterator[None]:
+    """Runs the guarded code in float32, whatever the op lists say; the opposite of `fp16_guard`."""
+    if not _capturing("fp32_guard"):
+        yield
+        return
+    with fx_traceback.annotate({GUARD_KEY: FP32}):
+        yield
+
+
+def guard_of(node: Node) -> str | None:
+    """Returns the innermost guard around ``node``: ``"fp16"``, ``"fp32"``, ``"lists"`` or None."""
+    return (node.meta.get("custom") or {}).get(GUARD_KEY)
+
+
+def set_guard(node: Node, guard: str) -> None:
+    """Marks ``node``, over any mark that it has."""
+    node.meta["custom"] = {**(node.meta.get("custom") or {}), GUARD_KEY: guard}
+
+
+@contextlib.contextmanager
+def warn_about_uncaptured_guards() -> Iterator[None]:
+    """While active, a guard that really executes (instead of being captured) is reported once."""
+    before = getattr(_running, "active", False)
+    _running.active = True
+    try:
+        yield
+    finally:
+        _running.active = before
+
+
+def _capturing(name: str) -> bool:
+    if torch.compiler.is_compiling() or fx_traceback.has_preserved_node_meta():
+        return True
+    if getattr(_running, "active", False):
+        warnings.warn(
+            f"{name}: this region runs outside the captured graph, in float32: a graph break inside the "
+            "guard made torch.compile skip the frame. Move the break (print, .item(), data-dependent "
+            "branch) out of the guard, or convert with example inputs to see where it is.",
+            stacklevel=5,
+        )
+    return False

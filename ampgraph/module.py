@@ -1,0 +1,278 @@
+"""`AmpModule`: the converted model, which stands wherever the source model stood."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import logging
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.export import Dim, ExportedProgram, ShapesCollection
+
+from .capture import bind, capture_program, normalize_program
+from .errors import AmpGraphError, CaptureError
+from .guards import warn_about_uncaptured_guards
+from .plan import Plan
+from .policy import Policy
+from .rewrite import rewrite
+from .signature import Signature, accepted_shapes, changed_dims, fits, signature_of
+
+log = logging.getLogger("ampgraph")
+
+MANY_CAPTURES = 8
+_SHARED = (
+    "_parameters",
+    "_buffers",
+    "_modules",
+    "_non_persistent_buffers_set",
+)
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a converted model captures and runs, besides its policy."""
+
+    policy: Policy
+    low_dtype: torch.dtype
+    backend: str | Callable = "eager"
+    mode: str | None = None
+    dynamic_shapes: Any = None
+    just_in_time: bool = False
+
+
+@dataclass
+class Variant:
+    """One captured and rewritten graph: for one training mode and one family of arguments."""
+
+    graph_module: fx.GraphModule
+    plan: Plan
+    run: Callable
+    shapes: list[tuple] = field(default_factory=list)
+    seen: tuple[tuple[int, ...], ...] = ()
+    constants: dict[str, torch.Tensor] = field(default_factory=dict)
+    capture_seconds: float = 0.0
+    rewrite_seconds: float = 0.0
+
+
+class AmpModule(nn.Module):
+    """A converted model; made by `ampgraph.convert`.
+
+    It shares the source's parameters, buffers and submodules (the same objects, the same state_dict
+    keys), keeps its forward signature and attributes, and captures again, once each, for another
+    training mode or other argument shapes and dtypes.
+
+    Attributes:
+        source: The model it was made from, unchanged.
+        policy: The policy, with its dtype filled in.
+    """
+
+    def __init__(self, source: nn.Module, options: Options):
+        self.__dict__["source"] = source
+        super().__init__()
+        self.__dict__.update({name: source.__dict__[name] for name in _SHARED})
+        self.__dict__["options"] = options
+        self.__dict__["_variants"] = {}
+        self.__dict__["_current"] = None
+        self.__dict__["_all_modules"] = tuple(source.modules())
+        self.__dict__["forward"] = self._make_forward()
+        if options.just_in_time:
+            self.__dict__["_compiled"] = self._compile_just_in_time()
+
+    # -- what it is ------------------------------------------------------------------------------
+
+    @property
+    def policy(self) -> Policy:
+        return self.options.policy
+
+    @property
+    def graph_module(self) -> fx.GraphModule:
+        """The rewritten graph that ran last (or was captured last), of the current training mode if there is one."""
+        return self._variant().graph_module
+
+    @property
+    def graph_modules(self) -> list[fx.GraphModule]:
+        """All rewritten graphs so far; with graph breaks, one call runs several."""
+        return [v.graph_module for variants in self._variants.values() for v in variants]
+
+    @property
+    def plan(self) -> Plan:
+        """The plan of `graph_module`."""
+        return self._variant().plan
+
+    def _variant(self) -> Variant:
+        if self._current is None:
+            raise CaptureError(
+                f"{type(self.source).__name__} is not captured yet: call the converted model once, "
+                "or pass example inputs to ampgraph.convert."
+            )
+        flags = self._flags()
+        for (seen_flags, _), variants in reversed(self._variants.items()):
+            if seen_flags == flags and self._current not in variants and self._current_flags != flags:
+                return variants[-1]
+        return self._current
+
+    def __getattr__(self, name: str) -> Any:
+        source = self.__dict__["source"]
+        try:
+            return getattr(source, name)
+        except AttributeError:
+            raise AttributeError(f"{type(source).__name__!r} object has no attribute {name!r}") from None
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *dir(self.source)})
+
+    def extra_repr(self) -> str:
+        return f"{type(self.source).__name__}, {self.policy!r}, backend={self.options.backend!r}"
+
+    # -- running ---------------------------------------------------------------------------------
+
+    def _make_forward(self) -> Callable:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            return self._run(args, kwargs)
+
+        forward.__doc__ = self.source.forward.__doc__
+        forward.__signature__ = inspect.signature(self.source.forward)  # type: ignore[attr-defined]
+        return forward
+
+    def _run(self, args: tuple, kwargs: dict[str, Any]) -> Any:
+        if "_compiled" in self.__dict__:
+            with warn_about_uncaptured_guards():
+                return self._compiled(*args, **kwargs)
+        return self.variant_for(args, kwargs).run(*args, **kwargs)
+
+    def variant_for(self, args: tuple, kwargs: dict[str, Any]) -> Variant:
+        """Returns the variant that runs these arguments, captured now if there is none."""
+        signature = signature_of(args, kwargs)
+        flags = self._flags()
+        variants = self._variants.get((flags, signature.kind), ())
+        for variant in variants:
+            if fits(variant.shapes, signature.shapes):
+                self.__dict__["_current"], self.__dict__["_current_flags"] = variant, flags
+                return variant
+        return self._capture(args, kwargs, signature, flags)
+
+    def _flags(self) -> tuple[bool, ...]:
+        return tuple([m.training for m in self._all_modules])
+
+    def _capture(self, args: tuple, kwargs: dict[str, Any], signature: Signature, flags: tuple[bool, ...]) -> Variant:
+        variants = self._variants.get((flags, signature.kind), [])
+        start = time.perf_counter()
+        program = self._export(args, kwargs, signature, variants)
+        variant = self._rewrite(program, signature, time.perf_counter() - start)
+        variants.append(variant)
+        self._variants[(flags, signature.kind)] = variants
+        self.__dict__["_current"], self.__dict__["_current_flags"] = variant, flags
+        if len(variants) == MANY_CAPTURES:
+            log.warning(
+                "%s was captured %d times for different shapes; pass dynamic_shapes to ampgraph.convert.",
+                type(self.source).__name__, MANY_CAPTURES,
+            )
+        return variant
+
+    def _export(self, args: tuple, kwargs: dict, signature: Signature, variants: list[Variant]) -> ExportedProgram:
+        dynamic_shapes = self.options.dynamic_shapes
+        if variants and dynamic_shapes is None:
+            dims = changed_dims(signature.shapes, [v.seen for v in variants])
+            try:
+                shapes = _dynamic(args, kwargs, dims)
+                return capture_program(self.source, args, kwargs, shapes.dynamic_shapes(self.source, args, kwargs))
+            except (CaptureError, ValueError) as error:
+                log.info("capturing with static shapes: %s", error)
+        return capture_program(self.source, args, kwargs, dynamic_shapes if not variants else None)
+
+    def _rewrite(self, program: ExportedProgram, signature: Signature, capture_seconds: float) -> Variant:
+        start = time.perf_counter()
+        graph_module = normalize_program(program).graph_module
+        constants = bind(graph_module, self.source)
+        modules = [name for name, _ in self.source.named_modules()]
+        plan = rewrite(graph_module, self.policy, self.options.low_dtype, modules)
+        run = _runner(graph_module, self.options)
+        return Variant(
+            graph_module, plan, run, accepted_shapes(graph_module), signature.shapes, constants,
+            capture_seconds, time.perf_counter() - start,
+        )
+
+    def _compile_just_in_time(self) -> Callable:
+        from .backends import make_backend
+
+        def record(graph_module: fx.GraphModule, plan: Plan) -> None:
+            variant = Variant(graph_module, plan, graph_module)
+            self._variants.setdefault((self._flags(), "just in time"), []).append(variant)
+            self.__dict__["_current"], self.__dict__["_current_flags"] = variant, self._flags()
+
+        modules = tuple(name for name, _ in self.source.named_modules())
+        return torch.compile(self.source, backend=make_backend(self.options, modules, record))
+
+    # -- being a module --------------------------------------------------------------------------
+
+    @property
+    def training(self) -> bool:
+        return self.source.training
+
+    @training.setter
+    def training(self, mode: bool) -> None:
+        self.source.training = mode
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "training":
+            self.source.training = value
+            return
+        setattr(self.source, name, value)
+        self.__dict__["_all_modules"] = tuple(self.source.modules())
+
+    def __delattr__(self, name: str) -> None:
+        delattr(self.source, name)
+
+    def _apply(self, fn: Callable, recurse: bool = True) -> AmpModule:
+        self.source._apply(fn, recurse)
+        for variants in self._variants.values():
+            for variant in variants:
+                for name, value in variant.constants.items():
+                    variant.constants[name] = fn(value)
+                    object.__setattr__(variant.graph_module, name, variant.constants[name])
+        return self
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """As the source's."""
+        return self.source.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """As the source's."""
+        return self.source.load_state_dict(state_dict, *args, **kwargs)
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        self.source._load_from_state_dict(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict) -> AmpModule:
+        return _rebuild(copy.deepcopy(self.source, memo), self.options)
+
+    def __reduce__(self) -> tuple:
+        return _rebuild, (self.source, self.options)
+
+
+def _rebuild(source: nn.Module, options: Options) -> AmpModule:
+    return AmpModule(source, options)
+
+
+def _dynamic(args: tuple, kwargs: dict[str, Any], dims: list[set[int]]) -> ShapesCollection:
+    """Marks the given dimensions of each tensor as dynamic if the model allows."""
+    leaves = [x for x in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+    shapes = ShapesCollection()
+    for leaf, changed in zip(leaves, dims, strict=True):
+        if changed:
+            shapes[leaf] = dict.fromkeys(changed, Dim.AUTO)
+    return shapes
+
+
+def _runner(graph_module: fx.GraphModule, options: Options) -> Callable:
+    if options.backend == "eager":
+        return graph_module
+    try:
+        return torch.compile(graph_module, backend=options.backend, mode=options.mode, fullgraph=True)
+    except (RuntimeError, ValueError) as error:
+        raise AmpGraphError(f"backend={options.backend!r}: {error}") from error

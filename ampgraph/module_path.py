@@ -1,0 +1,38 @@
+"""Where a node comes from: its module paths and the user's source line."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from torch.fx import Node
+
+_ITEM = re.compile(r"\[['\"]?([^'\"\]]*)['\"]?\]")
+_SELF = re.compile(r"^L\[['\"]?\w+['\"]?\]\.?|^L__self___?")
+_FRAME = re.compile(r'File "([^"]+)", line (\d+)')
+
+
+def module_paths_of(node: Node) -> Iterator[str]:
+    """Yields the paths of the modules around ``node``, innermost first, as in ``named_modules()``."""
+    stack = node.meta.get("nn_module_stack") or {}
+    for path, _ in reversed(list(stack.values())):
+        yield clean_path(path)
+
+
+def module_path(node: Node) -> str:
+    """Returns the innermost module's path, ``""`` for the root."""
+    return next(module_paths_of(node), "")
+
+
+def clean_path(path: str) -> str:
+    """Turns the name that a capture front end gives a module into its ``named_modules()`` path."""
+    path = _SELF.sub("", path)
+    path = _ITEM.sub(r".\1", path)
+    parts = [p for p in path.split(".") if p and p != "_modules"]
+    return ".".join(parts)
+
+
+def source_line(node: Node) -> str:
+    """Returns ``file:line`` of the user's code that made ``node``, or ``""``."""
+    frames = _FRAME.findall(node.meta.get("stack_trace") or "")
+    return ":".join(frames[-1]) if frames else ""

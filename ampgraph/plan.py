@@ -1,0 +1,106 @@
+"""The frozen result of analysis: a dtype and a reason for every node, and every cast with its bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import NamedTuple
+
+import torch
+
+META_KEY = "ampgraph"
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What one node computes in, and why.
+
+    Attributes:
+        dtype: The node's floating dtype, or None where the pass has no say (integers, bool, float64 ...).
+        by: Who decided: ``"source"``, ``"user cast"``, ``"guard"``, ``"rule"``, ``"list"``, ``"range"``,
+            ``"kernel"``, ``"alias"``, ``"propagation"`` or ``"placement"``.
+        reason: One sentence for people.
+        op_class: ``"white"``, ``"black"``, ``"gray"``, ``"clear"`` or None.
+    """
+
+    dtype: torch.dtype | None
+    by: str
+    reason: str
+    op_class: str | None = None
+
+
+class Use(NamedTuple):
+    """One place where a node reads a tensor: the consumer's name and the path into its arguments."""
+
+    node: str
+    path: tuple[int | str, ...]
+
+
+@dataclass(frozen=True)
+class Cast:
+    """One cast to insert: ``tensor`` from ``src`` to ``dst``, shared by all ``uses``.
+
+    Attributes:
+        bytes: Bytes the cast reads plus bytes it writes; symbolic sizes count with their hints.
+        is_parameter: Whether the tensor is a parameter or buffer (or a view of one).
+        reason: Who forced each side.
+    """
+
+    tensor: str
+    src: torch.dtype
+    dst: torch.dtype
+    uses: tuple[Use, ...]
+    bytes: int
+    is_parameter: bool
+    reason: str
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a labelling moves in one forward: bytes read and written, and the casts' share of it."""
+
+    traffic: int = 0
+    cast_bytes: int = 0
+    casts: int = 0
+    activation_cast_bytes: int = 0
+    activation_casts: int = 0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Node name to `Decision`, the casts that follow, and what they cost beside the baselines.
+
+    Attributes:
+        decisions: One entry for every node of the normalized graph, in graph order.
+        casts: The casts to insert, in graph order.
+        widened: Uses that read a low tensor into a float32 computation inside the kernel: no cast.
+        dtype_args: Node name to the argument that tells its kernel to compute in float32.
+        low_dtype: The policy's low dtype.
+        cost: Modelled bytes of this plan.
+        baselines: The same figures for ``"fp32"`` and ``"autocast"`` on the same graph and lists.
+        optimal: Whether the placement is proven minimal for the policy's objective.
+    """
+
+    decisions: Mapping[str, Decision]
+    casts: tuple[Cast, ...]
+    widened: tuple[Use, ...]
+    dtype_args: Mapping[str, str]
+    low_dtype: torch.dtype
+    cost: Cost
+    baselines: Mapping[str, Cost] = field(default_factory=dict)
+    optimal: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("decisions", "dtype_args", "baselines"):
+            object.__setattr__(self, name, MappingProxyType(dict(getattr(self, name))))
+
+    def __getitem__(self, node: str) -> Decision:
+        return self.decisions[node]
+
+    def __reduce__(self):
+        args = (dict(self.decisions), self.casts, self.widened, dict(self.dtype_args), self.low_dtype, self.cost)
+        return (Plan, (*args, dict(self.baselines), self.optimal))
+
+    def __deepcopy__(self, memo: dict) -> Plan:
+        return self

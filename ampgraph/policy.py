@@ -1,0 +1,139 @@
+"""What the user wants: level, dtype, op lists, rules, and how casts are placed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields
+
+import torch
+
+from .errors import PolicyError, did_you_mean
+from .oplists import OpLists
+
+LEVELS = ("O0", "O1", "O2", "O3")
+PLACEMENTS = ("optimal", "autocast")
+OBJECTIVES = ("traffic", "cast_bytes", "casts")
+LOW_DTYPES = (torch.float16, torch.bfloat16)
+RULE_VALUES = ("low", "fp32")
+
+
+class _Rules(Mapping):
+    """A read-only, hashable dict: a policy must not change after it was checked."""
+
+    def __init__(self, rules: Mapping[str, str]):
+        self._rules = dict(rules)
+
+    def __getitem__(self, key: str) -> str:
+        return self._rules[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._rules)
+
+    def __len__(self) -> int:
+        return len(self._rules)
+
+    def __hash__(self) -> int:
+        return hash(frozenset(self._rules.items()))
+
+    def __repr__(self) -> str:
+        return repr(self._rules)
+
+
+@dataclass(frozen=True, repr=False)
+class Policy:
+    """How a model is converted; frozen, and its repr is an expression that builds it again.
+
+    Args:
+        level: ``"O0"`` changes nothing; ``"O1"`` lets the op lists decide and gray ops follow their
+            inputs; ``"O2"`` runs everything low except black ops and norm parameters; ``"O3"`` runs
+            everything low, for inference.
+        dtype: The low dtype, ``torch.float16`` or ``torch.bfloat16``. None means float16 where the
+            parameters are on CUDA and bfloat16 elsewhere.
+        ops: The op lists, see `OpLists`.
+        rules: Globs over module paths (as in ``model.named_modules()``) or over graph node names,
+            each mapped to ``"low"`` or ``"fp32"``. The innermost module that a rule matches decides
+            (MindSpore's ``Cell.to_float``, Paddle's ``custom_black_varnames``).
+        use_fp16_guard: True: only code inside `fp16_guard` may go low; False: `fp16_guard` is
+            ignored; None: True when the graph contains one.
+        placement: ``"optimal"`` (minimum cut) or ``"autocast"`` (the rule of ``torch.autocast``).
+        objective: What the optimal placement minimises: ``"traffic"`` (bytes all kernels and casts
+            read and write), ``"cast_bytes"`` or ``"casts"``.
+        keep_io_dtypes: Whether graph outputs keep the dtypes of the source model.
+
+    Raises:
+        PolicyError: A value is not legal; the message gives the legal ones.
+    """
+
+    level: str = "O1"
+    dtype: torch.dtype | None = None
+    ops: OpLists = field(default_factory=OpLists.default)
+    rules: Mapping[str, str] = field(default_factory=dict)
+    use_fp16_guard: bool | None = None
+    placement: str = "optimal"
+    objective: str = "traffic"
+    keep_io_dtypes: bool = True
+
+    def __post_init__(self) -> None:
+        _check_choice("level", self.level, LEVELS)
+        _check_choice("placement", self.placement, PLACEMENTS)
+        _check_choice("objective", self.objective, OBJECTIVES)
+        if self.dtype is not None and self.dtype not in LOW_DTYPES:
+            raise PolicyError(f"Policy: dtype={self.dtype!r} is not a low dtype; legal: {LOW_DTYPES} or None.")
+        if not isinstance(self.ops, OpLists):
+            raise PolicyError(f"Policy: ops must be an OpLists, got {type(self.ops).__name__}.")
+        if self.use_fp16_guard not in (True, False, None):
+            raise PolicyError(f"Policy: use_fp16_guard={self.use_fp16_guard!r}; legal: True, False, None.")
+        if not isinstance(self.rules, Mapping):
+            raise PolicyError(f"Policy: rules must be a dict, got {type(self.rules).__name__}.")
+        for pattern, value in self.rules.items():
+            if not isinstance(pattern, str):
+                raise PolicyError(f"Policy: rule {pattern!r} must be a module path glob or a node name (str).")
+            _check_choice(f"rule {pattern!r}", value, RULE_VALUES)
+        object.__setattr__(self, "rules", _Rules(self.rules))
+
+    @classmethod
+    def of(cls, policy: Policy | str | None, dtype: torch.dtype | None = None) -> Policy:
+        """Accepts a policy, a level's name or None; ``dtype`` fills in the policy's own.
+
+        Raises:
+            PolicyError: Not a policy, or ``dtype`` contradicts the policy's.
+        """
+        if policy is None:
+            return cls(dtype=dtype)
+        if isinstance(policy, str):
+            return cls(level=policy, dtype=dtype)
+        if not isinstance(policy, cls):
+            raise PolicyError(f"policy must be a Policy or one of {LEVELS}, got {type(policy).__name__}.")
+        if dtype is None or dtype == policy.dtype:
+            return policy
+        if policy.dtype is not None:
+            raise PolicyError(f"dtype={dtype} contradicts the policy's dtype={policy.dtype}.")
+        return policy.replace(dtype=dtype)
+
+    def replace(self, **changes: object) -> Policy:
+        """Returns a new policy with the given fields changed."""
+        legal = [f.name for f in fields(self)]
+        for name in changes:
+            _check_choice("field", name, tuple(legal))
+        return Policy(**{**{name: getattr(self, name) for name in legal}, **changes})  # type: ignore[arg-type]
+
+    def low_dtype(self, device: torch.device | str = "cpu") -> torch.dtype:
+        """Returns the low dtype, by the device where the policy does not say."""
+        if self.dtype is not None:
+            return self.dtype
+        return torch.float16 if torch.device(device).type == "cuda" else torch.bfloat16
+
+    def __repr__(self) -> str:
+        default = {f.name: getattr(_DEFAULT, f.name) for f in fields(self)} if _DEFAULT else {}
+        given = ((f.name, getattr(self, f.name)) for f in fields(self))
+        return f"Policy({', '.join(f'{k}={v!r}' for k, v in given if k == 'level' or v != default.get(k))})"
+
+
+def _check_choice(what: str, value: object, legal: tuple[str, ...]) -> None:
+    if value in legal:
+        return
+    raise PolicyError(f"Policy: {what}={value!r} is not legal; legal: {', '.join(legal)}.{did_you_mean(str(value), legal)}")
+
+
+_DEFAULT: Policy | None = None
+_DEFAULT = Policy()

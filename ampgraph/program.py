@@ -1,0 +1,84 @@
+"""`export` and the conversion of an ``ExportedProgram``: casts that travel with the program."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+from torch.export import ExportedProgram
+
+from .capture import capture_program
+from .plan import META_KEY
+from .policy import Policy
+from .rewrite import rewrite
+
+
+def export(
+    model: nn.Module,
+    args: tuple,
+    kwargs: dict[str, Any] | None = None,
+    *,
+    policy: Policy | str | None = None,
+    dtype: torch.dtype | None = None,
+    dynamic_shapes: Any = None,
+) -> ExportedProgram:
+    """Exports a model with its casts in the graph.
+
+    Args:
+        model: The source model; not changed.
+        args: Example positional arguments.
+        kwargs: Example keyword arguments.
+        policy: A `Policy`, a level's name, or None for O1.
+        dtype: The low dtype; fills in the policy's.
+        dynamic_shapes: As for ``torch.export.export``.
+
+    Raises:
+        CaptureError: The model cannot be captured.
+        PolicyError: The policy or its rules make no sense for this model.
+    """
+    return convert_program(capture_program(model, args, kwargs, dynamic_shapes), Policy.of(policy, dtype))
+
+
+def convert_program(program: ExportedProgram, policy: Policy) -> ExportedProgram:
+    """Returns a new program with casts inserted; the given one is not changed."""
+    low_dtype = policy.low_dtype(next((t.device for t in program.state_dict.values()), torch.device("cpu")))
+    graph_module = copy.deepcopy(program.graph_module)
+    signature = copy.deepcopy(program.graph_signature)
+    _mark_parameters(graph_module, program)
+    modules = sorted({p for e in program.module_call_graph for p in [e.fqn]})
+    rewrite(graph_module, policy.replace(dtype=low_dtype), low_dtype, modules)
+    for node in graph_module.graph.nodes:
+        node.meta.pop("ampgraph_parameter", None)
+        node.meta.pop("ampgraph_value", None)
+        if isinstance(node.meta.get(META_KEY), dict):
+            # Metadata of a saved program must be strings.
+            node.meta["custom"] = {**node.meta.get("custom", {}), META_KEY: node.meta[META_KEY]["reason"]}
+    graph_module.meta.pop(META_KEY, None)
+    outputs = next(n for n in reversed(graph_module.graph.nodes) if n.op == "output").args[0]
+    for spec, node in zip(signature.output_specs, outputs, strict=True):
+        if hasattr(node, "name") and getattr(spec.arg, "name", None) not in (None, node.name):
+            spec.arg.name = node.name
+    return ExportedProgram(
+        root=graph_module,
+        graph=graph_module.graph,
+        graph_signature=signature,
+        state_dict=program.state_dict,
+        range_constraints=program.range_constraints,
+        module_call_graph=copy.deepcopy(program.module_call_graph),
+        example_inputs=program.example_inputs,
+        constants=program.constants,
+        verifiers=[program.verifier],
+    )
+
+
+def _mark_parameters(graph_module: torch.fx.GraphModule, program: ExportedProgram) -> None:
+    signature = program.graph_signature
+    names = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
+    names.update(signature.inputs_to_lifted_tensor_constants)
+    for node in graph_module.graph.find_nodes(op="placeholder"):
+        if node.name in names:
+            node.meta["ampgraph_parameter"] = True
+            name = names[node.name]
+            node.meta["ampgraph_value"] = program.state_dict.get(name, program.constants.get(name))

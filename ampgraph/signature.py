@@ -1,0 +1,72 @@
+"""What a call's arguments look like: which captured variant they fit, and which dimensions changed."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+
+class Signature(NamedTuple):
+    """A call's arguments without their values.
+
+    Attributes:
+        kind: Structure, dtypes, devices, ranks and non-tensor values.
+        shapes: Sizes of the tensors, in pytree order.
+    """
+
+    kind: Hashable
+    shapes: tuple[tuple[int, ...], ...]
+
+
+def signature_of(args: tuple, kwargs: dict[str, Any]) -> Signature:
+    """Returns the signature of a call."""
+    if not kwargs and all(type(a) is torch.Tensor for a in args):
+        return Signature(tuple([(a.dtype, a.device, a.dim()) for a in args]), tuple([tuple(a.shape) for a in args]))
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    if not kwargs and all(isinstance(leaf, torch.Tensor) for leaf in leaves) and len(leaves) == len(args):
+        spec = None  # type: ignore[assignment]  # the same kind as the fast path's
+    kinds: list[Hashable] = [] if spec is None else [spec]
+    kinds += [(leaf.dtype, leaf.device, leaf.dim()) if isinstance(leaf, torch.Tensor) else _constant(leaf) for leaf in leaves]
+    return Signature(tuple(kinds), tuple(tuple(x.shape) for x in leaves if isinstance(x, torch.Tensor)))
+
+
+def _constant(leaf: object) -> Hashable:
+    try:
+        hash(leaf)
+    except TypeError:
+        return type(leaf), id(leaf)
+    return type(leaf), leaf
+
+
+def accepted_shapes(graph_module: fx.GraphModule) -> list[tuple]:
+    """Returns, for each tensor input of a captured graph, its sizes: ints, or a symbol for a dynamic one."""
+    vals = [n.meta.get("val") for n in graph_module.graph.find_nodes(op="placeholder")]
+    return [tuple(s if isinstance(s, int) else str(s) for s in v.shape) for v in vals if isinstance(v, torch.Tensor)]
+
+
+def fits(accepted: list[tuple], shapes: tuple[tuple[int, ...], ...]) -> bool:
+    """Whether concrete sizes match a captured graph's, one value for each symbol.
+
+    A dynamic size does not match 0 or 1: capture assumes that it is at least 2.
+    """
+    bound: dict[str, int] = {}
+    for pattern, shape in zip(accepted, shapes, strict=True):
+        for want, have in zip(pattern, shape, strict=True):
+            if isinstance(want, int):
+                if want != have:
+                    return False
+            elif have < 2 or bound.setdefault(want, have) != have:
+                return False
+    return True
+
+
+def changed_dims(shapes: tuple[tuple[int, ...], ...], others: list[tuple[tuple[int, ...], ...]]) -> list[set[int]]:
+    """Returns, for each tensor, the dimensions whose size differs from one of the earlier calls'."""
+    return [
+        {d for other in others for d in range(len(shape)) if other[i][d] != shape[d]}
+        for i, shape in enumerate(shapes)
+    ]

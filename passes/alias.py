@@ -1,0 +1,81 @@
+"""Which nodes share memory, and which of them are written in place. Analysis only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch.fx import Graph, Node
+
+from ampgraph._compat import OpOverload, storage_key
+
+SOURCES = ("placeholder", "get_attr")
+
+
+def written_args(node: Node) -> list[Node]:
+    """Returns the nodes that ``node`` writes in place, by its schema."""
+    if not isinstance(node.target, OpOverload) or not node.target._schema.is_mutable:
+        return []
+    written = []
+    for position, argument in enumerate(node.target._schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        value = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)
+        written += [value] if isinstance(value, Node) else [v for v in value or () if isinstance(v, Node)]
+    return written
+
+
+class AliasSets:
+    """Groups the nodes of a graph by the memory their tensors live in.
+
+    Two nodes are in one set when their fake tensors share a storage, or when the op's schema says
+    that it returns (part of) an argument.
+    """
+
+    def __init__(self, graph: Graph):
+        self._parent: dict[Node, Node] = {}
+        owner: dict[int, Node] = {}
+        for node in graph.nodes:
+            for key in _keys(node):
+                self._union(owner.setdefault(key, node), node)
+            for source in _schema_aliases(node):
+                self._union(source, node)
+        self.members: dict[Node, list[Node]] = {}
+        for node in graph.nodes:
+            self.members.setdefault(self.root(node), []).append(node)
+
+    def root(self, node: Node) -> Node:
+        """Returns the representative of the node's set."""
+        while (parent := self._parent.get(node, node)) is not node:
+            self._parent[node] = self._parent.get(parent, parent)
+            node = parent
+        return node
+
+    def of(self, node: Node) -> list[Node]:
+        """Returns all nodes in the set of ``node``, in graph order."""
+        return self.members[self.root(node)]
+
+    def _union(self, a: Node, b: Node) -> None:
+        a, b = self.root(a), self.root(b)
+        if a is not b:
+            self._parent[b] = a
+
+
+def _keys(node: Node) -> Iterator[int]:
+    value = node.meta.get("val")
+    for tensor in value if isinstance(value, (list, tuple)) else (value,):
+        if isinstance(tensor, torch.Tensor) and (key := storage_key(tensor)) is not None:
+            yield key
+
+
+def _schema_aliases(node: Node) -> Iterator[Node]:
+    if not isinstance(node.target, OpOverload):
+        return
+    schema = node.target._schema
+    if not any(r.alias_info is not None for r in schema.returns):
+        return
+    for position, argument in enumerate(schema.arguments):
+        if argument.alias_info is None or position >= len(node.args):
+            continue
+        if isinstance(node.args[position], Node):
+            yield node.args[position]  # type: ignore[misc]

@@ -1,0 +1,116 @@
+"""What a pass is, and the one loop that runs passes and checks their contracts.
+
+A pass is a frozen dataclass whose fields are its options. Its author writes ``run``; the caller
+(`run_passes`) checks ``requires`` before and ``ensures`` on the *result*, lints, recompiles, and
+names the pass in every error. Analysis passes leave their findings in the `Workspace` at
+``graph_module.meta["ampgraph"]`` and never touch the graph.
+"""
+
+from __future__ import annotations
+
+import abc
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from torch.fx import GraphModule
+from torch.fx.passes.infra.pass_base import PassResult
+
+from ampgraph.errors import AmpGraphError, PassError
+from ampgraph.plan import META_KEY, Plan
+
+if TYPE_CHECKING:
+    from .classify import Facts
+    from .propagate import Problem
+
+
+@dataclass
+class Workspace:
+    """What the analysis passes have found out about one graph so far.
+
+    Attributes:
+        facts: Per node: managed or not, op class, and how each argument is read (`ClassifyOps`).
+        problem: Per node: pinned dtype with reason, or free with its constraints (`PropagatePins`).
+        plan: The decided plan (`PlaceCasts`).
+        seconds: Wall time by pass name.
+    """
+
+    facts: Facts | None = None
+    problem: Problem | None = None
+    plan: Plan | None = None
+    seconds: dict[str, float] = field(default_factory=dict)
+
+
+class Pass(abc.ABC):
+    """Base of all passes; subclasses are frozen dataclasses with a class attribute ``name``."""
+
+    name: ClassVar[str]
+    edits: ClassVar[bool] = True
+
+    def __call__(self, graph_module: GraphModule) -> PassResult:
+        """Runs the pass on one graph.
+
+        Returns:
+            The (same) graph module and whether its graph changed.
+        """
+        return PassResult(graph_module, self.run(graph_module))
+
+    @abc.abstractmethod
+    def run(self, graph_module: GraphModule) -> bool:
+        """Does the work in place; returns True when the graph was edited."""
+
+    def requires(self, graph_module: GraphModule) -> None:
+        """Raises `PassError` when the graph is not what the pass expects."""
+
+    def ensures(self, graph_module: GraphModule) -> None:
+        """Raises `PassError` when the result is not what the pass promises."""
+
+
+Hook = Callable[[Pass, GraphModule, bool, float], Any]
+
+
+def workspace(graph_module: GraphModule) -> Workspace:
+    """Returns the graph module's workspace, made on first use."""
+    return graph_module.meta.setdefault(META_KEY, Workspace())
+
+
+def run_passes(graph_module: GraphModule, passes: Iterable[Pass], hook: Hook | None = None) -> PassResult:
+    """Runs ``passes`` in order and enforces their contracts.
+
+    Args:
+        graph_module: A pre-dispatch ATen graph with ``meta["val"]`` on every node; edited in place.
+        passes: The pipeline.
+        hook: Called after each pass with (pass, graph module, modified, seconds).
+
+    Raises:
+        PassError: A contract was broken or a pass failed; the message names the pass.
+    """
+    modified = False
+    for step in passes:
+        start = time.perf_counter()
+        changed = _run_one(step, graph_module)
+        seconds = time.perf_counter() - start
+        workspace(graph_module).seconds[step.name] = seconds
+        modified |= changed
+        if hook:
+            hook(step, graph_module, changed, seconds)
+    return PassResult(graph_module, modified)
+
+
+def _run_one(step: Pass, graph_module: GraphModule) -> bool:
+    size = len(graph_module.graph.nodes)
+    try:
+        step.requires(graph_module)
+        changed = step(graph_module).modified
+        if changed:
+            graph_module.graph.lint()
+            graph_module.recompile()
+        step.ensures(graph_module)
+    except AmpGraphError:
+        raise
+    except Exception as error:
+        raise PassError(f"pass {step.name!r} failed: {type(error).__name__}: {error}") from error
+    if not step.edits and (changed or len(graph_module.graph.nodes) != size):
+        raise PassError(f"pass {step.name!r} is analysis and must not edit the graph.")
+    return changed

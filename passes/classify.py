@@ -1,0 +1,246 @@
+"""Finds out, for every node, what the op lists say of it and how it reads each of its tensors.
+
+Analysis only. The result, `Facts`, is what `PropagatePins` and `PlaceCasts` reason about:
+
+- a node is *managed* when it produces a float32 or low tensor; its label (low or float32) is to be decided;
+- a *slot* is one argument through which a node reads a managed tensor, with the `SlotKind` that says
+  which dtypes the kernel takes there.
+"""
+
+from __future__ import annotations
+
+import enum
+import operator
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch.fx import GraphModule, Node
+
+from ampgraph import op_facts
+from ampgraph._compat import OpOverload, size_hint
+from ampgraph.oplists import OpClass, OpLists
+
+from .alias import AliasSets, written_args
+from .base import Pass, workspace
+
+_CASTS = ("aten.to", "aten._to_copy", "prims.convert_element_type")
+
+
+class SlotKind(enum.Enum):
+    """Which dtypes a kernel takes in one argument."""
+
+    COMPUTE = "the node's own dtype"
+    PROMOTED = "either: a float32 node widens a low operand itself, if another operand is float32"
+    DTYPE_ARG = "either: a float32 node widens it itself when its dtype argument says so"
+    ANY = "either, without effect on the result's dtype"
+    KEEP = "the dtype it had in the source"
+
+
+class Slot(NamedTuple):
+    """One argument through which a node reads a tensor: ``(args, kwargs)`` path, tensor, kind."""
+
+    path: tuple[int | str, ...]
+    tensor: Node
+    kind: SlotKind
+    follow: bool
+
+
+@dataclass
+class NodeFacts:
+    """What is known about one node before anything is decided.
+
+    Attributes:
+        dtype: The floating dtype it produced in the source, if managed.
+        owner: The node whose label decides (itself; for ``getitem``, the multi-output op).
+        slots: How it reads managed tensors.
+        op_class: What the op lists say, with the reason from the data.
+        fixed_dtype: A dtype that the source names explicitly (a user's cast, ``dtype=``).
+        elements: Elements of each managed output together.
+        moves_data: Whether it costs memory traffic (views and inputs do not).
+        written: Whether the tensor lives in memory that some node writes in place.
+        is_parameter: Whether it is a parameter, buffer or constant of the module.
+    """
+
+    dtype: torch.dtype | None
+    owner: Node
+    slots: list[Slot] = field(default_factory=list)
+    op_class: OpClass | None = None
+    class_reason: str = ""
+    fixed_dtype: torch.dtype | None = None
+    elements: int = 0
+    moves_data: bool = False
+    written: bool = False
+    is_parameter: bool = False
+
+
+Facts = dict[Node, NodeFacts]
+
+
+@dataclass(frozen=True)
+class ClassifyOps(Pass):
+    """Looks every op up in the op lists and every argument up in the kernel facts.
+
+    Attributes:
+        ops: The op lists.
+        low_dtype: The policy's low dtype.
+        keep_io_dtypes: Whether graph outputs read their tensors in the source's dtype.
+    """
+
+    ops: OpLists
+    low_dtype: torch.dtype
+    keep_io_dtypes: bool = True
+    name: ClassVar[str] = "classify"
+    edits: ClassVar[bool] = False
+
+    def run(self, graph_module: GraphModule) -> bool:
+        facts: Facts = {}
+        for node in graph_module.graph.nodes:
+            facts[node] = self._facts(node, facts)
+        _mark_written(graph_module, facts)
+        workspace(graph_module).facts = facts
+        return False
+
+    def _facts(self, node: Node, facts: Facts) -> NodeFacts:
+        if node.target is operator.getitem and isinstance(node.args[0], Node) and _is_sequence(node.args[0]):
+            owner = facts[node.args[0]].owner
+            return NodeFacts(self._dtype(node), owner, elements=_elements(node, self.low_dtype))
+        fact = NodeFacts(self._dtype(node), node, elements=_elements(node, self.low_dtype))
+        fact.is_parameter = node.op == "get_attr" or bool(node.meta.get("ampgraph_parameter"))
+        if isinstance(node.target, OpOverload):
+            fact.op_class, fact.class_reason = self.ops.classify(node, self.low_dtype)
+            fact.fixed_dtype = _explicit_dtype(node)
+            fact.moves_data = not op_facts.is_view(node.target)
+        fact.slots = [
+            self._slot(node, fact, path, tensor) for path, tensor in tensor_arguments(node) if facts[tensor].dtype
+        ]
+        return fact
+
+    def _dtype(self, node: Node) -> torch.dtype | None:
+        dtypes = {v.dtype for v in tensors(node)}
+        managed = dtypes & {torch.float32, self.low_dtype}
+        if len(managed) != 1 or any(d.is_floating_point or d.is_complex for d in dtypes - managed):
+            return None
+        return managed.pop()
+
+    def _slot(self, node: Node, fact: NodeFacts, path: tuple[int | str, ...], tensor: Node) -> Slot:
+        kind = self._kind(node, fact, path, tensor)
+        follow = kind in (SlotKind.COMPUTE, SlotKind.PROMOTED, SlotKind.DTYPE_ARG)
+        if follow and (names := op_facts.follow_slots(node.target)) is not None:
+            follow = argument_name(node, path) in names
+        return Slot(path, tensor, kind, follow)
+
+    def _kind(self, node: Node, fact: NodeFacts, path: tuple[int | str, ...], tensor: Node) -> SlotKind:
+        target = node.target
+        if node.op == "output":
+            return SlotKind.KEEP if self.keep_io_dtypes else SlotKind.ANY
+        if not isinstance(target, OpOverload) or _is_sequence(tensor):
+            return SlotKind.KEEP
+        name = argument_name(node, path)
+        if is_cast(node) or name in op_facts.any_slots(target):
+            return SlotKind.ANY
+        if name in op_facts.fp32_slots(target):
+            return SlotKind.KEEP
+        if written := written_args(node):
+            return SlotKind.ANY if op_facts.promotes(target) and tensor not in written else SlotKind.KEEP
+        if fact.dtype is None:
+            return SlotKind.ANY if self._only_tells(node) else SlotKind.KEEP
+        if fact.fixed_dtype is not None:
+            return SlotKind.ANY if op_facts.dtype_arg(target) else SlotKind.KEEP
+        if op_facts.promotes(target):
+            return SlotKind.ANY if _is_bystander(node, tensor) else SlotKind.PROMOTED
+        if op_facts.dtype_arg(target):
+            return SlotKind.DTYPE_ARG
+        return SlotKind.COMPUTE
+
+    def _only_tells(self, node: Node) -> bool:
+        """Whether the op answers with integers or booleans and takes its operands in any dtype."""
+        if any(v.dtype.is_floating_point or v.dtype.is_complex for v in tensors(node)):
+            return False
+        managed = [t for _, t in tensor_arguments(node) if self._dtype(t)]
+        return op_facts.promotes(node.target) or len(managed) == 1
+
+
+def tensors(node: Node) -> list[torch.Tensor]:
+    """Returns the (fake) tensors that a node produces."""
+    value = node.meta.get("val")
+    values = value if isinstance(value, (list, tuple)) else (value,)
+    return [v for v in values if isinstance(v, torch.Tensor)]
+
+
+def tensor_arguments(node: Node) -> Iterator[tuple[tuple[int | str, ...], Node]]:
+    """Yields (path, node) for every node among the arguments; a path starts with a position or keyword."""
+    for position, value in enumerate(node.args):
+        yield from _walk((position,), value)
+    for name, value in node.kwargs.items():
+        yield from _walk((name,), value)
+
+
+def argument_name(node: Node, path: tuple[int | str, ...]) -> str:
+    """Returns the schema's name of the argument that a path leads into."""
+    first = path[0]
+    if isinstance(first, str):
+        return first
+    return node.target._schema.arguments[first].name  # type: ignore[union-attr]
+
+
+def argument(node: Node, name: str) -> Any:
+    """Returns an argument of an ATen call by its schema name, or None when it is not given."""
+    if name in node.kwargs:
+        return node.kwargs[name]
+    names = [a.name for a in node.target._schema.arguments]  # type: ignore[union-attr]
+    position = names.index(name) if name in names else len(node.args)
+    return node.args[position] if position < len(node.args) else None
+
+
+def is_cast(node: Node) -> bool:
+    """Whether the node is an explicit dtype conversion (one that names its dtype)."""
+    if not isinstance(node.target, OpOverload) or op_facts.packet_name(node.target) not in _CASTS:
+        return False
+    return argument(node, "dtype") is not None
+
+
+def _explicit_dtype(node: Node) -> torch.dtype | None:
+    dtype = argument(node, "dtype")
+    return dtype if isinstance(dtype, torch.dtype) else None
+
+
+def _is_bystander(node: Node, tensor: Node) -> bool:
+    """0-dim operands do not take part in type promotion beside floating operands that have dimensions."""
+    if tensor.meta["val"].dim() > 0:
+        return False
+    floats = [v for _, n in tensor_arguments(node) for v in tensors(n) if v.is_floating_point()]
+    return any(v.dim() > 0 for v in floats)
+
+
+def _is_sequence(node: Node) -> bool:
+    return isinstance(node.meta.get("val"), (list, tuple))
+
+
+def _elements(node: Node, low_dtype: torch.dtype) -> int:
+    return sum(
+        prod(size_hint(s) for s in v.shape) for v in tensors(node) if v.dtype in (torch.float32, low_dtype)
+    )
+
+
+def _walk(path: tuple[int | str, ...], value: Any) -> Iterator[tuple[tuple[int | str, ...], Node]]:
+    if isinstance(value, Node):
+        yield path, value
+    elif isinstance(value, (list, tuple)):
+        for i, item in enumerate(value):
+            yield from _walk((*path, i), item)
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield from _walk((*path, key), item)
+
+
+def _mark_written(graph_module: GraphModule, facts: Facts) -> None:
+    written = [n for node in graph_module.graph.nodes for n in written_args(node)]
+    if not written:
+        return
+    aliases = AliasSets(graph_module.graph)
+    for root in {aliases.root(n) for n in written}:
+        for member in aliases.of(root):
+            facts[member].written = True

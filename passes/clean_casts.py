@@ -1,0 +1,56 @@
+"""Removes what insertion left over; never a cast that the user wrote.
+
+- A cast that undoes a widening (low -> float32 -> low) becomes the low tensor itself: nothing was lost.
+- The clones by which `Normalize` isolated written memory fold into whatever made the memory.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from ampgraph.plan import META_KEY
+
+from .base import Pass
+from .classify import is_cast
+from .insert_casts import is_inserted_cast
+from .normalize import STORAGE_NODE
+
+
+@dataclass(frozen=True)
+class CleanCasts(Pass):
+    """See the module docstring."""
+
+    name: ClassVar[str] = "clean_casts"
+
+    def run(self, graph_module: GraphModule) -> bool:
+        graph = graph_module.graph
+        return _drop_undone_widenings(graph) | _drop_storage_nodes(graph)
+
+
+def _drop_undone_widenings(graph: Graph) -> bool:
+    modified = False
+    for node in list(graph.nodes):
+        if not is_inserted_cast(node) or not is_cast(widening := node.args[0]):
+            continue
+        origin = widening.args[0]
+        if origin.meta["val"].dtype != node.meta["val"].dtype or widening.meta["val"].dtype != torch.float32:
+            continue
+        node.replace_all_uses_with(origin)
+        graph.erase_node(node)
+        if is_inserted_cast(widening) and not widening.users:
+            graph.erase_node(widening)
+        modified = True
+    return modified
+
+
+def _drop_storage_nodes(graph: Graph) -> bool:
+    storages = [n for n in graph.nodes if n.meta.get(META_KEY) == STORAGE_NODE]
+    for node in storages:
+        made_by: Node = node.args[0]
+        node.replace_all_uses_with(made_by)
+        graph.erase_node(node)
+    return bool(storages)

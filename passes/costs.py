@@ -1,0 +1,124 @@
+"""What a labelling needs and what it moves: the cost model that placement minimises and reports.
+
+A labelling gives every variable True (low) or False (float32). `demands` says which tensors must then
+be cast for which uses; `cost_of` counts bytes:
+
+- a cast reads and writes its tensor once (2 + 4 bytes an element), whoever shares it;
+- an op that moves data writes its outputs and reads its inputs at the width supplied; an operand that
+  the kernel may widen itself (`SlotKind.PROMOTED`, ``DTYPE_ARG``, ``ANY``) counts at its producer's width;
+- views, inputs and parameters move nothing by themselves; symbolic sizes count with their hints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from torch.fx import Node
+
+from ampgraph.plan import Cost
+
+from .classify import Slot, SlotKind
+from .propagate import Problem
+
+LOW_BYTES, FP32_BYTES = 2, 4
+CAST_BYTES = LOW_BYTES + FP32_BYTES
+
+Labels = Mapping[Node, bool]
+Anchors = Mapping[Node, Node]
+Demand = tuple[Node, bool]
+
+
+def label_of(problem: Problem, labels: Labels, tensor: Node) -> bool:
+    """Returns whether the node that produces ``tensor`` is low."""
+    return labels[problem.facts[tensor].owner]
+
+
+def required(problem: Problem, node: Node, slot: Slot, low: bool, anchor: Node | None) -> bool | None:
+    """Returns the label that ``node``, itself labelled ``low``, needs of a slot's tensor; None: either will do."""
+    if slot.kind is SlotKind.ANY:
+        return None
+    if slot.kind is SlotKind.KEEP:
+        return problem.facts[slot.tensor].dtype == problem.low_dtype
+    if low or slot.kind is SlotKind.COMPUTE:
+        return low
+    return False if slot.kind is SlotKind.PROMOTED and slot.tensor is anchor else None
+
+
+def demands(problem: Problem, labels: Labels, anchors: Anchors) -> dict[Demand, list[tuple[Node, Slot]]]:
+    """Returns, for each (tensor, needed label) that differs from the tensor's own, the uses that need it."""
+    found: dict[Demand, list[tuple[Node, Slot]]] = {}
+    for node, fact in problem.facts.items():
+        low = labels.get(node, False)
+        for slot in fact.slots:
+            need = required(problem, node, slot, low, anchors.get(node))
+            if need is not None and need != label_of(problem, labels, slot.tensor):
+                found.setdefault((slot.tensor, need), []).append((node, slot))
+    return found
+
+
+def needs_anchor(problem: Problem, labels: Labels, node: Node) -> bool:
+    """Whether a float32 op that promotes would read low operands only, and so would return low."""
+    if labels.get(node, True):
+        return False
+    promoted = [s for s in problem.facts[node].slots if s.kind is SlotKind.PROMOTED]
+    return bool(promoted) and all(label_of(problem, labels, s.tensor) for s in promoted)
+
+
+def complete_anchors(problem: Problem, labels: Labels, anchors: Anchors) -> dict[Node, Node]:
+    """Gives every op that needs one an operand to widen: one that is widened anyway, else the smallest."""
+    chosen = {n: t for n, t in anchors.items() if needs_anchor(problem, labels, n)}
+    missing = [n for n in problem.variables if n not in chosen and needs_anchor(problem, labels, n)]
+    if not missing:
+        return chosen
+    widened = {tensor for tensor, low in demands(problem, labels, chosen) if not low}
+    for node in missing:
+        operands = [s.tensor for s in problem.facts[node].slots if s.kind is SlotKind.PROMOTED]
+        chosen[node] = min(operands, key=lambda t: 0 if t in widened else problem.facts[t].elements)
+        widened.add(chosen[node])
+    return chosen
+
+
+def cost_of(problem: Problem, labels: Labels, anchors: Anchors, shared: bool = True) -> Cost:
+    """Counts the bytes of a labelling.
+
+    Args:
+        problem: The pinned graph.
+        labels: True (low) or False (float32) for every variable.
+        anchors: The operand that each float32 promoting op over low operands widens.
+        shared: Whether one cast serves all uses of a tensor; ``torch.autocast`` shares only weights.
+    """
+    traffic = sum(_node_traffic(problem, labels, node) for node in problem.facts)
+    casts = cast_bytes = activation_casts = activation_bytes = 0
+    for (tensor, _), uses in demands(problem, labels, anchors).items():
+        fact = problem.facts[tensor]
+        count = 1 if fact.is_parameter or (shared and not fact.written) else len(uses)
+        casts += count
+        cast_bytes += count * CAST_BYTES * fact.elements
+        if not fact.is_parameter:
+            activation_casts += count
+            activation_bytes += count * CAST_BYTES * fact.elements
+    return Cost(traffic + cast_bytes, cast_bytes, casts, activation_bytes, activation_casts)
+
+
+def node_terms(problem: Problem, node: Node) -> Iterator[tuple[Node | None, int]]:
+    """Yields (whose label sets the width, elements) for everything that a node reads and writes."""
+    fact = problem.facts[node]
+    if not fact.moves_data:
+        return
+    if node in problem.variables:
+        yield node, fact.elements
+    for slot in fact.slots:
+        elements = problem.facts[slot.tensor].elements
+        if slot.kind is SlotKind.COMPUTE:
+            yield node, elements
+        elif slot.kind is not SlotKind.KEEP:
+            yield problem.facts[slot.tensor].owner, elements
+        else:
+            yield None, elements
+
+
+def _node_traffic(problem: Problem, labels: Labels, node: Node) -> int:
+    return sum(
+        elements * (LOW_BYTES if owner is not None and labels[owner] else FP32_BYTES)
+        for owner, elements in node_terms(problem, node)
+    )

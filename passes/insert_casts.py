@@ -1,0 +1,124 @@
+"""Carries out a plan: inserts its casts, sets its dtype arguments, keeps metadata true. Decides nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from ampgraph._compat import evaluate, fake_mode_of
+from ampgraph.errors import PassError
+from ampgraph.plan import META_KEY, Cast, Plan
+
+from .base import Pass, workspace
+from .classify import tensors
+
+aten = torch.ops.aten
+INSERTED = "inserted"
+
+
+@dataclass(frozen=True)
+class InsertCasts(Pass):
+    """Inserts every cast of the plan before its first use, as ``aten.to.dtype``."""
+
+    name: ClassVar[str] = "insert_casts"
+
+    def requires(self, graph_module: GraphModule) -> None:
+        if workspace(graph_module).plan is None:
+            raise PassError(f"pass {self.name!r} needs a plan; run PlaceCasts before it.")
+
+    def run(self, graph_module: GraphModule) -> bool:
+        plan = workspace(graph_module).plan
+        assert plan is not None
+        graph = graph_module.graph
+        nodes = {n.name: n for n in graph.nodes}
+        order = {n.name: i for i, n in enumerate(graph.nodes)}
+        # A cast shared across grad modes must be made in its producer's.
+        beside_producer = any(n.target is torch._C._set_grad_enabled for n in graph.nodes)
+        edited: set[Node] = set()
+        for cast in plan.casts:
+            uses = sorted(cast.uses, key=lambda use: order[use.node])
+            users = [nodes[use.node] for use in uses]
+            tensor = nodes[cast.tensor]
+            at = _after(graph, tensor) if beside_producer and len(users) > 1 else users[0]
+            node = insert_cast(graph, tensor, cast, at, users[0], self.name)
+            for use, user in zip(uses, users, strict=True):
+                _set_argument(user, use.path, node)
+            edited |= {node, *users}
+        for name, argument in plan.dtype_args.items():
+            _set_named_argument(nodes[name], argument, torch.float32)
+            edited.add(nodes[name])
+        refresh_metadata(graph, edited)
+        return bool(edited)
+
+
+def insert_cast(graph: Graph, tensor: Node, cast: Cast, before: Node, user: Node, author: str) -> Node:
+    """Inserts one cast, the only place where ampgraph makes one; its fake value comes with `refresh_metadata`."""
+    with graph.inserting_before(before):
+        node = graph.call_function(aten.to.dtype, (tensor, cast.dst))
+    inherited = user if user.op == "call_function" else tensor
+    node.meta.update({k: inherited.meta[k] for k in ("nn_module_stack", "stack_trace", "custom") if k in inherited.meta})
+    node.meta[META_KEY] = {
+        INSERTED: author,
+        "reason": cast.reason,
+        "bytes": cast.bytes,
+        "is_parameter": cast.is_parameter,
+    }
+    return node
+
+
+def is_inserted_cast(node: Node) -> bool:
+    """Whether ampgraph made this cast."""
+    meta = node.meta.get(META_KEY)
+    return isinstance(meta, dict) and INSERTED in meta
+
+
+def refresh_metadata(graph: Graph, edited: Iterable[Node]) -> None:
+    """Recomputes ``meta["val"]`` of the edited nodes and of everything whose dtype changes after them."""
+    mode = fake_mode_of(graph)
+    dirty = set(edited)
+    for node in graph.nodes:
+        if node not in dirty or node.op != "call_function":
+            continue
+        before = [t.dtype for t in tensors(node)]
+        value = evaluate(node, mode)
+        node.meta["val"], previous = value, node.meta.get("val")
+        if before and [t.dtype for t in tensors(node)] == before:
+            node.meta["val"] = previous
+            continue
+        node.meta.pop("tensor_meta", None)
+        dirty.update(node.users)
+
+
+def _after(graph: Graph, node: Node) -> Node:
+    if node.op in ("placeholder", "get_attr"):
+        return next(n for n in graph.nodes if n.op not in ("placeholder", "get_attr"))
+    return node.next
+
+
+def _set_argument(node: Node, path: tuple[int | str, ...], value: Node) -> None:
+    first, rest = path[0], path[1:]
+    if isinstance(first, str):
+        node.update_kwarg(first, _replaced(node.kwargs[first], rest, value))
+    else:
+        node.update_arg(first, _replaced(node.args[first], rest, value))
+
+
+def _replaced(container: Any, path: tuple[int | str, ...], value: Node) -> Any:
+    if not path:
+        return value
+    if isinstance(container, dict):
+        return {k: _replaced(v, path[1:], value) if k == path[0] else v for k, v in container.items()}
+    return type(container)(_replaced(v, path[1:], value) if i == path[0] else v for i, v in enumerate(container))
+
+
+def _set_named_argument(node: Node, name: str, value: object) -> None:
+    names = [a.name for a in node.target._schema.arguments]  # type: ignore[union-attr]
+    position = names.index(name)
+    if position < len(node.args):
+        node.update_arg(position, value)  # type: ignore[arg-type]
+    else:
+        node.update_kwarg(name, value)  # type: ignore[arg-type]

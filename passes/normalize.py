@@ -1,0 +1,142 @@
+"""Brings a captured graph into the one form that analysis expects.
+
+- ``aten._assert_tensor_metadata`` nodes go: they assert the dtypes that this compiler changes.
+- ``type_as`` and ``.to(other)`` become ``.to(dtype)`` with the dtype seen at capture: what the user
+  wrote names a dtype, not whatever the other tensor will be converted to.
+- In-place ops become functional where nobody can tell the difference. Where somebody can (a write
+  through a view, a slice assignment), the written memory gets a node of its own (a clone that
+  `CleanCasts` removes again), so that a cast before it never splits it in two.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from ampgraph._compat import FakeTensorMode, OpOverload, evaluate, fake_mode_of
+from ampgraph.plan import META_KEY
+
+from .alias import SOURCES, AliasSets, written_args
+from .base import Pass
+
+aten = torch.ops.aten
+STORAGE_NODE = "storage"
+
+
+@dataclass(frozen=True)
+class Normalize(Pass):
+    """See the module docstring."""
+
+    name: ClassVar[str] = "normalize"
+
+    def run(self, graph_module: GraphModule) -> bool:
+        graph = graph_module.graph
+        modified = _drop_dtype_asserts(graph)
+        modified |= _name_dtypes(graph)
+        modified |= _functionalize(graph)
+        modified |= _isolate_written_memory(graph)
+        return modified
+
+
+def _drop_dtype_asserts(graph: Graph) -> bool:
+    asserts = [n for n in graph.nodes if n.target is aten._assert_tensor_metadata.default]
+    for node in asserts:
+        graph.erase_node(node)
+    return bool(asserts)
+
+
+def _name_dtypes(graph: Graph) -> bool:
+    modified = False
+    for node in graph.nodes:
+        if node.target not in (aten.type_as.default, aten.to.other):
+            continue
+        node.args = (node.args[0], node.args[1].meta["val"].dtype, *node.args[2:])
+        node.target = aten.to.dtype
+        modified = True
+    return modified
+
+
+def _functionalize(graph: Graph) -> bool:
+    candidates = [n for n in graph.nodes if written_args(n) and _functional(n)]
+    if not candidates:
+        return False
+    order = {n: i for i, n in enumerate(graph.nodes)}
+    aliases = AliasSets(graph)
+    modified = []
+    for node in candidates:
+        target = written_args(node)[0]
+        if not _only_seen_through(node, target, aliases, order):
+            continue
+        for user in [u for u in target.users if order[u] > order[node]]:
+            user.replace_input_with(target, node)
+        node.target = _functional(node)
+        modified.append(node)
+    _refresh_written_sets(modified, aliases, fake_mode_of(graph))
+    return bool(modified)
+
+
+def _refresh_written_sets(modified: list[Node], aliases: AliasSets, mode: FakeTensorMode | None) -> None:
+    """Gives the results of functional ops memory of their own where other writes go on."""
+    for root in {aliases.root(node) for node in modified}:
+        members = aliases.of(root)
+        if not any(written_args(n) for n in members):
+            continue
+        first = next(i for i, n in enumerate(members) if n in modified)
+        for node in members[first:]:
+            if node.op == "call_function":
+                node.meta["val"] = evaluate(node, mode)
+
+
+def _functional(node: Node) -> OpOverload | None:
+    """Returns the functional form of an in-place op: same overload, same arguments, no trailing underscore."""
+    name = node.target._schema.name.split("::")[1]  # type: ignore[union-attr]
+    if not name.endswith("_") or node.target.namespace != "aten":  # type: ignore[union-attr]
+        return None
+    packet = getattr(aten, name[:-1], None)
+    functional = getattr(packet, node.target._overloadname, None) if packet else None  # type: ignore[union-attr]
+    if functional is None or functional._schema.is_mutable:
+        return None
+    ours, theirs = (
+        [(a.name, str(a.type)) for a in op._schema.arguments] for op in (node.target, functional)  # type: ignore[union-attr]
+    )
+    return functional if ours == theirs else None
+
+
+def _only_seen_through(node: Node, target: Node, aliases: AliasSets, order: dict[Node, int]) -> bool:
+    """Whether, after ``node`` has written ``target``, nothing reads the old memory by another name."""
+    value = node.meta["val"]
+    if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+        return False
+    for other in aliases.of(target):
+        if other.op in SOURCES:
+            return False
+        seen_later = any(order[u] > order[node] for u in other.users)
+        if other is not target and order[other] < order[node] and seen_later:
+            return False
+    return True
+
+
+def _isolate_written_memory(graph: Graph) -> bool:
+    written = [n for node in graph.nodes for n in written_args(node)]
+    if not written:
+        return False
+    aliases = AliasSets(graph)
+    roots = {aliases.of(n)[0]: aliases.of(n) for n in written}
+    mode = fake_mode_of(graph)
+    modified = False
+    for first, members in roots.items():
+        if any(n.op in SOURCES for n in members) or not isinstance(first.meta["val"], torch.Tensor):
+            continue
+        if first.meta.get(META_KEY) == STORAGE_NODE:
+            continue
+        with graph.inserting_after(first):
+            storage = graph.call_function(aten.clone.default, (first,))
+        first.replace_all_uses_with(storage, delete_user_cb=lambda user, storage=storage: user is not storage)
+        storage.meta = {k: v for k, v in first.meta.items() if k != "from_node"} | {META_KEY: STORAGE_NODE}
+        for node in (storage, *members[1:]):
+            node.meta["val"] = evaluate(node, mode)
+        modified = True
+    return modified

@@ -1,0 +1,221 @@
+"""Decides what is not a matter of cost: pins by precedence, and everything that follows from a pin.
+
+Analysis only. Precedence, highest first: a dtype that the source names (a cast the user wrote);
+guards; rules; op lists; propagation. Two facts stand above all of them, because no preference can
+change them: an op without a low-precision kernel, and a value that the low dtype cannot hold.
+
+What is left free is for `PlaceCasts` to choose, under two constraints that make O1 safe:
+
+- ``follows``: low only if all its floating inputs are low (gray ops; clear ops in general);
+- ``narrowable``: every consumer, through further clear ops, is low anyway, so the value may be
+  rounded here instead of there. Clear ops need not follow then, and a black op whose low kernel
+  computes in float32 and rounds once may write its result in low.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import ClassVar
+
+import torch
+from torch.fx import GraphModule, Node
+
+from ampgraph import op_facts
+from ampgraph._compat import OpOverload
+from ampgraph.errors import PolicyError, did_you_mean
+from ampgraph.guards import FP16, FP32, LISTS, guard_of
+from ampgraph.module_path import module_paths_of
+from ampgraph.oplists import OpClass
+from ampgraph.policy import Policy
+
+from .base import Pass, workspace
+from .classify import Facts, NodeFacts, SlotKind
+from .ranges import find_range_pins
+
+
+@dataclass
+class Variable:
+    """One node's label: pinned low (True), pinned float32 (False) or free (None), and why.
+
+    Attributes:
+        follows: Low only if all floating producers are low.
+        keeps_consumers: Low only if its free clear consumers are low too (it is narrowed for them).
+    """
+
+    pinned: bool | None
+    by: str
+    reason: str
+    follows: bool = False
+    keeps_consumers: bool = False
+
+
+@dataclass
+class Problem:
+    """Every managed op's variable, and the graph's uses of every managed tensor."""
+
+    variables: dict[Node, Variable]
+    facts: Facts
+    low_dtype: torch.dtype
+    uses: dict[Node, list[tuple[Node, int]]] = field(default_factory=dict)
+
+    def pin(self, tensor: Node) -> bool | None:
+        """Returns the pinned label of the node that produces ``tensor``."""
+        return self.variables[self.facts[tensor].owner].pinned
+
+
+@dataclass(frozen=True)
+class PropagatePins(Pass):
+    """See the module docstring.
+
+    Attributes:
+        policy: Level, lists, rules and guards.
+        low_dtype: The policy's low dtype.
+        modules: Module paths of the source model, for rules; checked when ``check_rules``.
+    """
+
+    policy: Policy
+    low_dtype: torch.dtype
+    modules: tuple[str, ...] = ()
+    check_rules: bool = True
+    name: ClassVar[str] = "propagate"
+    edits: ClassVar[bool] = False
+
+    def requires(self, graph_module: GraphModule) -> None:
+        if not self.check_rules:
+            return
+        known = {*self.modules, *(n.name for n in graph_module.graph.nodes)}
+        for pattern in self.policy.rules:
+            if not any(fnmatchcase(name, pattern) for name in known):
+                raise PolicyError(
+                    f"rule {pattern!r} matches no module and no node of the model.{did_you_mean(pattern, known)}"
+                )
+
+    def run(self, graph_module: GraphModule) -> bool:
+        space = workspace(graph_module)
+        assert space.facts is not None
+        facts = space.facts
+        problem = Problem({}, facts, self.low_dtype)
+        guarded_only = self._guarded_only(graph_module)
+        ranges = find_range_pins(graph_module, facts, self.low_dtype)
+        for node, fact in facts.items():
+            if fact.dtype is not None and fact.owner is node:
+                problem.variables[node] = self._base_pin(node, fact, ranges.get(node), guarded_only)
+        _index_uses(problem)
+        self._constrain(problem)
+        _force_followers(problem)
+        space.problem = problem
+        return False
+
+    def _guarded_only(self, graph_module: GraphModule) -> bool:
+        if self.policy.use_fp16_guard is not None:
+            return self.policy.use_fp16_guard
+        return any(guard_of(n) == FP16 for n in graph_module.graph.nodes)
+
+    def _base_pin(self, node: Node, fact: NodeFacts, range_reason: str | None, guarded_only: bool) -> Variable:
+        """Applies the precedence to one node."""
+        source_low = fact.dtype == self.low_dtype
+        if node.op in ("placeholder", "get_attr"):
+            return Variable(source_low, "source", f"{node.op} of the source model")
+        if fact.fixed_dtype is not None:
+            return Variable(source_low, "user cast", "the source names this dtype")
+        if fact.written:
+            return Variable(source_low, "alias", "its memory is written in place")
+        if not isinstance(node.target, OpOverload):
+            return Variable(source_low, "kernel", "not an ATen op")
+        if op_facts.fp32_only(node.target):
+            return Variable(False, "kernel", "no low-precision kernel")
+        if range_reason:
+            return Variable(False, "range", range_reason)
+        return self._wished(node, guarded_only) or self._by_lists(node, fact, source_low)
+
+    def _wished(self, node: Node, guarded_only: bool) -> Variable | None:
+        guard = guard_of(node)
+        if guard == FP32:
+            return Variable(False, "guard", "inside fp32_guard (or a disabled autocast region)")
+        if guard == FP16 and self.policy.use_fp16_guard is not False:
+            return Variable(True, "guard", "inside fp16_guard")
+        if guarded_only and guard != LISTS:
+            return Variable(False, "guard", "outside fp16_guard")
+        return self._by_rules(node)
+
+    def _by_rules(self, node: Node) -> Variable | None:
+        if not self.policy.rules:
+            return None
+        for name in (node.name, *module_paths_of(node)):
+            matches = {p: v for p, v in self.policy.rules.items() if fnmatchcase(name, p)}
+            if len(set(matches.values())) > 1:
+                raise PolicyError(f"contradictory rules for {name!r} (node {node.name!r}): {matches}")
+            for pattern, value in matches.items():
+                return Variable(value == "low", "rule", f"rule {pattern!r}: {value!r} matches {name!r}")
+        return None
+
+    def _by_lists(self, node: Node, fact: NodeFacts, source_low: bool) -> Variable:
+        cls, why = fact.op_class, f": {fact.class_reason}" if fact.class_reason else ""
+        if cls is None:
+            return Variable(False, "list", "in no op list")
+        if not any(s.follow for s in fact.slots):
+            return Variable(source_low, "source", "makes its values from no floating input")
+        if cls is OpClass.WHITE:
+            return Variable(True, "list", f"white{why}")
+        if self.policy.level == "O3" and cls is OpClass.BLACK:
+            return Variable(True, "list", "O3 runs everything low")
+        if cls is OpClass.BLACK:
+            return Variable(False, "list", f"black{why}")
+        return Variable(None, "placement", cls.value, follows=self.policy.level == "O1")
+
+    def _constrain(self, problem: Problem) -> None:
+        """Finds the narrowable nodes, from the graph's end to its beginning."""
+        narrowable: set[Node] = set()
+        for node in reversed(list(problem.variables)):
+            variable, fact = problem.variables[node], problem.facts[node]
+            rounds = variable.by == "list" and fact.op_class is OpClass.BLACK and variable.pinned is False
+            rounds = rounds and isinstance(node.target, OpOverload) and op_facts.rounds_once(node.target)
+            clear = variable.pinned is None and fact.op_class is OpClass.CLEAR
+            if not (rounds or clear) or not _consumers_are_low(node, problem, narrowable):
+                continue
+            if clear:
+                narrowable.add(node)
+                variable.keeps_consumers = variable.follows
+                variable.follows = False
+                continue
+            problem.variables[node] = Variable(
+                None, "placement", f"{variable.reason}; its kernel rounds once, for low consumers", True, True
+            )
+
+
+def _index_uses(problem: Problem) -> None:
+    for node, fact in problem.facts.items():
+        for index, slot in enumerate(fact.slots):
+            problem.uses.setdefault(slot.tensor, []).append((node, index))
+
+
+def _outputs(node: Node, problem: Problem) -> list[Node]:
+    """Returns the managed tensors that an op produces: itself, or the getitems on its tuple."""
+    value = node.meta.get("val")
+    if not isinstance(value, (list, tuple)):
+        return [node]
+    return [u for u in node.users if problem.facts[u].owner is node and problem.facts[u].dtype]
+
+
+def _consumers_are_low(node: Node, problem: Problem, narrowable: set[Node]) -> bool:
+    uses = [(user, problem.facts[user].slots[i]) for t in _outputs(node, problem) for user, i in problem.uses.get(t, ())]
+    return bool(uses) and all(_is_low_anyway(user, slot.kind, problem, narrowable) for user, slot in uses)
+
+
+def _is_low_anyway(user: Node, kind: SlotKind, problem: Problem, narrowable: set[Node]) -> bool:
+    if kind not in (SlotKind.COMPUTE, SlotKind.PROMOTED, SlotKind.DTYPE_ARG) or user not in problem.variables:
+        return False
+    return problem.variables[user].pinned is True or user in narrowable
+
+
+def _force_followers(problem: Problem) -> None:
+    """Pins, in graph order, every follower of a float32 value."""
+    for node, variable in problem.variables.items():
+        if variable.pinned is not None or not variable.follows:
+            continue
+        for slot in problem.facts[node].slots:
+            if slot.follow and problem.pin(slot.tensor) is False:
+                variable.pinned, variable.by = False, "propagation"
+                variable.reason = f"{variable.reason}: follows {slot.tensor.name!r}, which is float32"
+                break

@@ -1,0 +1,95 @@
+"""Finds values that the low dtype cannot hold, and the ops that must stay in float32 because of them.
+
+Analysis only. Three kinds of value are looked at: Python numbers among an op's arguments, the
+elements of parameters, buffers and constants, and what moves on from either through ops that keep
+it large (a mask of ``finfo.min`` added to attention scores). Infinities are held by every dtype.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch.fx import GraphModule, Node
+
+from ampgraph import op_facts
+from ampgraph._compat import FakeTensor, OpOverload
+from ampgraph.oplists import OpClass
+
+from .classify import Facts, SlotKind
+
+_NUMBER_TYPES = ("Tensor", "number", "Optional[number]", "Optional[Tensor]")
+
+
+def find_range_pins(graph_module: GraphModule, facts: Facts, low_dtype: torch.dtype) -> dict[Node, str]:
+    """Returns, for each op that cannot run low because of a value's size, the reason."""
+    limits = torch.finfo(low_dtype)
+    pins: dict[Node, str] = {}
+    large: dict[Node, str] = {}
+    for node, fact in facts.items():
+        if fact.owner is not node:
+            if fact.owner in large:
+                large[node] = large[fact.owner]
+            continue
+        if fact.is_parameter and fact.dtype is torch.float32:
+            if (peak := _largest_finite(graph_module, node)) > limits.max:
+                large[node] = f"{node.name!r} holds {peak:.4g}, outside {low_dtype}'s range"
+            continue
+        if not isinstance(node.target, OpOverload) or fact.dtype is None:
+            continue
+        if reason := _number_reason(node, limits, low_dtype):
+            pins[node] = reason
+        reads = (large[s.tensor] for s in fact.slots if s.kind is not SlotKind.KEEP and s.tensor in large)
+        if reason := next(reads, None):
+            pins.setdefault(node, reason)
+        if node in pins and "outside" in pins[node] and _keeps_size(node, fact.op_class):
+            large[node] = pins[node]
+    return pins
+
+
+def _keeps_size(node: Node, op_class: OpClass | None) -> bool:
+    return op_class is OpClass.CLEAR or op_facts.promotes(node.target) or not node.all_input_nodes
+
+
+def _number_reason(node: Node, limits: torch.finfo, low_dtype: torch.dtype) -> str | None:
+    for number in _numbers(node):
+        if not math.isfinite(number) or number == 0:
+            continue
+        if abs(number) > limits.max:
+            return f"the constant {number:.4g} is outside {low_dtype}'s range"
+        if abs(number) < limits.tiny:
+            return f"the constant {number:.4g} is below {low_dtype}'s smallest normal number"
+    return None
+
+
+def _numbers(node: Node) -> Iterator[float]:
+    """Yields the Python numbers that stand where the op takes a tensor or a scalar value."""
+    for position, argument in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
+        if str(argument.type) not in _NUMBER_TYPES:
+            continue
+        value = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
+            yield value
+
+
+def _largest_finite(graph_module: GraphModule, node: Node) -> float:
+    tensor = node.meta.get("ampgraph_value")
+    if tensor is None and node.op == "get_attr":
+        tensor = _attribute(graph_module, str(node.target))
+    if not isinstance(tensor, torch.Tensor) or isinstance(tensor, FakeTensor) or tensor.is_meta or not tensor.numel():
+        return 0.0
+    with torch.no_grad():
+        low, high = torch.aminmax(tensor.detach())
+        peak = max(abs(float(low)), abs(float(high)))
+        if math.isfinite(peak):
+            return peak
+        finite = tensor[torch.isfinite(tensor)]
+        return float(finite.abs().max()) if finite.numel() else 0.0
+
+
+def _attribute(root: torch.nn.Module, path: str) -> object:
+    value: object = root
+    for part in path.split("."):
+        value = getattr(value, part)
+    return value

@@ -1,0 +1,90 @@
+"""Checks the rewritten graph against the plan and the source; always runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch.fx import GraphModule, Node
+
+from ampgraph.errors import VerifyError
+from ampgraph.module_path import module_path, source_line
+from ampgraph.plan import Plan
+
+from .base import Pass, workspace
+from .classify import Facts, argument, is_cast, tensors
+from .insert_casts import is_inserted_cast
+
+
+@dataclass(frozen=True)
+class Verify(Pass):
+    """Raises `VerifyError` unless every invariant of the rewritten graph holds.
+
+    - each node's fake dtype is the planned one;
+    - no integer, bool, complex or float64 tensor was cast;
+    - graph inputs and (with ``keep_io_dtypes``) outputs have the source's dtypes;
+    - every cast of the user is still there, to the dtype that was written.
+    """
+
+    keep_io_dtypes: bool = True
+    name: ClassVar[str] = "verify"
+    edits: ClassVar[bool] = False
+
+    def run(self, graph_module: GraphModule) -> bool:
+        space = workspace(graph_module)
+        assert space.plan is not None and space.facts is not None
+        present = set(graph_module.graph.nodes)
+        for node in graph_module.graph.nodes:
+            if is_inserted_cast(node):
+                _check_cast(node, space.plan)
+            elif node.op != "output":
+                _check_dtype(node, space.plan)
+        _check_user_casts(space.facts, present)
+        if self.keep_io_dtypes:
+            _check_outputs(graph_module, space.facts)
+        return False
+
+
+def _check_dtype(node: Node, plan: Plan) -> None:
+    decision = plan.decisions.get(node.name)
+    if decision is None:
+        raise VerifyError(f"verify: {_who(node)} is not in the plan")
+    if decision.dtype is None:
+        return
+    found = {t.dtype for t in tensors(node) if t.dtype.is_floating_point}
+    if found - {decision.dtype}:
+        raise VerifyError(f"verify: {_who(node)} was planned as {decision.dtype} ({decision.reason}) but yields {found}")
+
+
+def _check_cast(node: Node, plan: Plan) -> None:
+    source, result = node.args[0].meta["val"].dtype, node.meta["val"].dtype  # type: ignore[union-attr]
+    legal = {torch.float32, plan.low_dtype}
+    if {source, result} != legal:
+        raise VerifyError(f"verify: {_who(node)} casts {source} to {result}; legal: between {sorted(map(str, legal))}")
+
+
+def _check_user_casts(facts: Facts, present: set[Node]) -> None:
+    for node, fact in facts.items():
+        if fact.fixed_dtype is None or node.op != "call_function":
+            continue
+        if node not in present or (is_cast(node) and argument(node, "dtype") != fact.fixed_dtype):
+            raise VerifyError(f"verify: the user's {_who(node)} was removed or changed")
+
+
+def _check_outputs(graph_module: GraphModule, facts: Facts) -> None:
+    output = next(n for n in reversed(graph_module.graph.nodes) if n.op == "output")
+    for slot in facts[output].slots:
+        value: object = output.args
+        for key in slot.path:
+            value = value[key]  # type: ignore[index]
+        found = {t.dtype for t in tensors(value)}  # type: ignore[arg-type]
+        if found != {facts[slot.tensor].dtype}:
+            raise VerifyError(
+                f"verify: graph output {slot.tensor.name!r} was {facts[slot.tensor].dtype} in the source, is {found}"
+            )
+
+
+def _who(node: Node) -> str:
+    where = [p for p in (module_path(node), source_line(node)) if p]
+    return f"node {node.name!r} ({node.target}{', ' + ', '.join(where) if where else ''})"
