@@ -6,7 +6,7 @@ import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from .._compat import FakeTensor, accept_real_constants
+from .._compat import FakeTensor, FakeTensorMode, accept_real_constants, evaluate
 from .ahead import capturing
 
 _CARRIED = ("_dynamo_source", "tensor_dict", "grapharg")
@@ -40,8 +40,21 @@ def lower_dynamo_graph(graph_module: fx.GraphModule, inputs: list) -> fx.GraphMo
         if isinstance(value, torch.nn.Parameter):
             new.meta["ampgraph_parameter"] = True
             new.meta["ampgraph_value"] = value
+    _use_one_fake_mode(lowered, mode)
     lowered.recompile()
     return lowered
+
+
+def _use_one_fake_mode(graph_module: fx.GraphModule, mode: FakeTensorMode | None) -> None:
+    """Brings constants, which tracing keeps under a fake mode of its own, into the graph's."""
+    for node in graph_module.graph.nodes:
+        value = node.meta.get("val")
+        if mode is None or not isinstance(value, FakeTensor) or value.fake_mode is mode:
+            continue
+        if node.op == "get_attr":
+            node.meta["val"] = mode.from_tensor(getattr(graph_module, node.target))
+        else:
+            node.meta["val"] = evaluate(node, mode)
 
 
 def drop_values(graph_module: fx.GraphModule) -> None:
