@@ -29,8 +29,8 @@ DEFAULT_WHITE = (
         """conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d conv_transpose3d convolution
         _convolution _convolution_mode convolution_overrideable convolution_backward cudnn_convolution
         cudnn_convolution_transpose cudnn_convolution_relu cudnn_convolution_add_relu mkldnn_convolution
-        miopen_convolution miopen_convolution_transpose miopen_depthwise_convolution thnn_conv2d
-        slow_conv3d slow_conv_dilated2d slow_conv_dilated3d slow_conv_transpose2d slow_conv_transpose3d
+        miopen_convolution miopen_convolution_transpose miopen_depthwise_convolution thnn_conv2d slow_conv3d
+        slow_conv_dilated2d slow_conv_dilated3d slow_conv_transpose2d slow_conv_transpose3d
         _conv_depthwise2d conv_depthwise3d""",
     ),
     Rows(
@@ -67,14 +67,14 @@ DEFAULT_BLACK = (
         "black",
         "grows fast: overflows float16",
         """exp exp2 expm1 cosh sinh pow float_power square ldexp logaddexp logaddexp2 logsumexp
-        special_logsumexp special_exp2 special_expm1 _foreach_exp matrix_exp linalg_matrix_exp
-        matrix_power linalg_matrix_power linalg_vander vander""",
+        special_logsumexp special_exp2 special_expm1 _foreach_exp matrix_exp linalg_matrix_exp matrix_power
+        linalg_matrix_power linalg_vander vander""",
     ),
     Rows(
         "black",
         "steep where its argument is small",
-        """log log10 log1p log2 reciprocal rsqrt xlogy special_xlogy special_xlog1py special_log1p
-        special_entr logit special_logit""",
+        """log log10 log1p log2 reciprocal rsqrt xlogy special_xlogy special_xlog1py special_log1p special_entr
+        logit special_logit""",
     ),
     Rows(
         "black",
@@ -88,13 +88,13 @@ DEFAULT_BLACK = (
         """erfc erfinv digamma lgamma mvlgamma polygamma i0 igamma igammac special_airy_ai special_bessel_j0
         special_bessel_j1 special_bessel_y0 special_bessel_y1 special_digamma special_erf special_erfc
         special_erfcx special_erfinv special_gammainc special_gammaincc special_gammaln special_i0
-        special_i0e special_i1 special_i1e special_log_ndtr special_multigammaln special_ndtr
-        special_ndtri special_polygamma special_psi special_spherical_bessel_j0 special_zeta
-        special_modified_bessel_i0 special_modified_bessel_i1 special_modified_bessel_k0
-        special_modified_bessel_k1 special_scaled_modified_bessel_k0 special_scaled_modified_bessel_k1
-        special_chebyshev_polynomial_t special_chebyshev_polynomial_u special_chebyshev_polynomial_v
-        special_chebyshev_polynomial_w special_hermite_polynomial_h special_hermite_polynomial_he
-        special_laguerre_polynomial_l special_legendre_polynomial_p special_shifted_chebyshev_polynomial_t
+        special_i0e special_i1 special_i1e special_log_ndtr special_multigammaln special_ndtr special_ndtri
+        special_polygamma special_psi special_spherical_bessel_j0 special_zeta special_modified_bessel_i0
+        special_modified_bessel_i1 special_modified_bessel_k0 special_modified_bessel_k1
+        special_scaled_modified_bessel_k0 special_scaled_modified_bessel_k1 special_chebyshev_polynomial_t
+        special_chebyshev_polynomial_u special_chebyshev_polynomial_v special_chebyshev_polynomial_w
+        special_hermite_polynomial_h special_hermite_polynomial_he special_laguerre_polynomial_l
+        special_legendre_polynomial_p special_shifted_chebyshev_polynomial_t
         special_shifted_chebyshev_polynomial_u special_shifted_chebyshev_polynomial_v
         special_shifted_chebyshev_polynomial_w""",
     ),
@@ -118,16 +118,15 @@ DEFAULT_BLACK = (
     Rows(
         "black",
         "adds into its result in the result's own dtype, one rounding per term",
-        """scatter_add scatter_reduce scatter.reduce scatter.value_reduce index_add index_reduce
-        segment_reduce embedding_dense_backward""",
+        """scatter_add scatter_reduce scatter.reduce scatter.value_reduce index_add index_reduce segment_reduce
+        embedding_dense_backward""",
     ),
     Rows(
         "black",
         "norm or variance: squares overflow, differences cancel",
         """norm frobenius_norm nuclear_norm linalg_norm linalg_vector_norm linalg_matrix_norm norm_except_dim
-        native_norm renorm dist cdist _cdist_forward _euclidean_dist pdist _pdist_forward
-        pairwise_distance cosine_similarity var std var_mean std_mean cov corrcoef _weight_norm
-        _weight_norm_interface""",
+        native_norm renorm dist cdist _cdist_forward _euclidean_dist pdist _pdist_forward pairwise_distance
+        cosine_similarity var std var_mean std_mean cov corrcoef _weight_norm _weight_norm_interface""",
     ),
     Rows(
         "black",
@@ -160,8 +159,7 @@ DEFAULT_BLACK = (
     Rows(
         "black",
         "statistics: interpolates between or draws from exact values",
-        """quantile nanquantile multinomial poisson normal binomial _sample_dirichlet _standard_gamma
-        nextafter""",
+        """quantile nanquantile multinomial poisson normal binomial _sample_dirichlet _standard_gamma nextafter""",
     ),
     Rows(
         "black",
@@ -231,12 +229,12 @@ DEFAULT_GRAY = (
     Rows(
         "gray",
         "its answer jumps: rounding the input first could change it",
-        """eq ne lt le gt ge equal not_equal less less_equal greater greater_equal isclose allclose
-        logical_and logical_or logical_xor logical_not isnan isinf isfinite isreal isposinf isneginf isin
-        nonzero nonzero_static nonzero_numpy argwhere is_nonzero count_nonzero any all sign sgn signbit
-        heaviside ceil floor round trunc fix special_round argmax argmin argsort bucketize searchsorted
-        unique_dim unique_consecutive unique_dim_consecutive _unique _unique2 item _local_scalar_dense
-        frexp bincount one_hot""",
+        """eq ne lt le gt ge equal not_equal less less_equal greater greater_equal isclose allclose logical_and
+        logical_or logical_xor logical_not isnan isinf isfinite isreal isposinf isneginf isin nonzero
+        nonzero_static nonzero_numpy argwhere is_nonzero count_nonzero any all sign sgn signbit heaviside
+        ceil floor round trunc fix special_round argmax argmin argsort bucketize searchsorted unique_dim
+        unique_consecutive unique_dim_consecutive _unique _unique2 item _local_scalar_dense frexp bincount
+        one_hot""",
     ),
     Rows(
         "gray",
@@ -251,12 +249,11 @@ DEFAULT_CLEAR = (
         "clear",
         "view: moves nothing",
         """view reshape _unsafe_view _reshape_alias view_as reshape_as view_as_real flatten unflatten ravel
-        squeeze unsqueeze expand expand_as broadcast_to broadcast_tensors permute transpose t numpy_T mT
-        mH matrix_H adjoint movedim moveaxis swapaxes swapdims select slice narrow diagonal
-        linalg_diagonal split split_with_sizes unsafe_split unsafe_split_with_sizes chunk unsafe_chunk
-        tensor_split hsplit vsplit dsplit unbind unfold as_strided alias detach real imag conj
-        resolve_conj resolve_neg positive atleast_1d atleast_2d atleast_3d contiguous lift lift_fresh
-        lift_fresh_copy meshgrid data""",
+        squeeze unsqueeze expand expand_as broadcast_to broadcast_tensors permute transpose t numpy_T mT mH
+        matrix_H adjoint movedim moveaxis swapaxes swapdims select slice narrow diagonal linalg_diagonal
+        split split_with_sizes unsafe_split unsafe_split_with_sizes chunk unsafe_chunk tensor_split hsplit
+        vsplit dsplit unbind unfold as_strided alias detach real imag conj resolve_conj resolve_neg positive
+        atleast_1d atleast_2d atleast_3d contiguous lift lift_fresh lift_fresh_copy meshgrid data""",
     ),
     Rows(
         "clear",
@@ -269,11 +266,11 @@ DEFAULT_CLEAR = (
         "clear",
         "copies values",
         """clone copy copy_ _to_copy to type_as cat concat concatenate stack hstack vstack dstack row_stack
-        column_stack block_diag cartesian_prod combinations repeat repeat_interleave tile flip fliplr
-        flipud roll rot90 tril triu diag diag_embed diagflat pixel_shuffle pixel_unshuffle channel_shuffle
+        column_stack block_diag cartesian_prod combinations repeat repeat_interleave tile flip fliplr flipud
+        roll rot90 tril triu diag diag_embed diagflat pixel_shuffle pixel_unshuffle channel_shuffle
         native_channel_shuffle im2col pad_sequence _pad_packed_sequence _pack_padded_sequence
-        _nested_tensor_from_mask fft_fftshift fft_ifftshift to_dense resize resize_ resize_as_
-        conj_physical pin_memory""",
+        _nested_tensor_from_mask fft_fftshift fft_ifftshift to_dense resize resize_ resize_as_ conj_physical
+        pin_memory""",
     ),
     Rows(
         "clear",
@@ -312,8 +309,8 @@ DEFAULT_CLEAR = (
     Rows(
         "clear",
         "keeps one of its inputs or changes a sign",
-        """relu abs absolute neg negative maximum minimum fmax fmin max min amax amin aminmax median
-        nanmedian copysign""",
+        """relu abs absolute neg negative maximum minimum fmax fmin max min amax amin aminmax median nanmedian
+        copysign""",
     ),
     Rows(
         "clear",
@@ -332,11 +329,11 @@ DEFAULT_CLEAR = (
     Rows(
         "clear",
         "makes a tensor of a stated dtype or like another",
-        """empty empty_strided empty_permuted zeros ones full eye arange range linspace logspace
-        scalar_tensor rand randn randint randperm bartlett_window blackman_window hamming_window
-        hann_window kaiser_window tril_indices triu_indices fft_fftfreq fft_rfftfreq empty_like zeros_like
-        ones_like rand_like randn_like randint_like new_empty new_empty_strided new_zeros new_ones zero
-        uniform random exponential geometric cauchy log_normal normal_functional""",
+        """empty empty_strided empty_permuted zeros ones full eye arange range linspace logspace scalar_tensor
+        rand randn randint randperm bartlett_window blackman_window hamming_window hann_window kaiser_window
+        tril_indices triu_indices fft_fftfreq fft_rfftfreq empty_like zeros_like ones_like rand_like
+        randn_like randint_like new_empty new_empty_strided new_zeros new_ones zero uniform random
+        exponential geometric cauchy log_normal normal_functional""",
     ),
     Rows("clear", "fills with a constant", "full_like new_full fill fill_diagonal_", "scalars_fit", "black"),
     Rows(

@@ -11,7 +11,7 @@ its packet); ``torch.ops`` objects are taken too. An op in no list has no class 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from enum import Enum
 from types import MappingProxyType
 from typing import Any, TypeAlias
@@ -114,11 +114,34 @@ class OpLists:
     @classmethod
     def torch(cls) -> OpLists:
         """Exactly torch's CUDA autocast; what it does not list follows its inputs."""
-        rules = _from_rows(op_presets.TORCH)
-        for name, rule in _from_rows(op_data.DEFAULT).items():
-            kind = rule.cls if rule.cls is OpClass.CLEAR else OpClass.GRAY
-            rules.setdefault(name, OpRule(kind, op_presets.TORCH_UNLISTED))
+        rules = _with_unlisted(op_presets.TORCH, op_presets.TORCH_UNLISTED)
         return _make(rules, "OpLists.torch()")
+
+    @classmethod
+    def paddle(cls, level: str = "O1") -> OpLists:
+        """Paddle's static AMP lists.
+
+        Args:
+            level: ``"OD"`` (white list only), ``"O1"``, or ``"O2"``, where only a few ops stay float32.
+
+        Raises:
+            PolicyError: Paddle has no such level.
+        """
+        if level not in _PADDLE_LEVELS:
+            known = ", ".join(map(repr, _PADDLE_LEVELS))
+            raise PolicyError(f"paddle has no list level {level!r}; the levels are {known}.")
+        return _make(_PADDLE_LEVELS[level](), f"OpLists.paddle({level!r})")
+
+    @classmethod
+    def mindspore(cls) -> OpLists:
+        """MindSpore's lists for level ``auto``; what they do not name follows its inputs."""
+        rules = _with_unlisted(op_presets.MINDSPORE, op_presets.MINDSPORE_UNLISTED)
+        return _make(rules, "OpLists.mindspore()")
+
+    @classmethod
+    def oneflow(cls) -> OpLists:
+        """OneFlow's ``nn.Graph`` lists; what they do not name stays float32."""
+        return _make(_from_rows(op_presets.ONEFLOW), "OpLists.oneflow()")
 
     # -- derived values --------------------------------------------------------------------------------------
 
@@ -212,6 +235,24 @@ def _make(rules: Mapping[str, OpRule], expression: str) -> OpLists:
 
 def _from_rows(rows: Iterable[Rows]) -> dict[str, OpRule]:
     return _merge((f"aten.{name}", _rule(row)) for row in rows for name in row.ops.split())
+
+
+def _with_unlisted(rows: Iterable[Rows], reason: str) -> dict[str, OpRule]:
+    """Returns the rows plus every other op we know: clear if it only moves values, else gray."""
+    rules = _from_rows(rows)
+    for name, rule in _from_rows(op_data.DEFAULT).items():
+        if _packet(name) in rules:
+            continue
+        cls = OpClass.CLEAR if rule.cls is OpClass.CLEAR else OpClass.GRAY
+        rules.setdefault(name, OpRule(cls, reason))
+    return rules
+
+
+_PADDLE_LEVELS: Mapping[str, Callable[[], dict[str, OpRule]]] = {
+    "OD": lambda: _from_rows(op_presets.PADDLE_OD),
+    "O1": lambda: _from_rows(op_presets.PADDLE_O1),
+    "O2": lambda: _with_unlisted(op_presets.PADDLE_O2, op_presets.PADDLE_O2_UNLISTED),
+}
 
 
 def _rule(row: Rows) -> OpRule:
