@@ -1,0 +1,1 @@
+"""Whole models to test on, and torch's own CUDA autocast as an oracle that needs no GPU."""

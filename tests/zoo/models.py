@@ -1,0 +1,87 @@
+"""A registry of whole models, small enough to run and capture on a CPU in a test.
+
+Every model has random weights and is built on request: importing this costs nothing, and a model's library is
+imported only when the model is built. Same seed, same weights, same inputs.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+Family = Literal["timm", "transformers", "torchvision", "own"]
+Inputs = tuple[tuple[Any, ...], dict[str, Any]]
+
+NOT_EXPORTABLE: dict[str, str] = {}
+
+
+def squares(output: Any) -> Tensor:
+    """Returns the sum, over the floating-point tensors of any output, of their mean square.
+
+    A plain sum would have zero gradients wherever a model ends in a normalisation.
+
+    Args:
+        output: A tensor, or any pytree of tensors; Hugging Face's outputs are pytrees.
+    """
+    import torch
+    from torch.utils._pytree import tree_leaves
+
+    tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+    return sum(leaf.float().square().mean() for leaf in tensors if leaf.is_floating_point())
+
+
+@dataclass(frozen=True)
+class ZooModel:
+    """One model with inputs it accepts.
+
+    Attributes:
+        name: Unique name, ``family/model``.
+        family: The library it comes from, or "own" where it is written here.
+        kind: What sort of model it is, for grouping in tables.
+        build: Makes the model, in train mode; deterministic under ``torch.manual_seed``.
+        inputs: Makes its positional and keyword inputs; deterministic under ``torch.manual_seed``.
+        loss: Turns an output into a scalar that reaches every output.
+    """
+
+    name: str
+    family: Family
+    kind: str
+    build: Callable[[], nn.Module]
+    inputs: Callable[[], Inputs]
+    loss: Callable[[Any], Tensor] = squares
+
+    def seeded(self, seed: int = 0) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
+        """Returns the model with its positional and keyword inputs, the same for the same seed."""
+        import torch
+
+        torch.manual_seed(seed)
+        model = self.build()
+        args, kwargs = self.inputs()
+        return model, args, kwargs
+
+
+@functools.cache
+def _registry() -> dict[str, ZooModel]:
+    from tests.zoo import own_models, timm_models, torchvision_models, transformers_models
+
+    families = (timm_models, torchvision_models, transformers_models, own_models)
+    return {model.name: model for family in families for model in family.models()}
+
+
+def names(family: Family | None = None) -> list[str]:
+    """Returns the names of all models, or of one family's."""
+    return [model.name for model in _registry().values() if family in (None, model.family)]
+
+
+def get(name: str) -> ZooModel:
+    """Returns the model of that name.
+
+    Raises:
+        KeyError: No model has that name.
+    """
+    return _registry()[name]

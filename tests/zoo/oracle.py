@@ -1,0 +1,324 @@
+"""torch's own CUDA autocast as an oracle that needs no GPU.
+
+The Autocast dispatch keys are part of every torch build, so a pre-dispatch ATen graph that is run on *fake* CUDA
+tensors goes through the very kernels that decide about casts on a GPU. Nothing is computed; what comes back is the
+dtype of every node and the list of casts that autocast made.
+
+What counts as a cast of autocast's: a float-to-float ``aten._to_copy`` that a node dispatches with autocast on and
+does not dispatch with autocast off (the counterfactual run). So neither casts that the graph itself holds nor casts
+in a composite kernel's own decomposition count. Where autocast only sets an op's ``dtype`` argument (softmax, sum,
+norms), the counterfactual has that argument too: converting while reading is the kernel's work, not a cast.
+
+Parameters and buffers do not require gradients here, so autocast's weight cache is off; it is imitated by counting
+every (parameter, dtype) pair once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map, tree_map_only
+
+aten = torch.ops.aten
+hop = torch.ops.higher_order
+
+CUDA = torch.device("cuda", 0)
+
+
+@dataclass(frozen=True)
+class OracleCast:
+    """One float-to-float conversion of a whole tensor.
+
+    Attributes:
+        node: Name of the node it happened in; nodes of a sub-graph are written ``outer.inner``.
+        src: Dtype read.
+        dst: Dtype written.
+        numel: Number of elements.
+        is_parameter: True for a parameter, a buffer, a constant, or a view of one.
+    """
+
+    node: str
+    src: torch.dtype
+    dst: torch.dtype
+    numel: int
+    is_parameter: bool
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes of the source."""
+        return self.numel * self.src.itemsize
+
+    @property
+    def bytes_written(self) -> int:
+        """Bytes of the result."""
+        return self.numel * self.dst.itemsize
+
+
+@dataclass(frozen=True)
+class OracleResult:
+    """What one run found.
+
+    Attributes:
+        node_dtypes: Output dtype of every node that yields a tensor; a tuple for an op with several outputs, None
+            in it for what is not a tensor.
+        casts: The casts that autocast made.
+        own_casts: The casts made with autocast off as well: those the graph holds and those inside kernels.
+    """
+
+    node_dtypes: dict[str, Any] = field(default_factory=dict)
+    casts: list[OracleCast] = field(default_factory=list)
+    own_casts: list[OracleCast] = field(default_factory=list)
+
+    @property
+    def activation_casts(self) -> list[OracleCast]:
+        """The casts of everything but parameters and buffers."""
+        return [cast for cast in self.casts if not cast.is_parameter]
+
+    @property
+    def activation_cast_bytes(self) -> int:
+        """Bytes read plus bytes written by casts of activations."""
+        return sum(cast.bytes_read + cast.bytes_written for cast in self.activation_casts)
+
+    @property
+    def activation_cast_bytes_written(self) -> int:
+        """Bytes written by casts of activations."""
+        return sum(cast.bytes_written for cast in self.activation_casts)
+
+
+def autocast_oracle(
+    gm: fx.GraphModule, args: tuple[Any, ...], kwargs: dict[str, Any] | None, dtype: torch.dtype | None
+) -> OracleResult:
+    """Runs a pre-dispatch ATen graph under torch's CUDA autocast, on fake tensors.
+
+    Args:
+        gm: A graph such as ``torch.export.export(...).module()``, or one made from it. It is not changed.
+        args: Positional inputs, on any device; only their shapes and dtypes are used.
+        kwargs: Keyword inputs.
+        dtype: autocast's low dtype; None runs without autocast, so that ``own_casts`` is a census of the graph.
+
+    Returns:
+        The dtype of every node and the casts made.
+    """
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(_low_precision_math_attention())
+        stack.enter_context(_contiguous_without_device_guard())
+        stack.enter_context(FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True))
+        stack.enter_context(_autocast(dtype is not None, dtype))
+        runner = _Runner(_Recorder())
+        stack.enter_context(runner.recorder)
+        flat = _flat_inputs(gm, args, kwargs or {})
+        _OracleInterpreter(gm, runner).run(*[runner.fake(value) for value in flat], enable_io_processing=False)
+    return runner.result
+
+
+class _Recorder(TorchDispatchMode):
+    """Notes every float-to-float ``aten._to_copy``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[torch.Tensor, torch.dtype]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func is aten._to_copy.default and _is_float_cast(args[0].dtype, out.dtype):
+            self.seen.append((args[0], out.dtype))
+        return out
+
+    def take(self) -> list[tuple[torch.Tensor, torch.dtype]]:
+        """Returns what was noted since the last call."""
+        taken, self.seen = self.seen, []
+        return taken
+
+
+class _Runner:
+    """State shared by the interpreters of a graph and of its sub-graphs."""
+
+    def __init__(self, recorder: _Recorder) -> None:
+        self.recorder = recorder
+        self.result = OracleResult()
+        self._fakes: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._parameter_storages: set[int] = set()
+        self._parameter_casts: set[tuple[Any, ...]] = set()
+
+    def fake(self, value: Any, is_parameter: bool = False) -> Any:
+        """Returns a fake CUDA twin of a tensor, the same twin each time; other values as they are."""
+        if not isinstance(value, torch.Tensor):
+            return value
+        if id(value) not in self._fakes:
+            twin = torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=CUDA)
+            self._fakes[id(value)] = (value, twin)
+        twin = self._fakes[id(value)][1]
+        if is_parameter:
+            self._parameter_storages.add(_storage(twin))
+        return twin
+
+    def call(self, name: str, run: Callable[[], Any], run_without_autocast: Callable[[], Any]) -> Any:
+        """Runs a node and files its casts under autocast or under the node's own."""
+        self.recorder.take()
+        out = run()
+        seen = self.recorder.take()
+        self.result.node_dtypes[name] = _dtypes(out)
+        if not seen:
+            return out
+        own = self._counterfactual(run_without_autocast)
+        for tensor, dst in seen:
+            key = (tensor.dtype, dst, tensor.numel())
+            is_own = own[key] > 0
+            own[key] -= is_own
+            self._file(name, tensor, dst, is_own)
+        return out
+
+    def _counterfactual(self, run: Callable[[], Any]) -> Counter[tuple[torch.dtype, torch.dtype, int]]:
+        logger = logging.getLogger(FakeTensorMode.__module__)
+        with _autocast(False, None), mock.patch.object(logger, "disabled", True), suppress(RuntimeError):
+            run()  # operands of mixed dtypes are an error without autocast
+        return Counter((tensor.dtype, dst, tensor.numel()) for tensor, dst in self.recorder.take())
+
+    def _file(self, name: str, tensor: torch.Tensor, dst: torch.dtype, is_own: bool) -> None:
+        is_parameter = _storage(tensor) in self._parameter_storages
+        cast = OracleCast(name, tensor.dtype, dst, tensor.numel(), is_parameter)
+        if is_own:
+            self.result.own_casts.append(cast)
+            return
+        key = (_storage(tensor), tensor.storage_offset(), tensor.size(), tensor.stride(), dst)
+        if is_parameter and key in self._parameter_casts:
+            return
+        if is_parameter:
+            self._parameter_casts.add(key)
+        self.result.casts.append(cast)
+
+
+class _OracleInterpreter(fx.Interpreter):
+    """Runs a graph node by node on fake CUDA tensors."""
+
+    def __init__(self, gm: fx.GraphModule, runner: _Runner, prefix: str = "") -> None:
+        super().__init__(gm)
+        self.extra_traceback = False
+        self._runner = runner
+        self._prefix = prefix
+        self._node_name = ""
+
+    def run_node(self, n: fx.Node) -> Any:
+        self._node_name = self._prefix + n.name
+        out = super().run_node(n)
+        self._runner.result.node_dtypes.setdefault(self._node_name, _dtypes(out))
+        return out
+
+    def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
+        return self._runner.fake(super().get_attr(target, args, kwargs), is_parameter=True)
+
+    def call_module(self, target: Any, args: Any, kwargs: Any) -> Any:
+        if target == "_guards_fn":
+            return None
+        return self._run_graph(self.fetch_attr(target), args)
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        if target is aten._assert_tensor_metadata.default:
+            return None
+        if target is hop.wrap_with_autocast:
+            _, dtype, enabled, _, body, *rest = args
+            with _autocast(enabled, dtype):
+                return self._run_graph(body, rest)
+        if target is hop.wrap_with_set_grad_enabled:
+            return self._run_graph(args[1], args[2:])
+        if target is hop.cond:
+            return self._run_graph(args[1], args[3])
+        args, kwargs = tree_map_only(torch.device, _as_cuda, (args, kwargs))
+        name = self._node_name
+        return self._runner.call(
+            name,
+            lambda: target(*args, **kwargs),
+            lambda: target(*args, **_with_autocast_dtype(target, args, kwargs)),
+        )
+
+    def _run_graph(self, body: fx.GraphModule, args: Any) -> Any:
+        name = self._node_name
+        inner = _OracleInterpreter(body, self._runner, prefix=f"{name}.")
+        out = inner.run(*args, enable_io_processing=False)
+        self._runner.result.node_dtypes[name] = _dtypes(out)
+        return out
+
+
+def _flat_inputs(gm: fx.GraphModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    codegen = gm.graph._codegen
+    if not isinstance(codegen, fx.graph._PyTreeCodeGen):
+        return [*args, *kwargs.values()]
+    return codegen.process_inputs(*args, **kwargs)
+
+
+def _with_autocast_dtype(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Returns kwargs with ``dtype=float32`` where autocast's only act is to set that argument."""
+    if not isinstance(target, torch._ops.OpOverload):
+        return kwargs
+    names = [argument.name for argument in target._schema.arguments]
+    if "dtype" not in names or names.index("dtype") < len(args) or kwargs.get("dtype") is not None:
+        return kwargs
+    if not torch._C._dispatch_has_kernel_for_dispatch_key(target.name(), "AutocastCUDA"):
+        return kwargs
+    return {**kwargs, "dtype": torch.float32}
+
+
+@contextlib.contextmanager
+def _autocast(enabled: bool, dtype: torch.dtype | None) -> Iterator[None]:
+    """``torch.autocast("cuda")`` that does not ask whether there is a GPU."""
+    was_enabled, was_dtype = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
+    torch.set_autocast_enabled("cuda", enabled)
+    torch.set_autocast_dtype("cuda", dtype or was_dtype)
+    try:
+        yield
+    finally:
+        torch.set_autocast_enabled("cuda", was_enabled)
+        torch.set_autocast_dtype("cuda", was_dtype)
+
+
+@contextlib.contextmanager
+def _low_precision_math_attention() -> Iterator[None]:
+    """Keeps the reference attention, the only one without a GPU, from widening as fused kernels never do."""
+    before = torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed()
+    torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(before)
+
+
+def _contiguous_without_device_guard() -> contextlib.AbstractContextManager[Any]:
+    """Python's ``Tensor.contiguous``, which fake kernels call (conv1d), needs a GPU; the operator does not."""
+
+    def contiguous(self: FakeTensor, memory_format: torch.memory_format = torch.contiguous_format) -> Any:
+        return aten.contiguous.default(self, memory_format=memory_format)
+
+    return mock.patch.object(FakeTensor, "contiguous", contiguous)
+
+
+def _as_cuda(device: torch.device) -> torch.device:
+    return CUDA if device.type == "cpu" else device
+
+
+def _is_float_cast(src: torch.dtype, dst: torch.dtype) -> bool:
+    return src != dst and src.is_floating_point and dst.is_floating_point
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _dtypes(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.dtype
+    if isinstance(value, (tuple, list)):
+        return tuple(tree_map(lambda leaf: getattr(leaf, "dtype", None), value))
+    return None
