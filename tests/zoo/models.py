@@ -71,8 +71,8 @@ class ZooModel:
 def _enliven(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Makes values and gradients of a fresh model ordinary, as those of a trained one are.
 
-    Parameters that start as all zeros (heads, the last norm of a residual branch) cut off what is before them,
-    and batch norm's initial running statistics let activations vanish in eval mode.
+    Parameters that start as all zeros (heads, the last norm of a residual branch) cut off what is before
+    them, and batch norm's initial running statistics let activations vanish in eval mode.
     """
     import torch
 

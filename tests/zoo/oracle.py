@@ -4,11 +4,11 @@ The Autocast dispatch keys are part of every torch build, so a pre-dispatch ATen
 that only *say* they are on CUDA goes through the very kernels that decide about casts on a GPU. Nothing is
 computed; what comes back is the dtype of every node and the list of casts that autocast made.
 
-What counts as a cast of autocast's: a float-to-float ``aten._to_copy`` that a node dispatches with autocast on
-and does not dispatch with autocast off (the counterfactual run). So neither casts that the graph itself holds nor
-casts in a composite kernel's own decomposition count. Where autocast only sets an op's ``dtype`` argument
-(softmax, sum, norms), the counterfactual has that argument too: converting while reading is the kernel's work,
-not a cast.
+What counts as a cast of autocast's: a float-to-float ``aten._to_copy`` that a node dispatches with autocast
+on and does not dispatch with autocast off (the counterfactual run). So neither casts that the graph itself
+holds nor casts in a composite kernel's own decomposition count. Where autocast only sets an op's ``dtype``
+argument (softmax, sum, norms), the counterfactual has that argument too: converting while reading is the
+kernel's work, not a cast.
 
 Parameters and buffers do not require gradients here, so autocast's weight cache is off; it is imitated by
 counting every (parameter, dtype) pair once. A view of a parameter counts as one.
@@ -23,17 +23,18 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import fx
-from torch.export._tree_utils import reorder_kwargs
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.export._tree_utils import reorder_kwargs
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode_temporarily
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only
+
+from tests.zoo.casts import OracleCast, OracleResult
 
 aten = torch.ops.aten
 hop = torch.ops.higher_order
@@ -41,66 +42,6 @@ hop = torch.ops.higher_order
 CUDA = torch.device("cuda", 0)
 
 _RECURRENT = frozenset({aten.lstm.input, aten.gru.input, aten.rnn_tanh.input, aten.rnn_relu.input})
-
-
-@dataclass(frozen=True)
-class OracleCast:
-    """One float-to-float conversion of a whole tensor.
-
-    Attributes:
-        node: Name of the node it happened in; nodes of a sub-graph are written ``outer.inner``.
-        src: Dtype read.
-        dst: Dtype written.
-        numel: Number of elements.
-        is_parameter: True for a parameter, a buffer, a constant, or a view of one.
-    """
-
-    node: str
-    src: torch.dtype
-    dst: torch.dtype
-    numel: int
-    is_parameter: bool
-
-    @property
-    def bytes_read(self) -> int:
-        """Bytes of the source."""
-        return self.numel * self.src.itemsize
-
-    @property
-    def bytes_written(self) -> int:
-        """Bytes of the result."""
-        return self.numel * self.dst.itemsize
-
-
-@dataclass(frozen=True)
-class OracleResult:
-    """What one run found.
-
-    Attributes:
-        node_dtypes: Output dtype of every node that yields a tensor; a tuple for an op with several outputs,
-            None in it for what is not a tensor. Nodes of a sub-graph are written ``outer.inner``.
-        casts: The casts that autocast made.
-        own_casts: The casts made with autocast off as well: those the graph holds and those inside kernels.
-    """
-
-    node_dtypes: dict[str, Any] = field(default_factory=dict)
-    casts: list[OracleCast] = field(default_factory=list)
-    own_casts: list[OracleCast] = field(default_factory=list)
-
-    @property
-    def activation_casts(self) -> list[OracleCast]:
-        """The casts of everything but parameters and buffers."""
-        return [cast for cast in self.casts if not cast.is_parameter]
-
-    @property
-    def activation_cast_bytes(self) -> int:
-        """Bytes read plus bytes written by casts of activations."""
-        return sum(cast.bytes_read + cast.bytes_written for cast in self.activation_casts)
-
-    @property
-    def activation_cast_bytes_written(self) -> int:
-        """Bytes written by casts of activations."""
-        return sum(cast.bytes_written for cast in self.activation_casts)
 
 
 def autocast_oracle(
@@ -131,9 +72,10 @@ def autocast_oracle(
 
 
 class _Twin(torch.Tensor):
-    """Says that it is a CUDA tensor, so that dispatch reaches autocast's CUDA kernels, and holds a fake CPU one.
+    """Says that it is a CUDA tensor, so that dispatch reaches autocast's CUDA kernels; holds a fake CPU one.
 
-    A fake tensor on CUDA does not do: torch's fake kernels are Python that asks for a device guard, hence a GPU.
+    A fake tensor on CUDA does not do: torch's fake kernels are Python that asks for a device guard, which
+    only a CUDA build has.
     """
 
     inner: FakeTensor
@@ -152,7 +94,7 @@ class _Twin(torch.Tensor):
 
 
 class _Recorder(TorchDispatchMode):
-    """Runs what reaches the backend on the fake tensors inside, and notes float-to-float ``aten._to_copy``."""
+    """Runs what reaches the backend on the fake tensors inside; notes float-to-float ``aten._to_copy``."""
 
     def __init__(self) -> None:
         super().__init__()
