@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from ampgraph.op_data import Rows
 
-# torch 2.13, CUDA autocast. The first rows of each class are the macros of ATen/autocast_mode.h word for word
-# (a test compares them with the installed header); "redispatch" rows are composites that reach a listed op.
+# torch 2.13, CUDA autocast. The first rows of each class are the macros of ATen/autocast_mode.h word for
+# word (a test compares them with the installed header); "redispatch" rows are composites that reach a
+# listed op.
 TORCH_LOWER_PRECISION_FP = Rows(
     "white",
     "torch autocast: lower_precision_fp",
@@ -84,9 +85,9 @@ TORCH = (
 TORCH_UNLISTED = "torch autocast: not listed, follows its inputs"
 
 # Paddle of 2023, about 2.5 (float16 lists of python/paddle/amp/amp_lists.py, gray list of
-# static/amp/fp16_lists.py). Its 1-d convolutions are conv2d there; its conv3d and transposed convolutions are in
-# no list, so they stay fp32. Unsure: what 3.x changed, and depthwise convolution, another and unlisted op there,
-# which is conv2d here.
+# static/amp/fp16_lists.py). Its 1-d convolutions are conv2d there; its conv3d and transposed convolutions
+# are in no list, so they stay fp32. Unsure: what 3.x changed, and depthwise convolution, another and
+# unlisted op there, which is conv2d here.
 PADDLE_WHITE = (
     Rows(
         "white",
@@ -140,9 +141,9 @@ PADDLE_O1 = (*PADDLE_WHITE, PADDLE_O1_BLACK, PADDLE_EXTRA_BLACK, PADDLE_GRAY, PA
 PADDLE_O2 = (*PADDLE_WHITE, PADDLE_EXTRA_BLACK)
 PADDLE_O2_UNLISTED = "Paddle O2: runs low unless an input is float32"
 
-# MindSpore 2.4 and later, level "auto" (documentation of mindspore.amp.auto_mixed_precision); recurrent cells and
-# ReLU are from its O1 list of cells, whose black list (BatchNorm, LayerNorm) is contained here. Unlisted ops
-# follow their inputs. Unsure: cross_entropy_loss, which reaches its LogSoftmax.
+# MindSpore 2.4 and later, level "auto" (documentation of mindspore.amp.auto_mixed_precision); recurrent
+# cells and ReLU are from its O1 list of cells, whose black list (BatchNorm, LayerNorm) is contained here.
+# Unlisted ops follow their inputs. Unsure: cross_entropy_loss, which reaches its LogSoftmax.
 MINDSPORE = (
     Rows(
         "white",
@@ -176,9 +177,9 @@ MINDSPORE = (
 )
 MINDSPORE_UNLISTED = "MindSpore: not listed, follows its inputs"
 
-# OneFlow nn.Graph, about 0.9 (core/job_rewriter/auto_mixed_precision_lists.cpp). Its black list is empty: what
-# no list names stays fp32, mean, exp and conv1d among them. Unsure: average and max pooling are listed under
-# their older TensorFlow-style op names only; embedding stands for its gather.
+# OneFlow nn.Graph, about 0.9 (core/job_rewriter/auto_mixed_precision_lists.cpp). Its black list is empty:
+# what no list names stays fp32, mean, exp and conv1d among them. Unsure: average and max pooling are listed
+# under their older TensorFlow-style op names only; embedding stands for its gather.
 ONEFLOW = (
     Rows(
         "white",
