@@ -183,7 +183,10 @@ def _listed(names: frozenset[str], target: OpOverload) -> bool:
 
 @cache
 def promotes(target: OpOverload) -> bool:
-    """Whether the kernel reads a low and a float32 operand in one pass and returns the promoted dtype."""
+    """Whether the kernel reads a low and a float32 operand in one pass and returns the promoted dtype.
+
+    An in-place form reads them too, but keeps the dtype of the tensor it writes.
+    """
     return _listed(PROMOTES, target)
 
 

@@ -115,6 +115,8 @@ class PropagatePins(Pass):
     def _base_pin(self, node: Node, fact: NodeFacts, range_reason: str | None, guarded_only: bool) -> Variable:
         """Applies the precedence to one node."""
         source_low = fact.dtype == self.low_dtype
+        if self.policy.level == "O0":
+            return Variable(source_low, "source", "O0 changes nothing")
         if node.op in ("placeholder", "get_attr"):
             return Variable(source_low, "source", f"{node.op} of the source model")
         if fact.fixed_dtype is not None:
