@@ -141,8 +141,15 @@ class AmpModule(nn.Module):
 
     def _run(self, args: tuple, kwargs: dict[str, Any]) -> Any:
         if "_compiled" in self.__dict__:
-            with warn_about_uncaptured_guards():
-                return self._compiled(*args, **kwargs)
+            try:
+                with warn_about_uncaptured_guards():
+                    return self._compiled(*args, **kwargs)
+            except RuntimeError as error:
+                # Dynamo wraps what a backend raises.
+                inner = getattr(error, "inner_exception", None)
+                if isinstance(inner, AmpGraphError):
+                    raise inner from None
+                raise
         return self.variant_for(args, kwargs).run(*args, **kwargs)
 
     def variant_for(self, args: tuple, kwargs: dict[str, Any]) -> Variant:
