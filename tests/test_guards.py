@@ -264,7 +264,10 @@ def test_guard_inside_an_autocast_region_is_the_innermost(convert):
     assert linears(convert(Model(body), X, use_fp16_guard=None)) == [FP32, BF16]
 
 
-def test_guard_around_everything_in_an_autocast_region(convert):
+def test_guard_around_everything_in_an_autocast_region(convert, request):
+    if "ahead" in request.node.name:
+        request.applymarker(pytest.mark.xfail(strict=True, reason="export does not tell which of the two is inside"))
+
     def body(self, x):
         with torch.autocast("cpu", enabled=False), fp16_guard():
             return self.a(x)
