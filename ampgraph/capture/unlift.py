@@ -43,6 +43,7 @@ def unlift(program: ExportedProgram, source: nn.Module) -> tuple[fx.GraphModule,
     for name, value in constants.items():
         object.__setattr__(graph_module, name, value)
     set_calling_convention(graph_module, program)
+    graph_module.recompile()
     return graph_module, {n: v for n, v in constants.items() if isinstance(v, torch.Tensor)}
 
 
