@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from ampgraph._compat import fake_mode_of, result_dtypes, with_dtypes
+from ampgraph._compat import HigherOrderOperator, fake_mode_of, result_dtypes, with_dtypes
 from ampgraph.errors import PassError
 from ampgraph.plan import META_KEY, Cast, Plan
 
@@ -96,7 +96,7 @@ def refresh_metadata(graph: Graph, edited: Iterable[Node]) -> None:
     mode = fake_mode_of(graph)
     dirty = set(edited)
     for node in graph.nodes:
-        if node not in dirty or node.op != "call_function":
+        if node not in dirty or node.op != "call_function" or isinstance(node.target, HigherOrderOperator):
             continue
         previous = node.meta.get("val", node.args[0].meta["val"] if is_inserted_cast(node) else None)
         value = with_dtypes(previous, result_dtypes(node, mode))
