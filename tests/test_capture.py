@@ -460,6 +460,26 @@ def test_ambient_autocast_at_o0(how):
 
 
 @CAPTURES
+def test_ambient_autocast_does_not_override_an_fp32_guard(how):
+    def body(self, x):
+        with ampgraph.fp32_guard():
+            return self.a(x)
+
+    model = Body(body)
+    amp = convert(model, how, X)
+    with torch.autocast("cpu", dtype=BF16):
+        found = amp(X)
+    assert torch.equal(found, model(X))
+
+
+CHECKPOINT_CAPTURES = pytest.mark.parametrize("how", [
+    "ahead of time",
+    pytest.param("just in time", marks=pytest.mark.xfail(
+        strict=True, reason="make_fx before dispatch fails on a checkpoint without context_fn")),
+])  # fmt: skip
+
+
+@CHECKPOINT_CAPTURES
 def test_activation_checkpointing(how):
     def body(self, x):
         return checkpoint(lambda t: self.b(torch.relu(self.a(t))), x, use_reentrant=False)
@@ -475,7 +495,7 @@ def test_activation_checkpointing(how):
     close(model.a.weight.grad, source.a.weight.grad, 0.05)
 
 
-@CAPTURES
+@CHECKPOINT_CAPTURES
 def test_checkpointing_reaches_the_layers(how):
     model = Body(lambda self, x: checkpoint(self.a, x, use_reentrant=False))
     amp = convert(model, how, X)
