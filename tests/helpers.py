@@ -13,6 +13,7 @@ from torch.fx import Graph, GraphModule, Node
 from ampgraph import Policy
 from ampgraph._compat import FakeTensorMode, evaluate
 from ampgraph.passes import ClassifyOps, Normalize, PropagatePins, is_inserted_cast, run_passes, workspace
+from ampgraph.passes.place import Placement, _weigher, place_optimally
 from ampgraph.passes.propagate import Problem
 
 aten = torch.ops.aten
@@ -36,7 +37,9 @@ class GraphBuilder:
         return node
 
     def _placeholder(self, letter: str, shape: tuple[int, ...], dtype: torch.dtype) -> Node:
-        with self.graph.inserting_before(next(iter(n for n in self.graph.nodes if n.op != "placeholder"), None)):
+        with self.graph.inserting_before(
+            next(iter(n for n in self.graph.nodes if n.op != "placeholder"), None)
+        ):
             node = self.graph.placeholder(f"{letter}{len(self.inputs)}")
         with self.mode:
             node.meta["val"] = torch.empty(shape, dtype=dtype)
@@ -82,6 +85,15 @@ def problem_of(graph_module: GraphModule, policy: Policy, low_dtype: torch.dtype
 
 def free_variables(problem: Problem) -> list[Node]:
     return [n for n, v in problem.variables.items() if v.pinned is None]
+
+
+def optimal(problem: Problem, objective: str) -> Placement:
+    """The least placement under one objective; "priced" is traffic with three more bytes a cast byte."""
+    if objective == "traffic":
+        return place_optimally(problem, lambda cost: cost.traffic)
+    if objective == "priced":
+        return place_optimally(problem, lambda cost: cost.traffic + 3 * cost.activation_cast_bytes)
+    return place_optimally(problem, _weigher(problem, objective))
 
 
 # -- random graphs --------------------------------------------------------------------------------------
@@ -146,7 +158,17 @@ class RandomGraph:
 
     def _unary(self, x: Node) -> Node:
         op = self.rng.choice(
-            [aten.relu, aten.neg, aten.gelu, aten.sigmoid, aten.exp, aten.rsqrt, aten.clone, aten.abs, aten.cos]
+            [
+                aten.relu,
+                aten.neg,
+                aten.gelu,
+                aten.sigmoid,
+                aten.exp,
+                aten.rsqrt,
+                aten.clone,
+                aten.abs,
+                aten.cos,
+            ]
         )
         return self.build.call(op.default, x)
 
@@ -214,9 +236,10 @@ class RandomGraph:
         return made
 
     STEPS = (
-        _white, _white, _white, _matmul, _unary, _unary, _unary, _promoting, _promoting, _cat, _scaled,
-        _dtype_argument, _mean, _norm, _where, _view, _view, _several, _largest, _user_cast, _zero_dim, _written,
-    )  # fmt: skip
+        *(_white, _white, _white, _matmul, _unary, _unary, _unary, _promoting, _promoting, _cat, _scaled),
+        *(_dtype_argument, _mean, _norm, _where, _view, _view, _several, _largest, _user_cast, _zero_dim),
+        _written,
+    )
 
 
 # -- reading results ------------------------------------------------------------------------------------
@@ -233,7 +256,11 @@ def inserted_to(graph_module: GraphModule, dtype: torch.dtype) -> list[Node]:
 
 def nodes_of(graph_module: GraphModule, target: str) -> list[Node]:
     """Returns the nodes of an op by packet name (``"linear"``)."""
-    return [n for n in graph_module.graph.nodes if n.op == "call_function" and str(n.target).split(".")[1:2] == [target]]
+    return [
+        n
+        for n in graph_module.graph.nodes
+        if n.op == "call_function" and str(n.target).split(".")[1:2] == [target]
+    ]
 
 
 def dtype_of(graph_module: GraphModule, target: str) -> list[torch.dtype]:

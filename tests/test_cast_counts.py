@@ -12,7 +12,7 @@ from torch import nn
 import ampgraph
 from ampgraph import OpLists, Policy
 
-from .helpers import Fn, aten, close, dtype_of, graph_lines, inserted, inserted_to, nodes_of
+from .helpers import Fn, close, dtype_of, inserted, inserted_to, nodes_of
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -100,7 +100,11 @@ def test_embedding_indices_are_never_cast():
 def test_tuple_outputs(split):
     def f(x, w):
         y = x @ w
-        parts = {"split": lambda: y.split(2, -1), "chunk": lambda: y.chunk(2, -1), "unbind": lambda: y.unbind(-1)}[split]()
+        parts = {
+            "split": lambda: y.split(2, -1),
+            "chunk": lambda: y.chunk(2, -1),
+            "unbind": lambda: y.unbind(-1),
+        }[split]()
         return parts[0].relu(), parts[1]
 
     x, w = torch.randn(4, 4), torch.randn(4, 4)
@@ -138,7 +142,7 @@ def test_nothing_to_gain_leaves_the_graph_alone():
 
 
 def test_relu_conv_relu():
-    """The input may be narrowed before its relu only where that moves no more bytes; the values are the same."""
+    """The input may be narrowed before its relu only where that moves no more bytes; the values stay."""
     model = nn.Sequential(nn.ReLU(), nn.Conv2d(3, 3, 3, bias=False), nn.ReLU())
     x = torch.randn(1, 3, 8, 8)
     amp = convert(model, x)
@@ -225,7 +229,14 @@ class PaddleNet(nn.Module):
 
 
 def low_calls(amp):
-    ops = {"conv": "conv2d", "add": "add", "relu": "relu", "matmul": "matmul", "softmax": "softmax", "mean": "mean"}
+    ops = {
+        "conv": "conv2d",
+        "add": "add",
+        "relu": "relu",
+        "matmul": "matmul",
+        "softmax": "softmax",
+        "mean": "mean",
+    }
     return {name: dtype_of(amp.graph_module, op).count(BF16) for name, op in ops.items()}
 
 
@@ -368,7 +379,9 @@ HOWS = ["add buffer", "masked_fill", "where", "where full", "multiplied"]
 @pytest.mark.parametrize("low", [FP16, BF16])
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
 @pytest.mark.parametrize("how", HOWS)
-@pytest.mark.parametrize("value", [float("-inf"), -1e9, torch.finfo(FP32).min], ids=["inf", "1e9", "finfo.min"])
+@pytest.mark.parametrize(
+    "value", [float("-inf"), -1e9, torch.finfo(FP32).min], ids=["inf", "1e9", "finfo.min"]
+)
 def test_masks_give_no_nan(value, how, level, low):
     if how == "multiplied" and math.isinf(value):
         pytest.skip("0 * inf is NaN in every dtype")
@@ -383,7 +396,9 @@ def test_infinite_mask_constant_stays_infinite(low):
     model = Fn(lambda x, w: (x @ w) + mask)
     x, w = torch.randn(4, 4), torch.randn(4, 4)
     for level in ("O1", "O2", "O3"):
-        assert torch.equal(torch.isneginf(convert(model, x, w, dtype=low, level=level)(x, w)), torch.isneginf(mask))
+        assert torch.equal(
+            torch.isneginf(convert(model, x, w, dtype=low, level=level)(x, w)), torch.isneginf(mask)
+        )
 
 
 def test_row_that_is_masked_whole_stays_uniform():
@@ -407,7 +422,9 @@ HAZARDS = {
     "long cumsum": lambda y: torch.cumsum(y.abs().repeat(1, 512), -1)[:, -1],
     "long mean": lambda y: (y.abs() * 100).repeat(1, 4096).mean(-1),
     "cos of a large angle": lambda y: torch.cos(torch.arange(4096.0)[None] * y.detach().sign()[:, :1]),
-    "variance by hand": lambda y: ((y * 100 + 200).pow(2).mean(-1) - (y * 100 + 200).mean(-1).pow(2)).abs().sqrt(),
+    "variance by hand": lambda y: (
+        ((y * 100 + 200).pow(2).mean(-1) - (y * 100 + 200).mean(-1).pow(2)).abs().sqrt()
+    ),
     "logsumexp": lambda y: torch.logsumexp(y * 20, -1),
     "norm": lambda y: torch.linalg.vector_norm(y * 1000, dim=-1),
 }
@@ -415,7 +432,7 @@ HAZARDS = {
 
 @pytest.mark.parametrize("name", HAZARDS)
 def test_hazards_stay_close_in_fp16(name):
-    """fp16 at O1 against float32 code run on the matrix product rounded to fp16, as torch.autocast rounds it."""
+    """fp16 at O1 against float32 code on the matrix product rounded to fp16, as torch.autocast rounds."""
     f = HAZARDS[name]
     x, w = torch.randn(8, 16), torch.randn(16, 16) / 4
     amp = convert(Fn(lambda x, w: f(x @ w)), x, w, dtype=FP16)
@@ -435,5 +452,8 @@ def test_rotary_table_stays_fp32():
     tensors = torch.randn(16, 8), torch.randn(8, 8), torch.arange(4000, 4016)
     for level in ("O1", "O2"):
         amp = convert(Fn(f), *tensors, level=level)
-        assert dtype_of(amp.graph_module, "cos") == [FP32] or nodes_of(amp.graph_module, "cos")[0].args[0].meta["val"].dtype == FP32
+        assert (
+            dtype_of(amp.graph_module, "cos") == [FP32]
+            or nodes_of(amp.graph_module, "cos")[0].args[0].meta["val"].dtype == FP32
+        )
         close(amp(*tensors), f(*tensors), 0.02)

@@ -128,7 +128,11 @@ def test_decorated_forward_of_a_submodule(convert):
         def forward(self, x):
             return super().forward(x)
 
-    assert linears(convert(nn.Sequential(nn.Linear(8, 8), Exact(8, 8), nn.Linear(8, 8)), X)) == [BF16, FP32, BF16]
+    assert linears(convert(nn.Sequential(nn.Linear(8, 8), Exact(8, 8), nn.Linear(8, 8)), X)) == [
+        BF16,
+        FP32,
+        BF16,
+    ]
 
 
 def test_loop(convert):
@@ -266,7 +270,9 @@ def test_guard_inside_an_autocast_region_is_the_innermost(convert):
 
 def test_guard_around_everything_in_an_autocast_region(convert, request):
     if "ahead" in request.node.name:
-        request.applymarker(pytest.mark.xfail(strict=True, reason="export does not tell which of the two is inside"))
+        request.applymarker(
+            pytest.mark.xfail(strict=True, reason="export does not tell which of the two is inside")
+        )
 
     def body(self, x):
         with torch.autocast("cpu", enabled=False), fp16_guard():
@@ -281,8 +287,7 @@ def test_nested_autocast_regions(convert):
             x = self.a(x)
             with torch.autocast("cpu", enabled=False):
                 x = self.b(x)
-            x = self.a(x)
-        return x
+            return self.a(x)
 
     assert linears(convert(Model(body), X)) == [BF16, FP32, BF16]
 
@@ -343,7 +348,9 @@ def test_marks_are_on_every_node_of_the_region_and_only_there():
         return x.relu()
 
     amp = ampgraph.convert(Model(body), (X,), dtype=BF16)
-    marked = {n.name for n in amp.graph_module.graph.nodes if n.op == "call_function" and guard_of(n) == "fp32"}
+    marked = {
+        n.name for n in amp.graph_module.graph.nodes if n.op == "call_function" and guard_of(n) == "fp32"
+    }
     assert {"linear", "exp", "sum_1"} <= marked
     assert nodes_of(amp.graph_module, "relu")[0].name not in marked
 

@@ -29,7 +29,9 @@ def price(arcs: Arcs, sides: dict) -> int:
 
 
 def all_cuts(vertices: range) -> list[dict[int, bool]]:
-    return [dict(zip(vertices, s, strict=True)) for s in itertools.product([True, False], repeat=len(vertices))]
+    return [
+        dict(zip(vertices, s, strict=True)) for s in itertools.product([True, False], repeat=len(vertices))
+    ]
 
 
 def maximal_source_side(vertices: range, arcs: Arcs) -> dict[int, bool]:
@@ -48,7 +50,9 @@ def random_arcs(seed: int) -> tuple[range, Arcs]:
     ends = [SOURCE, *vertices, SINK]
     arcs: Arcs = [
         (u, v, 10_000 if rng.random() < 0.05 else rng.randint(0, top))
-        for u in ends for v in ends if rng.random() < density
+        for u in ends
+        for v in ends
+        if rng.random() < density
     ]
     arcs = [(u, v, c) for u, v, c in arcs if u != SINK and v != SOURCE]
     return vertices, arcs

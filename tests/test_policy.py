@@ -157,7 +157,11 @@ def test_user_cast_over_guard():
     x = torch.randn(4, 8)
     for guard, cast in ((ampgraph.fp16_guard, FP32), (ampgraph.fp32_guard, BF16)):
         amp = ampgraph.convert(Precedence(guard, cast), (x,), policy=Policy(dtype=BF16))
-        kept = [n for n in amp.graph_module.graph.nodes if "to" in str(n.target) and n not in inserted(amp.graph_module)]
+        kept = [
+            n
+            for n in amp.graph_module.graph.nodes
+            if "to" in str(n.target) and n not in inserted(amp.graph_module)
+        ]
         assert [n.meta["val"].dtype for n in kept] == [cast]
         assert amp.plan[kept[0].name].by == "user cast"
 
@@ -190,13 +194,17 @@ def test_user_cast_over_rule_and_lists():
 def test_lists_over_propagation(level):
     """A black op stays float32 between low neighbours, a white one low between float32 ones."""
     x, w = torch.randn(8, 8), torch.randn(8, 8)
-    amp = ampgraph.convert(Fn(lambda x, w: torch.cumsum(x @ w, 0) @ w), (x, w), policy=Policy(level=level, dtype=BF16))
+    amp = ampgraph.convert(
+        Fn(lambda x, w: torch.cumsum(x @ w, 0) @ w), (x, w), policy=Policy(level=level, dtype=BF16)
+    )
     assert dtype_of(amp.graph_module, "cumsum") == [FP32]
     assert dtype_of(amp.graph_module, "matmul") == [BF16, BF16]
 
 
 def test_propagation_decides_the_rest():
     x, w = torch.randn(8, 8), torch.randn(8, 8)
-    amp = ampgraph.convert(Fn(lambda x, w: torch.nn.functional.gelu(x) @ w), (x, w), policy=Policy(dtype=BF16))
+    amp = ampgraph.convert(
+        Fn(lambda x, w: torch.nn.functional.gelu(x) @ w), (x, w), policy=Policy(dtype=BF16)
+    )
     assert dtype_of(amp.graph_module, "gelu") == [FP32]
     assert amp.plan["gelu"].by == "propagation"
