@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,7 +11,8 @@ from torch._ops import HigherOrderOperator, OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.export import ExportedProgram
 from torch.fx import Graph, GraphModule, Node
-from torch.utils._pytree import tree_map_only
+from torch.fx.graph import _PyTreeCodeGen, _PyTreeInfo
+from torch.utils._pytree import tree_flatten, tree_map_only
 
 __all__ = [
     "FakeTensor",
@@ -23,9 +23,11 @@ __all__ = [
     "evaluate",
     "fake_mode_of",
     "no_ambient_autocast",
+    "result_dtypes",
+    "set_calling_convention",
     "size_hint",
     "storage_key",
-    "unlift",
+    "with_dtypes",
 ]
 
 
@@ -46,6 +48,57 @@ def evaluate(node: Node, mode: FakeTensorMode | None) -> Any:
     fresh = shape_env.ignore_fresh_unbacked_symbols() if shape_env else contextlib.nullcontext()
     with mode or contextlib.nullcontext(), fresh, no_ambient_autocast():
         return node.target(*args, **kwargs)  # type: ignore[operator]
+
+
+_dtype_cache: dict[Any, tuple[torch.dtype | None, ...]] = {}
+
+
+def result_dtypes(node: Node, mode: FakeTensorMode | None) -> tuple[torch.dtype | None, ...]:
+    """Returns the dtypes of what a call_function node yields, as FakeTensor finds them.
+
+    A result's dtype follows from the op, its arguments' dtypes, which of them are 0-dim, and its
+    non-tensor arguments, never from sizes; so one evaluation serves every node with the same key.
+    """
+    leaves, spec = tree_flatten((node.args, node.kwargs))
+    key = (node.target, str(spec), tuple([_dtype_key(leaf) for leaf in leaves]))
+    if key not in _dtype_cache:
+        values = evaluate(node, mode)
+        values = values if isinstance(values, (list, tuple)) else (values,)
+        _dtype_cache[key] = tuple(v.dtype if isinstance(v, torch.Tensor) else None for v in values)
+    return _dtype_cache[key]
+
+
+def _dtype_key(leaf: Any) -> Any:
+    value = leaf.meta.get("val") if isinstance(leaf, Node) else leaf
+    values = value if isinstance(value, (list, tuple)) else (value,)
+    if any(isinstance(v, torch.Tensor) for v in values):
+        return tuple((v.dtype, v.dim() == 0) if isinstance(v, torch.Tensor) else type(v) for v in values)
+    if isinstance(value, (bool, str, torch.dtype)) or value is None:
+        return value
+    return type(value)
+
+
+def with_dtypes(value: Any, dtypes: tuple[torch.dtype | None, ...]) -> Any:
+    """Returns the fake value(s) with other dtypes; the very same object where nothing differs."""
+    values = value if isinstance(value, (list, tuple)) else (value,)
+    if len(values) != len(dtypes):
+        raise ValueError(f"expected {len(values)} results, FakeTensor finds {len(dtypes)}")
+    if all(not isinstance(v, torch.Tensor) or v.dtype == d for v, d in zip(values, dtypes, strict=True)):
+        return value
+    changed = [_with_dtype(v, d) for v, d in zip(values, dtypes, strict=True)]
+    return type(value)(changed) if isinstance(value, (list, tuple)) else changed[0]
+
+
+def _with_dtype(value: Any, dtype: torch.dtype | None) -> Any:
+    if not isinstance(value, FakeTensor) or dtype is None or value.dtype == dtype:
+        return value
+    sizes = (*value.shape, *value.stride())
+    if all(isinstance(s, int) for s in sizes):
+        # The same as value.to(dtype) under the mode, at a tenth of the price.
+        meta = torch.empty_strided(value.shape, value.stride(), dtype=dtype, device="meta")
+        return FakeTensor(value.fake_mode, meta, value.device)
+    with value.fake_mode:
+        return torch.empty_strided(value.shape, value.stride(), dtype=dtype, device=value.device)
 
 
 @contextlib.contextmanager
@@ -85,8 +138,11 @@ def storage_key(value: torch.Tensor) -> int | None:
     return value.untyped_storage()._cdata
 
 
-def unlift(program: ExportedProgram) -> GraphModule:
-    """Returns the program's module without the run-time guards on shapes and dtypes."""
-    if "check_guards" in inspect.signature(program.module).parameters:
-        return program.module(check_guards=False)  # type: ignore[return-value]
-    return program.module()  # type: ignore[return-value]
+def set_calling_convention(graph_module: GraphModule, program: ExportedProgram) -> None:
+    """Gives an unlifted graph the source model's arguments and output type."""
+    signature = program.module_call_graph[0].signature
+    in_spec, out_spec = signature.in_spec, signature.out_spec
+    positional, keyword = in_spec.children()
+    names = getattr(signature, "forward_arg_names", None)
+    names = names or [*(f"arg_{i}" for i in range(positional.num_children)), *keyword.context]
+    graph_module.graph.set_codegen(_PyTreeCodeGen(_PyTreeInfo(list(names), in_spec, out_spec)))

@@ -14,7 +14,7 @@ import torch
 from torch import fx, nn
 from torch.export import Dim, ExportedProgram, ShapesCollection
 
-from .capture import bind, capture_program, normalize_program
+from .capture import capture_program, unlift
 from .errors import AmpGraphError, CaptureError
 from .guards import warn_about_uncaptured_guards
 from .plan import Plan
@@ -187,8 +187,7 @@ class AmpModule(nn.Module):
 
     def _rewrite(self, program: ExportedProgram, signature: Signature, capture_seconds: float) -> Variant:
         start = time.perf_counter()
-        graph_module = normalize_program(program).graph_module
-        constants = bind(graph_module, self.source)
+        graph_module, constants = unlift(program, self.source)
         modules = [name for name, _ in self.source.named_modules()]
         plan = rewrite(graph_module, self.policy, self.options.low_dtype, modules)
         run = _runner(graph_module, self.options)

@@ -73,8 +73,8 @@ DEFAULT_BLACK = (
     Rows(
         "black",
         "steep where its argument is small",
-        """log log10 log1p log2 reciprocal rsqrt xlogy special_xlogy special_xlog1py special_log1p special_entr
-        logit special_logit""",
+        """log log10 log1p log2 reciprocal rsqrt xlogy special_xlogy special_xlog1py special_log1p
+        special_entr logit special_logit""",
     ),
     Rows(
         "black",
@@ -118,8 +118,8 @@ DEFAULT_BLACK = (
     Rows(
         "black",
         "adds into its result in the result's own dtype, one rounding per term",
-        """scatter_add scatter_reduce scatter.reduce scatter.value_reduce index_add index_reduce segment_reduce
-        embedding_dense_backward""",
+        """scatter_add scatter_reduce scatter.reduce scatter.value_reduce index_add index_reduce
+        segment_reduce embedding_dense_backward""",
     ),
     Rows(
         "black",
@@ -159,7 +159,8 @@ DEFAULT_BLACK = (
     Rows(
         "black",
         "statistics: interpolates between or draws from exact values",
-        """quantile nanquantile multinomial poisson normal binomial _sample_dirichlet _standard_gamma nextafter""",
+        """quantile nanquantile multinomial poisson normal binomial _sample_dirichlet _standard_gamma
+        nextafter""",
     ),
     Rows(
         "black",
@@ -229,12 +230,12 @@ DEFAULT_GRAY = (
     Rows(
         "gray",
         "its answer jumps: rounding the input first could change it",
-        """eq ne lt le gt ge equal not_equal less less_equal greater greater_equal isclose allclose logical_and
-        logical_or logical_xor logical_not isnan isinf isfinite isreal isposinf isneginf isin nonzero
-        nonzero_static nonzero_numpy argwhere is_nonzero count_nonzero any all sign sgn signbit heaviside
-        ceil floor round trunc fix special_round argmax argmin argsort bucketize searchsorted unique_dim
-        unique_consecutive unique_dim_consecutive _unique _unique2 item _local_scalar_dense frexp bincount
-        one_hot""",
+        """eq ne lt le gt ge equal not_equal less less_equal greater greater_equal isclose allclose
+        logical_and logical_or logical_xor logical_not isnan isinf isfinite isreal isposinf isneginf isin
+        nonzero nonzero_static nonzero_numpy argwhere is_nonzero count_nonzero any all sign sgn signbit
+        heaviside ceil floor round trunc fix special_round argmax argmin argsort bucketize searchsorted
+        unique_dim unique_consecutive unique_dim_consecutive _unique _unique2 item _local_scalar_dense
+        frexp bincount one_hot""",
     ),
     Rows(
         "gray",

@@ -64,7 +64,8 @@ PROMOTES = _names(
 )
 
 # The dtype argument that makes an op read a low input and compute and return float32. linalg_norm and
-# linalg_matrix_norm have one too, but refuse low inputs for spectral and nuclear norms.
+# linalg_matrix_norm have one too, but refuse low inputs for spectral and nuclear norms. The backward of
+# cumsum and cumprod rounds the gradient before it accumulates, as under torch.autocast.
 DTYPE_ARG: Mapping[str, str] = dict.fromkeys(
     _names(
         """
@@ -81,7 +82,7 @@ DTYPE_ARG: Mapping[str, str] = dict.fromkeys(
 ROUNDS_ONCE = _names(
     """
     sigmoid tanh silu mish elu selu celu leaky_relu hardswish hardsigmoid hardshrink softshrink softplus
-    log_sigmoid exp exp2 expm1 cosh sinh log log10 log1p log2 reciprocal rsqrt sin cos tan acos asin atan
+    log_sigmoid exp exp2 expm1 cosh sinh log log10 log1p log2 reciprocal rsqrt cos tan acos asin atan
     acosh asinh atanh erfc erfinv lgamma sinc square frac glu softmax _softmax rms_norm sum nansum mean var
     std avg_pool1d avg_pool2d adaptive_avg_pool2d
     """
@@ -91,7 +92,7 @@ ROUNDS_ONCE = _names(
 FP32_ONLY = _names(
     """
     cdist pdist polar ctc_loss quantile nanquantile histogram histogramdd stft nuclear_norm cholesky
-    cholesky_inverse cholesky_solve geqrf inverse det logdet slogdet lu_solve lu_unpack ormqr pinverse qr
+    cholesky_inverse cholesky_solve geqrf inverse det logdet slogdet lu_solve ormqr pinverse qr
     svd triangular_solve linalg_cholesky linalg_cholesky_ex linalg_cond linalg_det linalg_eig linalg_eigh
     linalg_eigvals linalg_eigvalsh linalg_householder_product linalg_inv linalg_inv_ex linalg_ldl_factor
     linalg_ldl_factor_ex linalg_ldl_solve linalg_lstsq linalg_lu linalg_lu_factor linalg_lu_factor_ex

@@ -83,8 +83,8 @@ TORCH = (
 # What autocast does not know keeps torch's own type promotion: it follows its inputs.
 TORCH_UNLISTED = "torch autocast: not listed, follows its inputs"
 
-# Paddle 2.6 (float16 lists of python/paddle/amp/amp_lists.py, gray list of static/amp/fp16_lists.py). Paddle's
-# 1-d convolutions are conv2d there; its conv3d and transposed convolutions are in no list, so they stay fp32.
+# Paddle 2.6 (float16 lists of python/paddle/amp/amp_lists.py, gray list of static/amp/fp16_lists.py). Its 1-d
+# convolutions are conv2d there; its conv3d and transposed convolutions are in no list, so they stay fp32.
 # Unsure: Paddle runs a depthwise convolution as another, unlisted op; here it is conv2d.
 PADDLE_WHITE = (
     Rows(

@@ -94,7 +94,10 @@ class OpLists:
         clear: Iterable[OpName] = (),
     ) -> None:
         given = {OpClass.WHITE: white, OpClass.BLACK: black, OpClass.GRAY: gray, OpClass.CLEAR: clear}
-        names = {cls: tuple(dict.fromkeys(map(_checked_name, ops))) for cls, ops in given.items()}
+        for cls, ops in given.items():
+            if isinstance(ops, str):
+                raise PolicyError(f"{cls} is a list of ops; write [{ops!r}].")
+        names = {cls: _checked_names(ops) for cls, ops in given.items()}
         rules = _merge((name, OpRule(cls, f"listed {cls}")) for cls, ops in names.items() for name in ops)
         arguments = ", ".join(f"{cls}={ops!r}" for cls, ops in names.items() if ops)
         self._fill(rules, f"OpLists({arguments})")
@@ -162,7 +165,7 @@ class OpLists:
         return self._moved(OpClass.CLEAR, ops)
 
     def _moved(self, cls: OpClass, ops: tuple[OpName, ...]) -> OpLists:
-        names = tuple(dict.fromkeys(map(_checked_name, ops)))
+        names = _checked_names(ops)
         if not names:
             return self
         # Moving a packet moves all its overloads: their own rows go.
@@ -271,6 +274,10 @@ def _merge(pairs: Iterable[tuple[str, OpRule]]) -> dict[str, OpRule]:
 
 def _packet(name: str) -> str:
     return ".".join(name.split(".")[:2])
+
+
+def _checked_names(ops: Iterable[OpName]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(map(_checked_name, ops)))
 
 
 def _checked_name(op: OpName) -> str:

@@ -41,7 +41,7 @@ def rewrite(
         PolicyError: The rules do not fit the model.
         PassError: A pass failed; the graph module must not be used then.
     """
-    untouched = copy.copy(graph_module.graph)
+    untouched = copy.deepcopy(graph_module.graph)
     graph_module.meta[META_KEY] = Workspace()
     run_passes(graph_module, default_pipeline(policy, low_dtype, tuple(modules), check_rules), hook)
     space = workspace(graph_module)

@@ -95,6 +95,8 @@ def run_passes(graph_module: GraphModule, passes: Iterable[Pass], hook: Hook | N
         modified |= changed
         if hook:
             hook(step, graph_module, changed, seconds)
+    if modified:
+        graph_module.recompile()
     return PassResult(graph_module, modified)
 
 
@@ -105,7 +107,6 @@ def _run_one(step: Pass, graph_module: GraphModule) -> bool:
         changed = step(graph_module).modified
         if changed:
             graph_module.graph.lint()
-            graph_module.recompile()
         step.ensures(graph_module)
     except AmpGraphError:
         raise

@@ -26,6 +26,7 @@ from ampgraph.oplists import OpClass, OpLists
 from .alias import AliasSets, written_args
 from .base import Pass, workspace
 
+_CASTS_LIKE = (torch.ops.aten.type_as.default, torch.ops.aten.to.other)
 _CASTS = ("aten.to", "aten._to_copy", "prims.convert_element_type")
 
 
@@ -54,7 +55,8 @@ class NodeFacts:
 
     Attributes:
         dtype: The floating dtype it produced in the source, if managed.
-        owner: The node whose label decides (itself; for ``getitem``, the multi-output op).
+        owner: The node whose label decides: itself; for ``getitem`` the multi-output op, for
+            ``x.type_as(other)`` the owner of ``other``.
         slots: How it reads managed tensors.
         op_class: What the op lists say, with the reason from the data.
         fixed_dtype: A dtype that the source names explicitly (a user's cast, ``dtype=``).
@@ -107,7 +109,7 @@ class ClassifyOps(Pass):
         if node.target is operator.getitem and isinstance(node.args[0], Node) and _is_sequence(node.args[0]):
             owner = facts[node.args[0]].owner
             return NodeFacts(self._dtype(node), owner, elements=_elements(node, self.low_dtype))
-        fact = NodeFacts(self._dtype(node), node, elements=_elements(node, self.low_dtype))
+        fact = NodeFacts(self._dtype(node), _dtype_giver(node, facts), elements=_elements(node, self.low_dtype))
         fact.is_parameter = node.op == "get_attr" or bool(node.meta.get("ampgraph_parameter"))
         if isinstance(node.target, OpOverload):
             fact.op_class, fact.class_reason = self.ops.classify(node, self.low_dtype)
@@ -139,7 +141,7 @@ class ClassifyOps(Pass):
         if not isinstance(target, OpOverload) or _is_sequence(tensor):
             return SlotKind.KEEP
         name = argument_name(node, path)
-        if is_cast(node) or name in op_facts.any_slots(target):
+        if is_cast(node) or target in _CASTS_LIKE or name in op_facts.any_slots(target):
             return SlotKind.ANY
         if name in op_facts.fp32_slots(target):
             return SlotKind.KEEP
@@ -200,6 +202,14 @@ def is_cast(node: Node) -> bool:
     if not isinstance(node.target, OpOverload) or op_facts.packet_name(node.target) not in _CASTS:
         return False
     return argument(node, "dtype") is not None
+
+
+def _dtype_giver(node: Node, facts: Facts) -> Node:
+    """Returns the node whose label decides: for ``x.type_as(other)`` it is that of ``other``."""
+    if node.target not in _CASTS_LIKE:
+        return node
+    other = facts[node.args[1]]  # type: ignore[index]
+    return other.owner if other.dtype else node
 
 
 def _explicit_dtype(node: Node) -> torch.dtype | None:

@@ -105,8 +105,8 @@ def node_terms(problem: Problem, node: Node) -> Iterator[tuple[Node | None, int]
     fact = problem.facts[node]
     if not fact.moves_data:
         return
-    if node in problem.variables:
-        yield node, fact.elements
+    if fact.dtype is not None:
+        yield fact.owner, fact.elements
     for slot in fact.slots:
         elements = problem.facts[slot.tensor].elements
         if slot.kind is SlotKind.COMPUTE:

@@ -9,12 +9,11 @@ from typing import Any, ClassVar
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from ampgraph._compat import evaluate, fake_mode_of
+from ampgraph._compat import fake_mode_of, result_dtypes, with_dtypes
 from ampgraph.errors import PassError
 from ampgraph.plan import META_KEY, Cast, Plan
 
 from .base import Pass, workspace
-from .classify import tensors
 
 aten = torch.ops.aten
 INSERTED = "inserted"
@@ -83,12 +82,11 @@ def refresh_metadata(graph: Graph, edited: Iterable[Node]) -> None:
     for node in graph.nodes:
         if node not in dirty or node.op != "call_function":
             continue
-        before = [t.dtype for t in tensors(node)]
-        value = evaluate(node, mode)
-        node.meta["val"], previous = value, node.meta.get("val")
-        if before and [t.dtype for t in tensors(node)] == before:
-            node.meta["val"] = previous
+        previous = node.meta.get("val", node.args[0].meta["val"] if is_inserted_cast(node) else None)
+        value = with_dtypes(previous, result_dtypes(node, mode))
+        if value is previous:
             continue
+        node.meta["val"] = value
         node.meta.pop("tensor_meta", None)
         dirty.update(node.users)
 

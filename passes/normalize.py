@@ -1,8 +1,6 @@
 """Brings a captured graph into the one form that analysis expects.
 
 - ``aten._assert_tensor_metadata`` nodes go: they assert the dtypes that this compiler changes.
-- ``type_as`` and ``.to(other)`` become ``.to(dtype)`` with the dtype seen at capture: what the user
-  wrote names a dtype, not whatever the other tensor will be converted to.
 - In-place ops become functional where nobody can tell the difference. Where somebody can (a write
   through a view, a slice assignment), the written memory gets a node of its own (a clone that
   `CleanCasts` removes again), so that a cast before it never splits it in two.
@@ -35,7 +33,6 @@ class Normalize(Pass):
     def run(self, graph_module: GraphModule) -> bool:
         graph = graph_module.graph
         modified = _drop_dtype_asserts(graph)
-        modified |= _name_dtypes(graph)
         modified |= _functionalize(graph)
         modified |= _isolate_written_memory(graph)
         return modified
@@ -46,17 +43,6 @@ def _drop_dtype_asserts(graph: Graph) -> bool:
     for node in asserts:
         graph.erase_node(node)
     return bool(asserts)
-
-
-def _name_dtypes(graph: Graph) -> bool:
-    modified = False
-    for node in graph.nodes:
-        if node.target not in (aten.type_as.default, aten.to.other):
-            continue
-        node.args = (node.args[0], node.args[1].meta["val"].dtype, *node.args[2:])
-        node.target = aten.to.dtype
-        modified = True
-    return modified
 
 
 def _functionalize(graph: Graph) -> bool:
@@ -99,10 +85,12 @@ def _functional(node: Node) -> OpOverload | None:
     functional = getattr(packet, node.target._overloadname, None) if packet else None  # type: ignore[union-attr]
     if functional is None or functional._schema.is_mutable:
         return None
-    ours, theirs = (
-        [(a.name, str(a.type)) for a in op._schema.arguments] for op in (node.target, functional)  # type: ignore[union-attr]
-    )
-    return functional if ours == theirs else None
+    ours, theirs = ([str(a.type) for a in op._schema.arguments] for op in (node.target, functional))  # type: ignore[union-attr]
+    return functional if ours == theirs and not node.kwargs.keys() - _names(functional) else None
+
+
+def _names(op: OpOverload) -> set[str]:
+    return {a.name for a in op._schema.arguments}
 
 
 def _only_seen_through(node: Node, target: Node, aliases: AliasSets, order: dict[Node, int]) -> bool:

@@ -1,7 +1,7 @@
 """From a model to the one IR: a pre-dispatch ATen graph with true metadata on every node."""
 
-from .ahead import Captured, capture_program, normalize_program
-from .bind import bind
+from .ahead import capture_program
 from .just_in_time import lower_dynamo_graph
+from .unlift import unlift
 
-__all__ = ["Captured", "bind", "capture_program", "lower_dynamo_graph", "normalize_program"]
+__all__ = ["capture_program", "lower_dynamo_graph", "unlift"]

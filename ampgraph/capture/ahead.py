@@ -6,16 +6,15 @@ import contextlib
 import threading
 import traceback
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import nn
 from torch.export import ExportedProgram
 from torch.fx import traceback as fx_traceback
 
-from .._compat import no_ambient_autocast, unlift
+from .._compat import no_ambient_autocast
 from ..errors import CaptureError
 
 # torch.fx.traceback keeps its state in globals.
@@ -24,19 +23,6 @@ capture_lock = threading.RLock()
 _OURS = Path(__file__).parents[1]
 _TORCH = Path(torch.__file__).parent
 _JUST_IN_TIME = "or call ampgraph.convert(model) without example inputs to capture just in time"
-
-
-@dataclass(frozen=True)
-class Captured:
-    """A captured model.
-
-    Attributes:
-        graph_module: The pre-dispatch ATen graph; parameters and buffers are ``get_attr`` nodes.
-        program: The exported program it came from.
-    """
-
-    graph_module: fx.GraphModule
-    program: ExportedProgram
 
 
 def capture_program(
@@ -63,16 +49,6 @@ def capture_program(
             return torch.export.export(model, args, kwargs or {}, dynamic_shapes=dynamic_shapes, strict=False)
     except Exception as error:
         raise CaptureError(_explain(model, error)) from error
-
-
-def normalize_program(program: ExportedProgram) -> Captured:
-    """Unlifts a program into a graph module free of run-time guards."""
-    unlifted = unlift(program)
-    graph = unlifted.graph
-    for node in list(graph.nodes):
-        if node.op == "call_module" and not node.users:
-            graph.erase_node(node)
-    return Captured(fx.GraphModule(unlifted, graph), program)
 
 
 @contextlib.contextmanager

@@ -21,8 +21,8 @@ _OPERATORS = (
 def allow_torchvision() -> None:
     """Makes ``import torchvision`` work where its compiled operators do not fit the installed torch.
 
-    A torchvision built for another torch cannot load its extension, and then fails at import because it describes
-    operators that nobody has defined. Where the extension loads, nothing is done.
+    A torchvision built for another torch cannot load its extension, and then fails at import because it
+    describes operators that nobody has defined. Where the extension loads, nothing is done.
     """
     import torch
 

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 Family = Literal["timm", "transformers", "torchvision", "own"]
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
-NOT_EXPORTABLE: dict[str, str] = {}
-
 
 def squares(output: Any) -> Tensor:
     """Returns the sum, over the floating-point tensors of any output, of their mean square.
@@ -43,7 +41,8 @@ class ZooModel:
         name: Unique name, ``family/model``.
         family: The library it comes from, or "own" where it is written here.
         kind: What sort of model it is, for grouping in tables.
-        build: Makes the model, in train mode; deterministic under ``torch.manual_seed``.
+        build: Makes the model, in train mode, as its library initialises it; deterministic under
+            ``torch.manual_seed``.
         inputs: Makes its positional and keyword inputs; deterministic under ``torch.manual_seed``.
         loss: Turns an output into a scalar that reaches every output.
     """
@@ -56,13 +55,42 @@ class ZooModel:
     loss: Callable[[Any], Tensor] = squares
 
     def seeded(self, seed: int = 0) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
-        """Returns the model with its positional and keyword inputs, the same for the same seed."""
+        """Returns the model with its positional and keyword inputs, the same for the same seed.
+
+        The model is made lively: see ``_enliven``.
+        """
         import torch
 
         torch.manual_seed(seed)
-        model = self.build()
+        model = self.build().train()
         args, kwargs = self.inputs()
+        _enliven(model, args, kwargs)
         return model, args, kwargs
+
+
+def _enliven(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Makes values and gradients of a fresh model ordinary, as those of a trained one are.
+
+    Parameters that start as all zeros (heads, the last norm of a residual branch) cut off what is before
+    them, and batch norm's initial running statistics let activations vanish in eval mode.
+    """
+    import torch
+
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if not parameter.any():
+                parameter.normal_(std=0.02)
+        norms = [
+            module for module in model.modules() if isinstance(module, torch.nn.modules.batchnorm._BatchNorm)
+        ]
+        if not norms:
+            return
+        momenta = [norm.momentum for norm in norms]
+        for norm in norms:
+            norm.momentum = 1.0
+        model(*args, **kwargs)
+        for norm, momentum in zip(norms, momenta, strict=True):
+            norm.momentum = momentum
 
 
 @functools.cache

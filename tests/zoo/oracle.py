@@ -1,16 +1,19 @@
 """torch's own CUDA autocast as an oracle that needs no GPU.
 
-The Autocast dispatch keys are part of every torch build, so a pre-dispatch ATen graph that is run on *fake* CUDA
-tensors goes through the very kernels that decide about casts on a GPU. Nothing is computed; what comes back is the
-dtype of every node and the list of casts that autocast made.
+The Autocast dispatch keys are part of every torch build, so a pre-dispatch ATen graph that is run on tensors
+that only *say* they are on CUDA goes through the very kernels that decide about casts on a GPU. Nothing is
+computed; what comes back is the dtype of every node and the list of casts that autocast made.
 
-What counts as a cast of autocast's: a float-to-float ``aten._to_copy`` that a node dispatches with autocast on and
-does not dispatch with autocast off (the counterfactual run). So neither casts that the graph itself holds nor casts
-in a composite kernel's own decomposition count. Where autocast only sets an op's ``dtype`` argument (softmax, sum,
-norms), the counterfactual has that argument too: converting while reading is the kernel's work, not a cast.
+What counts as a cast of autocast's: a float-to-float ``aten._to_copy`` that a node dispatches with autocast
+on and does not dispatch with autocast off (the counterfactual run). So neither casts that the graph itself
+holds nor casts in a composite kernel's own decomposition count. Where autocast only sets an op's ``dtype``
+argument (softmax, sum, norms), the counterfactual has that argument too: converting while reading is the
+kernel's work, not a cast.
 
-Parameters and buffers do not require gradients here, so autocast's weight cache is off; it is imitated by counting
-every (parameter, dtype) pair once.
+Parameters and buffers do not require gradients here, so autocast's weight cache is off; it is imitated by
+counting every (parameter, dtype) pair once. A view of a parameter counts as one.
+
+Where the two branches of a ``torch.cond`` differ, the first one speaks for both.
 """
 
 from __future__ import annotations
@@ -20,81 +23,25 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.export._tree_utils import reorder_kwargs
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map, tree_map_only
+from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode_temporarily
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only
+
+from tests.zoo.casts import OracleCast, OracleResult
 
 aten = torch.ops.aten
 hop = torch.ops.higher_order
 
 CUDA = torch.device("cuda", 0)
 
-
-@dataclass(frozen=True)
-class OracleCast:
-    """One float-to-float conversion of a whole tensor.
-
-    Attributes:
-        node: Name of the node it happened in; nodes of a sub-graph are written ``outer.inner``.
-        src: Dtype read.
-        dst: Dtype written.
-        numel: Number of elements.
-        is_parameter: True for a parameter, a buffer, a constant, or a view of one.
-    """
-
-    node: str
-    src: torch.dtype
-    dst: torch.dtype
-    numel: int
-    is_parameter: bool
-
-    @property
-    def bytes_read(self) -> int:
-        """Bytes of the source."""
-        return self.numel * self.src.itemsize
-
-    @property
-    def bytes_written(self) -> int:
-        """Bytes of the result."""
-        return self.numel * self.dst.itemsize
-
-
-@dataclass(frozen=True)
-class OracleResult:
-    """What one run found.
-
-    Attributes:
-        node_dtypes: Output dtype of every node that yields a tensor; a tuple for an op with several outputs, None
-            in it for what is not a tensor.
-        casts: The casts that autocast made.
-        own_casts: The casts made with autocast off as well: those the graph holds and those inside kernels.
-    """
-
-    node_dtypes: dict[str, Any] = field(default_factory=dict)
-    casts: list[OracleCast] = field(default_factory=list)
-    own_casts: list[OracleCast] = field(default_factory=list)
-
-    @property
-    def activation_casts(self) -> list[OracleCast]:
-        """The casts of everything but parameters and buffers."""
-        return [cast for cast in self.casts if not cast.is_parameter]
-
-    @property
-    def activation_cast_bytes(self) -> int:
-        """Bytes read plus bytes written by casts of activations."""
-        return sum(cast.bytes_read + cast.bytes_written for cast in self.activation_casts)
-
-    @property
-    def activation_cast_bytes_written(self) -> int:
-        """Bytes written by casts of activations."""
-        return sum(cast.bytes_written for cast in self.activation_casts)
+_RECURRENT = frozenset({aten.lstm.input, aten.gru.input, aten.rnn_tanh.input, aten.rnn_relu.input})
 
 
 def autocast_oracle(
@@ -106,7 +53,8 @@ def autocast_oracle(
         gm: A graph such as ``torch.export.export(...).module()``, or one made from it. It is not changed.
         args: Positional inputs, on any device; only their shapes and dtypes are used.
         kwargs: Keyword inputs.
-        dtype: autocast's low dtype; None runs without autocast, so that ``own_casts`` is a census of the graph.
+        dtype: autocast's low dtype; None runs without autocast, so that ``own_casts`` is a census of the
+            casts in the graph.
 
     Returns:
         The dtype of every node and the casts made.
@@ -114,30 +62,55 @@ def autocast_oracle(
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.no_grad())
         stack.enter_context(_low_precision_math_attention())
-        stack.enter_context(_contiguous_without_device_guard())
         stack.enter_context(FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True))
         stack.enter_context(_autocast(dtype is not None, dtype))
         runner = _Runner(_Recorder())
         stack.enter_context(runner.recorder)
-        flat = _flat_inputs(gm, args, kwargs or {})
-        _OracleInterpreter(gm, runner).run(*[runner.fake(value) for value in flat], enable_io_processing=False)
+        twins = [runner.twin(value) for value in _flat_inputs(gm, args, kwargs or {})]
+        _OracleInterpreter(gm, runner).run(*twins, enable_io_processing=False)
     return runner.result
 
 
+class _Twin(torch.Tensor):
+    """Says that it is a CUDA tensor, so that dispatch reaches autocast's CUDA kernels; holds a fake CPU one.
+
+    A fake tensor on CUDA does not do: torch's fake kernels are Python that asks for a device guard, which
+    only a CUDA build has.
+    """
+
+    inner: FakeTensor
+
+    @staticmethod
+    def __new__(cls, inner: FakeTensor) -> _Twin:
+        twin = torch.Tensor._make_wrapper_subclass(
+            cls, inner.size(), inner.stride(), inner.storage_offset(), dtype=inner.dtype, device=CUDA
+        )
+        twin.inner = inner
+        return twin
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        raise NotImplementedError(f"{func} outside the recorder")
+
+
 class _Recorder(TorchDispatchMode):
-    """Notes every float-to-float ``aten._to_copy``."""
+    """Runs what reaches the backend on the fake tensors inside; notes float-to-float ``aten._to_copy``."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.seen: list[tuple[torch.Tensor, torch.dtype]] = []
+        self.seen: list[tuple[_Twin, torch.dtype]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        out = func(*args, **(kwargs or {}))
+        twins = {id(leaf.inner): leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, _Twin)}
+        inner_args, inner_kwargs = tree_map(_inner, (args, kwargs or {}))
+        out = func(*inner_args, **inner_kwargs)
+        out = tree_map_only(FakeTensor, lambda inner: twins.get(id(inner), inner), out)
+        out = tree_map_only(FakeTensor, _Twin, out)
         if func is aten._to_copy.default and _is_float_cast(args[0].dtype, out.dtype):
             self.seen.append((args[0], out.dtype))
         return out
 
-    def take(self) -> list[tuple[torch.Tensor, torch.dtype]]:
+    def take(self) -> list[tuple[_Twin, torch.dtype]]:
         """Returns what was noted since the last call."""
         taken, self.seen = self.seen, []
         return taken
@@ -149,18 +122,18 @@ class _Runner:
     def __init__(self, recorder: _Recorder) -> None:
         self.recorder = recorder
         self.result = OracleResult()
-        self._fakes: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._twins: dict[int, tuple[torch.Tensor, _Twin]] = {}
         self._parameter_storages: set[int] = set()
         self._parameter_casts: set[tuple[Any, ...]] = set()
 
-    def fake(self, value: Any, is_parameter: bool = False) -> Any:
-        """Returns a fake CUDA twin of a tensor, the same twin each time; other values as they are."""
+    def twin(self, value: Any, is_parameter: bool = False) -> Any:
+        """Returns a tensor's twin, the same one each time; other values as they are."""
         if not isinstance(value, torch.Tensor):
             return value
-        if id(value) not in self._fakes:
-            twin = torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=CUDA)
-            self._fakes[id(value)] = (value, twin)
-        twin = self._fakes[id(value)][1]
+        if id(value) not in self._twins:
+            inner = torch.empty_strided(value.size(), value.stride(), dtype=value.dtype)
+            self._twins[id(value)] = (value, inner)
+        twin = self._twins[id(value)][1]
         if is_parameter:
             self._parameter_storages.add(_storage(twin))
         return twin
@@ -170,7 +143,6 @@ class _Runner:
         self.recorder.take()
         out = run()
         seen = self.recorder.take()
-        self.result.node_dtypes[name] = _dtypes(out)
         if not seen:
             return out
         own = self._counterfactual(run_without_autocast)
@@ -187,7 +159,7 @@ class _Runner:
             run()  # operands of mixed dtypes are an error without autocast
         return Counter((tensor.dtype, dst, tensor.numel()) for tensor, dst in self.recorder.take())
 
-    def _file(self, name: str, tensor: torch.Tensor, dst: torch.dtype, is_own: bool) -> None:
+    def _file(self, name: str, tensor: _Twin, dst: torch.dtype, is_own: bool) -> None:
         is_parameter = _storage(tensor) in self._parameter_storages
         cast = OracleCast(name, tensor.dtype, dst, tensor.numel(), is_parameter)
         if is_own:
@@ -214,16 +186,16 @@ class _OracleInterpreter(fx.Interpreter):
     def run_node(self, n: fx.Node) -> Any:
         self._node_name = self._prefix + n.name
         out = super().run_node(n)
-        self._runner.result.node_dtypes.setdefault(self._node_name, _dtypes(out))
+        dtypes = _dtypes(out)
+        if dtypes is not None:
+            self._runner.result.node_dtypes[self._prefix + n.name] = dtypes
         return out
 
     def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
-        return self._runner.fake(super().get_attr(target, args, kwargs), is_parameter=True)
+        return self._runner.twin(super().get_attr(target, args, kwargs), is_parameter=True)
 
     def call_module(self, target: Any, args: Any, kwargs: Any) -> Any:
-        if target == "_guards_fn":
-            return None
-        return self._run_graph(self.fetch_attr(target), args)
+        return None if target == "_guards_fn" else super().call_module(target, args, kwargs)
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         if target is aten._assert_tensor_metadata.default:
@@ -238,6 +210,8 @@ class _OracleInterpreter(fx.Interpreter):
             return self._run_graph(args[1], args[3])
         args, kwargs = tree_map_only(torch.device, _as_cuda, (args, kwargs))
         name = self._node_name
+        if target in _RECURRENT:
+            return self._runner.call(name, lambda: _cudnn(target, args), lambda: None)
         return self._runner.call(
             name,
             lambda: target(*args, **kwargs),
@@ -245,18 +219,25 @@ class _OracleInterpreter(fx.Interpreter):
         )
 
     def _run_graph(self, body: fx.GraphModule, args: Any) -> Any:
-        name = self._node_name
-        inner = _OracleInterpreter(body, self._runner, prefix=f"{name}.")
-        out = inner.run(*args, enable_io_processing=False)
-        self._runner.result.node_dtypes[name] = _dtypes(out)
-        return out
+        inner = _OracleInterpreter(body, self._runner, prefix=f"{self._node_name}.")
+        return inner.run(*args, enable_io_processing=False)
 
 
 def _flat_inputs(gm: fx.GraphModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
     codegen = gm.graph._codegen
     if not isinstance(codegen, fx.graph._PyTreeCodeGen):
         return [*args, *kwargs.values()]
-    return codegen.process_inputs(*args, **kwargs)
+    return tree_flatten((args, reorder_kwargs(kwargs, codegen.pytree_info.in_spec)))[0]
+
+
+def _cudnn(target: Any, args: Any) -> Any:
+    """Runs a recurrent network as autocast does on a GPU: cuDNN's one kernel, with every operand narrowed."""
+    if torch.is_autocast_enabled("cuda"):
+        low = torch.get_autocast_dtype("cuda")
+        args = tree_map_only(_Twin, lambda twin: aten.to.dtype(twin, low), args)
+    with _pop_mode_temporarily():
+        out = target(*tree_map(_inner, args))
+    return tree_map_only(FakeTensor, _Twin, out)
 
 
 def _with_autocast_dtype(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -295,13 +276,10 @@ def _low_precision_math_attention() -> Iterator[None]:
         torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(before)
 
 
-def _contiguous_without_device_guard() -> contextlib.AbstractContextManager[Any]:
-    """Python's ``Tensor.contiguous``, which fake kernels call (conv1d), needs a GPU; the operator does not."""
-
-    def contiguous(self: FakeTensor, memory_format: torch.memory_format = torch.contiguous_format) -> Any:
-        return aten.contiguous.default(self, memory_format=memory_format)
-
-    return mock.patch.object(FakeTensor, "contiguous", contiguous)
+def _inner(value: Any) -> Any:
+    if isinstance(value, _Twin):
+        return value.inner
+    return torch.device("cpu") if isinstance(value, torch.device) else value
 
 
 def _as_cuda(device: torch.device) -> torch.device:
@@ -312,8 +290,8 @@ def _is_float_cast(src: torch.dtype, dst: torch.dtype) -> bool:
     return src != dst and src.is_floating_point and dst.is_floating_point
 
 
-def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+def _storage(twin: _Twin) -> int:
+    return twin.inner.untyped_storage()._cdata
 
 
 def _dtypes(value: Any) -> Any:

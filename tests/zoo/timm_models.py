@@ -42,8 +42,8 @@ _MODELS: tuple[tuple[str, str, int, dict[str, Any]], ...] = (
     ("mobilevit_xxs", "hybrid", 64, {}),
     ("edgenext_xx_small", "hybrid", 64, {}),
     ("poolformer_s12", "hybrid", 64, {}),
-    ("mixer_s32_224", "mlp", 64, {"img_size": 64, "num_blocks": 4}),
-    ("gmlp_ti16_224", "mlp", 64, {"img_size": 64, "num_blocks": 4}),
+    ("mixer_s32_224", "mlp", 64, {"img_size": 64}),
+    ("resmlp_12_224", "mlp", 64, {"img_size": 64}),
 )
 
 

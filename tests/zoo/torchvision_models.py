@@ -38,7 +38,13 @@ _BY_NAME: tuple[tuple[str, str, int, dict[str, Any]], ...] = (
 def models() -> list[ZooModel]:
     """Returns torchvision's part of the registry."""
     by_name = [
-        ZooModel(f"torchvision/{name}", "torchvision", kind, functools.partial(_by_name, name, options), image(size))
+        ZooModel(
+            f"torchvision/{name}",
+            "torchvision",
+            kind,
+            functools.partial(_by_name, name, options),
+            image(size),
+        )
         for name, kind, size, options in _BY_NAME
     ]
     built: tuple[tuple[str, str, Callable[[], nn.Module], Callable[[], Inputs]], ...] = (
@@ -50,7 +56,8 @@ def models() -> list[ZooModel]:
         ("r3d_18", "video", _r3d, _clip),
     )
     return by_name + [
-        ZooModel(f"torchvision/{name}", "torchvision", kind, build, inputs) for name, kind, build, inputs in built
+        ZooModel(f"torchvision/{name}", "torchvision", kind, build, inputs)
+        for name, kind, build, inputs in built
     ]
 
 
@@ -89,15 +96,25 @@ def _swin_v2() -> nn.Module:
     from torchvision.models.swin_transformer import PatchMergingV2, SwinTransformer, SwinTransformerBlockV2
 
     v2 = {"block": SwinTransformerBlockV2, "downsample_layer": PatchMergingV2}
-    return SwinTransformer([4, 4], 32, depths=[2, 2], num_heads=[2, 4], window_size=[4, 4], num_classes=10, **v2)
+    return SwinTransformer(
+        [4, 4], 32, depths=[2, 2], num_heads=[2, 4], window_size=[4, 4], num_classes=10, **v2
+    )
 
 
 def _maxvit() -> nn.Module:
     allow_torchvision()
     from torchvision.models import MaxVit
 
-    return MaxVit((64, 64), 16, 4, block_channels=[16, 32], block_layers=[1, 1], head_dim=8, stochastic_depth_prob=0.1,
-                  num_classes=10)
+    return MaxVit(
+        (64, 64),
+        16,
+        4,
+        block_channels=[16, 32],
+        block_layers=[1, 1],
+        head_dim=8,
+        stochastic_depth_prob=0.1,
+        num_classes=10,
+    )
 
 
 def _r3d() -> nn.Module:

@@ -1,0 +1,84 @@
+"""From an exported program to a graph module that reads the live source model.
+
+An exported program takes parameters, buffers and constants as inputs. Here they become ``get_attr``
+nodes that resolve in the source model itself: submodules are the source's own objects and the root's
+parameter and buffer dicts are shared, so ``source.to(...)``, ``load_state_dict`` or a replaced buffer
+need no update. The graph has none of the run-time guards of ``ExportedProgram.module()``.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx, nn
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind, InputSpec, OutputKind
+
+from .._compat import set_calling_convention
+from ..errors import CaptureError
+
+_ATTRIBUTES = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR, InputKind.CUSTOM_OBJ)
+
+
+def unlift(program: ExportedProgram, source: nn.Module) -> tuple[fx.GraphModule, dict[str, torch.Tensor]]:
+    """Turns a freshly captured program into a graph module over ``source``; consumes the program.
+
+    Args:
+        program: What ``torch.export.export`` gave for ``source``.
+        source: The live model.
+
+    Returns:
+        The graph module, and the constants (by attribute name) that only the capture knows.
+
+    Raises:
+        CaptureError: The program is not in training IR (it was decomposed).
+    """
+    if any(s.kind is OutputKind.BUFFER_MUTATION for s in program.graph_signature.output_specs):
+        raise CaptureError("the program is functionalized; pass the program as torch.export.export returned it.")
+    graph_module = program.graph_module
+    constants = _attributes_for_inputs(graph_module, program, source)
+    children = {n: m for n, m in graph_module._modules.items() if isinstance(m, fx.GraphModule)}
+    graph_module._parameters = source._parameters
+    graph_module._buffers = source._buffers
+    graph_module._modules = {**source._modules, **children}
+    for name, value in constants.items():
+        object.__setattr__(graph_module, name, value)
+    set_calling_convention(graph_module, program)
+    return graph_module, {n: v for n, v in constants.items() if isinstance(v, torch.Tensor)}
+
+
+def _attributes_for_inputs(graph_module: fx.GraphModule, program: ExportedProgram, source: nn.Module) -> dict:
+    graph, constants = graph_module.graph, {}
+    placeholders = graph.find_nodes(op="placeholder")
+    for node, spec in zip(placeholders, program.graph_signature.input_specs, strict=True):
+        if spec.kind not in _ATTRIBUTES:
+            continue
+        value = _value(program, spec)
+        target = str(spec.target)
+        if _get(source, target) is not value:
+            target = "_constant_" + target.replace(".", "_")
+            constants[target] = value
+        with graph.inserting_before(node):
+            attribute = graph.create_node("get_attr", target, name=_plain_name(node.name))
+        attribute.meta = node.meta
+        node.replace_all_uses_with(attribute)
+        graph.erase_node(node)
+    return constants
+
+
+def _value(program: ExportedProgram, spec: InputSpec) -> object:
+    if spec.target in program.state_dict:
+        return program.state_dict[spec.target]
+    return program.constants[spec.target]  # type: ignore[index]
+
+
+def _plain_name(name: str) -> str:
+    """Drops the kind that export puts before a lifted input's name: ``p_fc_weight`` is ``fc_weight``."""
+    prefix, _, rest = name.partition("_")
+    return rest if prefix in ("p", "b", "c", "obj") and rest else name
+
+
+def _get(root: nn.Module, path: str) -> object:
+    value: object = root
+    for part in path.split("."):
+        value = getattr(value, part, None)
+    return value

@@ -1,0 +1,41 @@
+"""Every model of the zoo runs, trains, is captured, and is understood by the oracle, in both modes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests.zoo import models as zoo
+from tests.zoo.oracle import autocast_oracle
+
+
+@pytest.mark.zoo
+@pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
+@pytest.mark.parametrize("name", zoo.names())
+def test_model(name: str, training: bool) -> None:
+    model, args, kwargs = zoo.get(name).seeded()
+    model.train(training)
+    loss = zoo.get(name).loss(model(*args, **kwargs))
+    loss.backward()
+    assert loss.isfinite()
+    assert any(p.grad is not None and p.grad.any() for p in model.parameters())
+
+    gm = torch.export.export(model, args, kwargs, strict=False).module()
+    result = autocast_oracle(gm, args, kwargs, torch.float16)
+    assert result.activation_casts
+
+
+@pytest.mark.parametrize("family", ["timm", "transformers", "torchvision"])
+def test_registry_is_large(family: zoo.Family) -> None:
+    assert len(zoo.names(family)) >= 14
+
+
+def test_names_are_unique_and_kept() -> None:
+    assert len(set(zoo.names())) == len(zoo.names()) >= 42
+    assert zoo.get("own/unet").family == "own"
+
+
+def test_same_seed_same_model() -> None:
+    first, (image,), _ = zoo.get("own/unet").seeded(3)
+    second, (same_image,), _ = zoo.get("own/unet").seeded(3)
+    torch.testing.assert_close(image, same_image, rtol=0, atol=0)
+    torch.testing.assert_close(first.state_dict(), second.state_dict(), rtol=0, atol=0)
