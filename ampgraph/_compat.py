@@ -57,10 +57,13 @@ def result_dtypes(node: Node, mode: FakeTensorMode | None) -> tuple[torch.dtype 
     """Returns the dtypes of what a call_function node yields, as FakeTensor finds them.
 
     A result's dtype follows from the op, its arguments' dtypes, which of them are 0-dim, and its
-    non-tensor arguments, never from sizes; so one evaluation serves every node with the same key.
+    non-tensor arguments, never from sizes; so one evaluation serves every node with the same key
+    (sizes only tell how many results ``split`` has).
     """
     leaves, spec = tree_flatten((node.args, node.kwargs))
-    key = (node.target, str(spec), tuple([_dtype_key(leaf) for leaf in leaves]))
+    value = node.meta.get("val")
+    count = len(value) if isinstance(value, (list, tuple)) else 1
+    key = (node.target, str(spec), count, tuple([_dtype_key(leaf) for leaf in leaves]))
     if key not in _dtype_cache:
         values = evaluate(node, mode)
         values = values if isinstance(values, (list, tuple)) else (values,)

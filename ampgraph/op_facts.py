@@ -76,6 +76,15 @@ DTYPE_ARG: Mapping[str, str] = dict.fromkeys(
     "dtype",
 )
 
+# These take only sizes (and a default dtype) from their tensor; with a dtype argument it may be anything.
+LIKES: frozenset[str] = _names(
+    """empty_like zeros_like ones_like full_like rand_like randn_like
+    new_empty new_zeros new_ones new_full new_empty_strided"""
+)
+
+# Additive masks: what is too large for the low dtype only says "hidden", so it may be clamped on its way there.
+MASK_SLOTS: Mapping[str, tuple[str, ...]] = {"scaled_dot_product_attention": ("attn_mask",)}
+
 # The low kernel computes in float32 and rounds only its result: op(low) == round(op(float32(low))), bit for
 # bit on CPU. Kernels that add in another order in low (layer_norm, log_softmax, gelu ...) are within one unit
 # in the last place and are not here.
@@ -183,14 +192,17 @@ def _listed(names: frozenset[str], target: OpOverload) -> bool:
 
 @cache
 def promotes(target: OpOverload) -> bool:
-    """Whether the kernel reads a low and a float32 operand in one pass and returns the promoted dtype."""
+    """Whether the kernel reads a low and a float32 operand in one pass and returns the promoted dtype.
+
+    An in-place form reads them too, but keeps the dtype of the tensor it writes.
+    """
     return _listed(PROMOTES, target)
 
 
 @cache
 def dtype_arg(target: OpOverload) -> str | None:
     """Returns the argument that makes the op compute and return float32 from a low input, if it has one."""
-    return _row(DTYPE_ARG, target)
+    return _row(DTYPE_ARG, target) or ("dtype" if _listed(LIKES, target) else None)
 
 
 @cache
@@ -209,6 +221,12 @@ def follow_slots(target: OpOverload) -> tuple[str, ...] | None:
 def any_slots(target: OpOverload) -> tuple[str, ...]:
     """Returns the arguments that take any floating dtype without a say in the result's."""
     return _row(ANY_SLOTS, target) or ()
+
+
+@cache
+def mask_slots(target: OpOverload) -> tuple[str, ...]:
+    """Returns the names of the arguments that are additive masks."""
+    return _row(MASK_SLOTS, target) or ()
 
 
 @cache

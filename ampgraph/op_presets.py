@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from ampgraph.op_data import Rows
 
-# torch 2.13, CUDA autocast. The first rows of each class are the macros of ATen/autocast_mode.h word for word
-# (a test compares them with the installed header); "redispatch" rows are composites that reach a listed op.
+# torch 2.13, CUDA autocast. The first rows of each class are the macros of ATen/autocast_mode.h word for
+# word (a test compares them with the installed header); "redispatch" rows are composites that reach a
+# listed op.
 TORCH_LOWER_PRECISION_FP = Rows(
     "white",
     "torch autocast: lower_precision_fp",
@@ -83,9 +84,10 @@ TORCH = (
 # What autocast does not know keeps torch's own type promotion: it follows its inputs.
 TORCH_UNLISTED = "torch autocast: not listed, follows its inputs"
 
-# Paddle 2.6 (float16 lists of python/paddle/amp/amp_lists.py, gray list of static/amp/fp16_lists.py). Its 1-d
-# convolutions are conv2d there; its conv3d and transposed convolutions are in no list, so they stay fp32.
-# Unsure: Paddle runs a depthwise convolution as another, unlisted op; here it is conv2d.
+# Paddle of 2023, about 2.5 (float16 lists of python/paddle/amp/amp_lists.py, gray list of
+# static/amp/fp16_lists.py). Its 1-d convolutions are conv2d there; its conv3d and transposed convolutions
+# are in no list, so they stay fp32. Unsure: what 3.x changed, and depthwise convolution, another and
+# unlisted op there, which is conv2d here.
 PADDLE_WHITE = (
     Rows(
         "white",
@@ -139,8 +141,9 @@ PADDLE_O1 = (*PADDLE_WHITE, PADDLE_O1_BLACK, PADDLE_EXTRA_BLACK, PADDLE_GRAY, PA
 PADDLE_O2 = (*PADDLE_WHITE, PADDLE_EXTRA_BLACK)
 PADDLE_O2_UNLISTED = "Paddle O2: runs low unless an input is float32"
 
-# MindSpore 2.4, level "auto" (mindspore.amp.auto_mixed_precision); recurrent cells and ReLU are from its O1
-# list of cells, whose black list (BatchNorm, LayerNorm) is contained here. Unlisted ops follow their inputs.
+# MindSpore 2.4 and later, level "auto" (documentation of mindspore.amp.auto_mixed_precision); recurrent
+# cells and ReLU are from its O1 list of cells, whose black list (BatchNorm, LayerNorm) is contained here.
+# Unlisted ops follow their inputs. Unsure: cross_entropy_loss, which reaches its LogSoftmax.
 MINDSPORE = (
     Rows(
         "white",
@@ -174,9 +177,9 @@ MINDSPORE = (
 )
 MINDSPORE_UNLISTED = "MindSpore: not listed, follows its inputs"
 
-# OneFlow 1.0, nn.Graph (core/job_rewriter/auto_mixed_precision_lists.cpp). Its black list is empty: what no
-# list names stays fp32, mean, exp and conv1d among them. Unsure: average and max pooling are listed under
-# their older TensorFlow-style op names only.
+# OneFlow nn.Graph, about 0.9 (core/job_rewriter/auto_mixed_precision_lists.cpp). Its black list is empty:
+# what no list names stays fp32, mean, exp and conv1d among them. Unsure: average and max pooling are listed
+# under their older TensorFlow-style op names only; embedding stands for its gather.
 ONEFLOW = (
     Rows(
         "white",

@@ -43,8 +43,10 @@ class Cast:
 
     Attributes:
         bytes: Bytes the cast reads plus bytes it writes; symbolic sizes count with their hints.
-        is_parameter: Whether the tensor is a parameter or buffer (or a view of one).
+        is_parameter: Whether the tensor is a parameter, buffer or constant (or a view of one).
         reason: Who forced each side.
+        saturates: Whether the tensor is an additive mask with values outside the low range, which are
+            clamped into it before the cast.
     """
 
     tensor: str
@@ -54,6 +56,7 @@ class Cast:
     bytes: int
     is_parameter: bool
     reason: str
+    saturates: bool = False
 
 
 @dataclass(frozen=True)

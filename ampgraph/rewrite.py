@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable
 
 import torch
 from torch import fx
 
+from ._compat import HigherOrderOperator, OpOverload
 from .errors import PassError
+from .guards import FP16, guard_of
+from .oplists import OpClass
 from .passes import Hook, Workspace, default_pipeline, run_passes, workspace
+from .passes.classify import tensors
 from .plan import META_KEY, Plan
 from .policy import Policy
 
@@ -41,14 +44,31 @@ def rewrite(
         PolicyError: The rules do not fit the model.
         PassError: A pass failed; the graph module must not be used then.
     """
-    untouched = copy.deepcopy(graph_module.graph)
     graph_module.meta[META_KEY] = Workspace()
+    if not may_go_low(graph_module.graph, policy, low_dtype):
+        policy = policy.replace(level="O0")
     run_passes(graph_module, default_pipeline(policy, low_dtype, tuple(modules), check_rules), hook)
     space = workspace(graph_module)
     if space.plan is None:
         raise PassError("the pipeline ended without a plan.")
-    if not space.plan.casts and not space.plan.dtype_args:
-        graph_module.graph = untouched
     # Analysis results point at nodes; the plan alone stays.
     graph_module.meta[META_KEY] = Workspace(plan=space.plan, seconds=space.seconds)
     return space.plan
+
+
+def may_go_low(graph: fx.Graph, policy: Policy, low_dtype: torch.dtype) -> bool:
+    """Whether anything in the graph could be low; if not, there is nothing to normalize, plan or insert."""
+    if policy.level == "O0":
+        return False
+    if "low" in policy.rules.values():
+        return True
+    return any(_may_go_low(node, policy, low_dtype) for node in graph.nodes)
+
+
+def _may_go_low(node: fx.Node, policy: Policy, low_dtype: torch.dtype) -> bool:
+    if guard_of(node) == FP16 or any(t.dtype == low_dtype for t in tensors(node)):
+        return True
+    if isinstance(node.target, HigherOrderOperator):
+        return True
+    rule = policy.ops.lookup(node.target) if isinstance(node.target, OpOverload) else None
+    return rule is not None and rule.cls is not OpClass.BLACK

@@ -46,12 +46,17 @@ def default_pipeline(
         modules: Module paths of the source model, which rules may name.
         check_rules: Whether a rule that matches nothing is an error.
     """
-    return (
-        InlineRegions(),
-        Normalize(),
+    analysis = (
         ClassifyOps(policy.ops, low_dtype, policy.keep_io_dtypes),
         PropagatePins(policy, low_dtype, modules, check_rules),
         PlaceCasts(policy, low_dtype),
+    )
+    if policy.level == "O0":
+        return analysis
+    return (
+        InlineRegions(),
+        Normalize(),
+        *analysis,
         InsertCasts(),
         CleanCasts(),
         Verify(policy.keep_io_dtypes),

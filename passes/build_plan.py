@@ -73,6 +73,7 @@ def _casts(
             CAST_BYTES * fact.elements,
             fact.is_parameter,
             _cast_reason(decisions, tensor, [n for n, _ in group], low),
+            saturates=low and tensor in problem.large,
         )
         for group in groups
     ]

@@ -63,7 +63,7 @@ class NodeFacts:
         elements: Elements of each managed output together.
         moves_data: Whether it costs memory traffic (views and inputs do not).
         written: Whether the tensor lives in memory that some node writes in place.
-        is_parameter: Whether it is a parameter, buffer or constant of the module.
+        is_parameter: Whether it is a parameter, buffer or constant of the module, or a view of one.
     """
 
     dtype: torch.dtype | None
@@ -110,7 +110,7 @@ class ClassifyOps(Pass):
             owner = facts[node.args[0]].owner
             return NodeFacts(self._dtype(node), owner, elements=_elements(node, self.low_dtype))
         fact = NodeFacts(self._dtype(node), _dtype_giver(node, facts), elements=_elements(node, self.low_dtype))
-        fact.is_parameter = node.op == "get_attr" or bool(node.meta.get("ampgraph_parameter"))
+        fact.is_parameter = _is_parameter(node, facts)
         if isinstance(node.target, OpOverload):
             fact.op_class, fact.class_reason = self.ops.classify(node, self.low_dtype)
             fact.fixed_dtype = _explicit_dtype(node)
@@ -202,6 +202,15 @@ def is_cast(node: Node) -> bool:
     if not isinstance(node.target, OpOverload) or op_facts.packet_name(node.target) not in _CASTS:
         return False
     return argument(node, "dtype") is not None
+
+
+def _is_parameter(node: Node, facts: Facts) -> bool:
+    if node.op == "get_attr" or node.meta.get("ampgraph_parameter"):
+        return True
+    if not isinstance(node.target, OpOverload) or not node.all_input_nodes:
+        return False
+    same_memory = written_args(node) or (node.all_input_nodes if op_facts.is_view(node.target) else [])
+    return bool(same_memory) and facts[same_memory[0]].is_parameter
 
 
 def _dtype_giver(node: Node, facts: Facts) -> Node:

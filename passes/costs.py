@@ -91,7 +91,7 @@ def cost_of(problem: Problem, labels: Labels, anchors: Anchors, shared: bool = T
     casts = cast_bytes = activation_casts = activation_bytes = 0
     for (tensor, _), uses in demands(problem, labels, anchors).items():
         fact = problem.facts[tensor]
-        count = 1 if fact.is_parameter or (shared and not fact.written) else len(uses)
+        count = 1 if (shared or fact.is_parameter) and not fact.written else len(uses)
         casts += count
         cast_bytes += count * CAST_BYTES * fact.elements
         if not fact.is_parameter:

@@ -16,7 +16,7 @@ from ampgraph.plan import META_KEY, Cast, Plan
 from .base import Pass, workspace
 
 aten = torch.ops.aten
-INSERTED = "inserted"
+INSERTED, CLAMPED = "inserted", "clamped"
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,8 @@ class InsertCasts(Pass):
 def insert_cast(graph: Graph, tensor: Node, cast: Cast, before: Node, user: Node, author: str) -> Node:
     """Inserts one cast, the only place where ampgraph makes one; its fake value comes with `refresh_metadata`."""
     with graph.inserting_before(before):
-        node = graph.call_function(aten.to.dtype, (tensor, cast.dst))
+        value = _saturated(graph, tensor, cast, author) if cast.saturates else tensor
+        node = graph.call_function(aten.to.dtype, (value, cast.dst))
     inherited = user if user.op == "call_function" else tensor
     node.meta.update({k: inherited.meta[k] for k in ("nn_module_stack", "stack_trace", "custom") if k in inherited.meta})
     node.meta[META_KEY] = {
@@ -69,10 +70,25 @@ def insert_cast(graph: Graph, tensor: Node, cast: Cast, before: Node, user: Node
     return node
 
 
+def _saturated(graph: Graph, tensor: Node, cast: Cast, author: str) -> Node:
+    # Half the range: a score added to the bound must not overflow either.
+    bound = torch.finfo(cast.dst).max / 2
+    node = graph.call_function(aten.clamp.default, (tensor, -bound, bound))
+    node.meta["val"] = tensor.meta["val"]
+    node.meta[META_KEY] = {CLAMPED: author, "reason": f"{tensor.name} masks with values outside {cast.dst}'s range"}
+    return node
+
+
 def is_inserted_cast(node: Node) -> bool:
     """Whether ampgraph made this cast."""
     meta = node.meta.get(META_KEY)
     return isinstance(meta, dict) and INSERTED in meta
+
+
+def is_inserted(node: Node) -> bool:
+    """Whether ampgraph made this node: a cast, or the clamp before one."""
+    meta = node.meta.get(META_KEY)
+    return isinstance(meta, dict) and (INSERTED in meta or CLAMPED in meta)
 
 
 def refresh_metadata(graph: Graph, edited: Iterable[Node]) -> None:

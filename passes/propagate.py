@@ -30,7 +30,7 @@ from ampgraph.oplists import OpClass
 from ampgraph.policy import Policy
 
 from .base import Pass, workspace
-from .classify import Facts, NodeFacts, SlotKind
+from .classify import Facts, NodeFacts, SlotKind, tensors
 from .ranges import find_range_pins
 
 
@@ -52,12 +52,13 @@ class Variable:
 
 @dataclass
 class Problem:
-    """Every managed op's variable, and the graph's uses of every managed tensor."""
+    """Every managed op's variable, all uses of every managed tensor, and the tensors too large for low."""
 
     variables: dict[Node, Variable]
     facts: Facts
     low_dtype: torch.dtype
     uses: dict[Node, list[tuple[Node, int]]] = field(default_factory=dict)
+    large: dict[Node, str] = field(default_factory=dict)
 
     def pin(self, tensor: Node) -> bool | None:
         """Returns the pinned label of the node that produces ``tensor``."""
@@ -97,7 +98,7 @@ class PropagatePins(Pass):
         facts = space.facts
         problem = Problem({}, facts, self.low_dtype)
         guarded_only = self._guarded_only(graph_module)
-        ranges = find_range_pins(graph_module, facts, self.low_dtype)
+        ranges, problem.large = find_range_pins(graph_module, facts, self.low_dtype)
         for node, fact in facts.items():
             if fact.dtype is not None and fact.owner is node:
                 problem.variables[node] = self._base_pin(node, fact, ranges.get(node), guarded_only)
@@ -115,6 +116,8 @@ class PropagatePins(Pass):
     def _base_pin(self, node: Node, fact: NodeFacts, range_reason: str | None, guarded_only: bool) -> Variable:
         """Applies the precedence to one node."""
         source_low = fact.dtype == self.low_dtype
+        if self.policy.level == "O0":
+            return Variable(source_low, "source", "O0 changes nothing")
         if node.op in ("placeholder", "get_attr"):
             return Variable(source_low, "source", f"{node.op} of the source model")
         if fact.fixed_dtype is not None:
@@ -123,7 +126,7 @@ class PropagatePins(Pass):
             return Variable(source_low, "alias", "its memory is written in place")
         if not isinstance(node.target, OpOverload):
             return Variable(source_low, "kernel", "not an ATen op")
-        if op_facts.fp32_only(node.target):
+        if op_facts.fp32_only(node.target, tensors(node)[0].device.type):
             return Variable(False, "kernel", "no low-precision kernel")
         if range_reason:
             return Variable(False, "range", range_reason)

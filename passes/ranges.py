@@ -17,13 +17,21 @@ from ampgraph import op_facts
 from ampgraph._compat import FakeTensor, OpOverload
 from ampgraph.oplists import OpClass
 
-from .classify import Facts, SlotKind
+from .alias import SOURCES
+from .classify import Facts, Slot, SlotKind, argument_name
 
 _NUMBER_TYPES = ("Tensor", "number", "Optional[number]", "Optional[Tensor]")
 
 
-def find_range_pins(graph_module: GraphModule, facts: Facts, low_dtype: torch.dtype) -> dict[Node, str]:
-    """Returns, for each op that cannot run low because of a value's size, the reason."""
+def find_range_pins(
+    graph_module: GraphModule, facts: Facts, low_dtype: torch.dtype
+) -> tuple[dict[Node, str], dict[Node, str]]:
+    """Looks for values that the low dtype cannot hold.
+
+    Returns:
+        For each op that cannot run low because of them, the reason; and the same for each tensor that
+        holds them (an additive mask may still be clamped into range on its way to a low op).
+    """
     limits = torch.finfo(low_dtype)
     pins: dict[Node, str] = {}
     large: dict[Node, str] = {}
@@ -32,7 +40,7 @@ def find_range_pins(graph_module: GraphModule, facts: Facts, low_dtype: torch.dt
             if fact.owner in large:
                 large[node] = large[fact.owner]
             continue
-        if fact.is_parameter and fact.dtype is torch.float32:
+        if node.op in SOURCES and fact.is_parameter and fact.dtype is torch.float32:
             if (peak := _largest_finite(graph_module, node)) > limits.max:
                 large[node] = f"{node.name!r} holds {peak:.4g}, outside {low_dtype}'s range"
             continue
@@ -40,12 +48,18 @@ def find_range_pins(graph_module: GraphModule, facts: Facts, low_dtype: torch.dt
             continue
         if reason := _number_reason(node, limits, low_dtype):
             pins[node] = reason
-        reads = (large[s.tensor] for s in fact.slots if s.kind is not SlotKind.KEEP and s.tensor in large)
+        reads = (large[s.tensor] for s in fact.slots if s.tensor in large and not _is_harmless(node, s))
         if reason := next(reads, None):
             pins.setdefault(node, reason)
         if node in pins and "outside" in pins[node] and _keeps_size(node, fact.op_class):
             large[node] = pins[node]
-    return pins
+    return pins, large
+
+
+def _is_harmless(node: Node, slot: Slot) -> bool:
+    if slot.kind is SlotKind.KEEP:
+        return True
+    return argument_name(node, slot.path) in op_facts.mask_slots(node.target)
 
 
 def _keeps_size(node: Node, op_class: OpClass | None) -> bool:

@@ -14,7 +14,7 @@ from ampgraph.plan import Plan
 
 from .base import Pass, workspace
 from .classify import Facts, argument, is_cast, tensors
-from .insert_casts import is_inserted_cast
+from .insert_casts import is_inserted, is_inserted_cast
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Verify(Pass):
         for node in graph_module.graph.nodes:
             if is_inserted_cast(node):
                 _check_cast(node, space.plan)
-            elif node.op != "output":
+            elif node.op != "output" and not is_inserted(node):
                 _check_dtype(node, space.plan)
         _check_user_casts(space.facts, present)
         if self.keep_io_dtypes:

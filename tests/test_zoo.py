@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from tests.zoo import models as zoo
 from tests.zoo.oracle import autocast_oracle
 

@@ -24,6 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
+
 from tests.zoo import models as zoo  # noqa: E402
 from tests.zoo.oracle import autocast_oracle  # noqa: E402
 
