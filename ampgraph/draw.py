@@ -202,7 +202,9 @@ def _box_lines(box: _Box, graph: nx.DiGraph, indent: str) -> Iterator[str]:
 
 
 def _node_line(name: str, data: dict[str, Any]) -> str:
-    tooltip = f"{name}: {data['by']}: {data['reason']}" + (f" ({data['line']})" if data["line"] else "")
+    tooltip = f"{name}: {data['by']}: {data['reason']}" + (
+        f" ({view.short_line(data['line'])})" if data["line"] else ""
+    )
     style = {"label": data["label"], "tooltip": tooltip, "fillcolor": COLOURS[data["precision"]]}
     if data["kind"] == "cast":
         short = data["dtype"].replace("bfloat", "bf").replace("float", "f")

@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 from collections import Counter
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from .errors import AmpGraphError, did_you_mean
-from .graph_view import human_bytes
+from .graph_view import human_bytes, short_line
 from .tables import Column, table
 
 
@@ -227,8 +226,7 @@ def _node_table(nodes: tuple[NodeRow, ...]) -> str:
     shown = [n for n in nodes if n.kind in ("input", "op") and "[" not in n.label]
     left_out = sum(n.kind == "parameter" for n in nodes)
     rows = [
-        (n.label, n.op or n.kind, n.module, n.dtype, n.by, _node_reason(n), _short_line(n.line))
-        for n in shown
+        (n.label, n.op or n.kind, n.module, n.dtype, n.by, _node_reason(n), short_line(n.line)) for n in shown
     ]
     text = table(_NODE_COLUMNS, rows) if rows else "no ops"
     return text + (f"\n({left_out} parameters and buffers not shown)" if left_out else "")
@@ -270,7 +268,3 @@ def _why_cast(cast: CastRow) -> str:
 def _total_cells(name: str, total: Totals) -> tuple[str, ...]:
     sizes = (total.cast_bytes, total.activation_cast_bytes, total.parameter_cast_bytes, total.traffic)
     return (name, str(total.casts), *map(human_bytes, sizes))
-
-
-def _short_line(line: str) -> str:
-    return "/".join(Path(line).parts[-2:])

@@ -150,6 +150,11 @@ def user_line(node: Node) -> str:
     return ":".join(ours[-1]) if ours else ""
 
 
+def short_line(line: str) -> str:
+    """Returns the last folder, file and line of a ``file:line``."""
+    return "/".join(Path(line).parts[-2:])
+
+
 def human_bytes(count: int) -> str:
     """Returns a byte count for people: ``"512 B"``, ``"1.5 KiB"``, ``"2.0 MiB"``."""
     size: float = count

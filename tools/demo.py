@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import time
+import warnings
 from pathlib import Path
 
 import torch
@@ -93,6 +94,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=8)
     parser.add_argument("--out", type=Path, default=Path("out/demo"))
     options = parser.parse_args()
+    warnings.simplefilter("ignore", FutureWarning)  # of torch, about torch
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     training, test = digits(device)
     example = (training.tensors[0][:BATCH],)
@@ -109,8 +111,9 @@ def main() -> None:
     model.train()
     model(*example)
     explanation = ampgraph.explain(model)
-    print(f"\n{summary(results, explanation)}")
-    write(model, explanation, options.out)
+    text = summary(results, explanation)
+    print(f"\n{text}")
+    write(model, explanation, text, options.out)
 
 
 def summary(results: dict[str, float], explanation: Explanation) -> str:
@@ -123,13 +126,14 @@ def summary(results: dict[str, float], explanation: Explanation) -> str:
     return "\n".join(rows)
 
 
-def write(model: nn.Module, explanation: Explanation, out: Path) -> None:
+def write(model: nn.Module, explanation: Explanation, text: str, out: Path) -> None:
     """Writes the graph as text and as a picture (as Graphviz text where none can be made)."""
     out.mkdir(parents=True, exist_ok=True)
     code = model.graph_module.print_readable(print_output=False)
     parts = {"cast map": cast_map(model), "explanation": str(explanation), "graph": code}
-    text = "\n\n".join(f"== {title} ==\n{part}" for title, part in parts.items())
-    (out / "graph.txt").write_text(text + "\n")
+    pages = "\n\n".join(f"== {title} ==\n{part}" for title, part in parts.items())
+    (out / "graph.txt").write_text(pages + "\n")
+    (out / "summary.txt").write_text(text + "\n")
     picture = ampgraph.draw(model, out / ("graph.svg" if can_render() else "graph.dot"))
     print(f"wrote {out / 'graph.txt'} and {picture}")
 
