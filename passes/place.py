@@ -48,7 +48,12 @@ from .costs import (
 from .mincut import SINK, SOURCE, CutNetwork, Vertex
 from .propagate import Problem
 
-MAX_SOLVES = 200
+Weigher = Callable[[Cost], int]
+
+# Price of an activation cast byte in traffic bytes, tried in turn until a plan casts no more than autocast.
+CAST_PRICES = (0, 1, 3, 9)
+# Work spent on proving a minimum where ops lack anchors: cuts times nodes, and cuts at least.
+MAX_NODE_SOLVES, MIN_SOLVES = 20_000, 12
 
 
 @dataclass(frozen=True)
@@ -79,11 +84,14 @@ class PlaceCasts(Pass):
         problem = space.problem
         assert problem is not None
         autocast = autocast_rule(problem)
-        placement = autocast if self.policy.placement == "autocast" else place_optimally(problem, self.policy.objective)
-        baselines = {
-            "fp32": _fp32_cost(problem),
-            "autocast": cost_of(problem, autocast.labels, autocast.anchors, shared=False),
-        }
+        baseline = cost_of(problem, autocast.labels, autocast.anchors, shared=False)
+        baselines = {"fp32": _fp32_cost(problem), "autocast": baseline}
+        if self.policy.placement == "autocast":
+            placement = autocast
+        elif self.policy.objective == "traffic":
+            placement = place_within(problem, baseline.activation_cast_bytes)
+        else:
+            placement = place_optimally(problem, _weigher(problem, self.policy.objective))
         space.plan = build_plan(problem, placement.labels, placement.anchors, baselines, placement.optimal)
         return False
 
@@ -102,18 +110,36 @@ def autocast_rule(problem: Problem) -> Placement:
     return Placement(labels, complete_anchors(problem, labels, {}))
 
 
-def place_optimally(problem: Problem, objective: str) -> Placement:
-    """Returns a labelling of least cost for the objective (``"traffic"``, ``"cast_bytes"``, ``"casts"``)."""
-    weigh = _weigher(problem, objective)
+def place_within(problem: Problem, cast_bytes: int) -> Placement:
+    """Returns a labelling of least traffic among those that cast no more activation bytes than it does.
+
+    The price of a cast byte rises until the plan keeps to ``cast_bytes``, which the labelling that the
+    bound was taken from meets, so the last price (casts before traffic) always does.
+    """
+    for price in (*CAST_PRICES, _scale(problem)):
+        placement = place_optimally(problem, lambda cost, price=price: cost.traffic + price * cost.activation_cast_bytes)
+        if cost_of(problem, placement.labels, placement.anchors).activation_cast_bytes <= cast_bytes:
+            break
+    return placement
+
+
+def place_optimally(problem: Problem, weigh: Weigher) -> Placement:
+    """Returns a labelling of least weight.
+
+    Args:
+        problem: The pinned graph.
+        weigh: The number to minimise, linear in the fields of `Cost`.
+    """
     best: tuple[int, Placement] | None = None
     open_choices: list[dict[Node, Node]] = [{}]
+    budget = max(MIN_SOLVES, MAX_NODE_SOLVES // len(problem.facts))
     for solved in count():
         if not open_choices:
             break
         anchors = open_choices.pop()
-        if solved >= MAX_SOLVES and best:
+        if solved >= budget and best:
             return Placement(best[1].labels, best[1].anchors, optimal=False)
-        labels = _cut(problem, objective, anchors, weigh)
+        labels = _cut(problem, anchors, weigh)
         bound = weigh(cost_of(problem, labels, {n: t for n, t in anchors.items() if needs_anchor(problem, labels, n)}))
         if best and bound >= best[0]:
             continue
@@ -129,10 +155,8 @@ def place_optimally(problem: Problem, objective: str) -> Placement:
     return best[1]
 
 
-def _weigher(problem: Problem, objective: str) -> Callable[[Cost], int]:
-    """Returns the number to minimise for a cost: the objective, ties broken by traffic."""
-    if objective == "traffic":
-        return lambda cost: cost.traffic
+def _weigher(problem: Problem, objective: str) -> Weigher:
+    """Returns the number to minimise for ``"cast_bytes"`` or ``"casts"``, ties broken by traffic."""
     scale = _scale(problem)
     if objective == "cast_bytes":
         return lambda cost: cost.cast_bytes * scale + cost.traffic
@@ -146,9 +170,9 @@ def _scale(problem: Problem) -> int:
     return 1 + FP32_BYTES * elements + 2 * CAST_BYTES * casts
 
 
-def _cut(problem: Problem, objective: str, anchors: Anchors, weigh: Callable[[Cost], int]) -> dict[Node, bool]:
+def _cut(problem: Problem, anchors: Anchors, weigh: Weigher) -> dict[Node, bool]:
     network = CutNetwork()
-    infinite = 1 + weigh(Cost(*[_scale(problem)] * 3)) * (2 + len(problem.facts))
+    infinite = 1 + weigh(Cost(*[_scale(problem)] * 5))
 
     def vertex(node: Node) -> Vertex:
         pinned = problem.variables[node].pinned
@@ -189,13 +213,14 @@ def _add_casts(
     tensor: Node,
     anchors: Anchors,
     vertex: Callable[[Node], Vertex],
-    weigh: Callable[[Cost], int],
+    weigh: Weigher,
     infinite: int,
 ) -> None:
     """Adds the cost of casting one tensor, once per direction (once per use if its memory is written)."""
     fact = problem.facts[tensor]
     moved = CAST_BYTES * fact.elements
-    weight = weigh(Cost(traffic=moved, cast_bytes=moved, casts=1))
+    activation = 0 if fact.is_parameter else 1
+    weight = weigh(Cost(moved, moved, 1, moved * activation, activation))
     producer = vertex(fact.owner)
     widening: list[Vertex] = []
     narrowing: list[Vertex] = []
