@@ -33,7 +33,7 @@ def to_networkx(amp: AmpModule | GraphModule) -> nx.DiGraph:
 
     Node attributes:
         ``label``: a parameter's path, ``split[0]``, else the name
-        ``kind``: ``"input"``, ``"parameter"``, ``"op"``, ``"cast"`` (inserted ones only) or ``"output"``
+        ``kind``: ``"input"``, ``"parameter"``, ``"op"``, ``"cast"`` and ``"clamp"`` (inserted ones) or ``"output"``
         ``op``: ``"aten.conv2d"``, or ``""``
         ``module``: path of the innermost module
         ``dtype``, ``shape``: ``"float16"``, ``"2x8x16"``
@@ -149,7 +149,8 @@ def _module(name: str) -> Any:
 def _attributes(node: Node, plan: Plan) -> dict[str, Any]:
     kind = view.kind_of(node)
     decision = plan.decisions.get(node.name)
-    is_cast = kind == "cast"
+    is_cast, meta = kind == "cast", node.meta[META_KEY] if kind in ("cast", "clamp") else {}
+    by, reason = (decision.by, decision.reason) if decision else ("", "")
     dtype = "" if kind == "output" else view.dtype_of(node)
     return {
         "label": view.label_of(node),
@@ -160,8 +161,8 @@ def _attributes(node: Node, plan: Plan) -> dict[str, Any]:
         "shape": "" if kind == "output" else view.shape_of(node),
         "precision": {view.dtype_name(plan.low_dtype): "low", "float32": "fp32"}.get(dtype, "other"),
         "op_class": (decision.op_class or "") if decision else "",
-        "by": node.meta[META_KEY]["inserted"] if is_cast else decision.by if decision else "",
-        "reason": node.meta[META_KEY]["reason"] if is_cast else decision.reason if decision else "",
+        "by": meta.get("inserted") or meta.get("clamped") or by,
+        "reason": meta.get("reason") or reason,
         "bytes": view.cast_bytes(node) if is_cast else 0,
         "is_parameter": view.is_parameter_cast(node) if is_cast else kind == "parameter",
         "line": view.user_line(node),
@@ -220,6 +221,8 @@ def _node_line(name: str, data: dict[str, Any]) -> str:
         style |= {"shape": "note", "style": "filled"}
     elif data["op"]:
         style["label"] = f"{data['label']}\n{data['op']}"
+    if data["kind"] == "clamp":
+        style |= {"style": "filled,bold", "fillcolor": COLOURS["cast"]}
     return f"{_quoted(name)} [{' '.join(f'{k}={_quoted(v)}' for k, v in style.items())}];"
 
 

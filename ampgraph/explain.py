@@ -8,7 +8,7 @@ from . import graph_view as view
 from .explanation import CastRow, Explanation, NodeRow, Totals
 from .module import AmpModule
 from .module_path import module_path
-from .plan import Cost, Plan
+from .plan import META_KEY, Cost, Plan
 
 
 def explain(amp: AmpModule | GraphModule) -> Explanation:
@@ -45,7 +45,7 @@ def explain(amp: AmpModule | GraphModule) -> Explanation:
         totals=_totals(casts, plan),
         baselines={name: _from_cost(plan.baselines[name]) for name in sorted(plan.baselines)},
         widened=sum(map(len, widened.values())),
-        optimal=plan.optimal,
+        optimal=plan.optimal and not (isinstance(amp, AmpModule) and amp.policy.placement == "autocast"),
     )
 
 
@@ -68,6 +68,7 @@ def _widened(graph_module: GraphModule, plan: Plan) -> dict[str, list[str]]:
 
 def _node_row(node: Node, plan: Plan, widens: tuple[str, ...]) -> NodeRow:
     decision = plan.decisions.get(node.name)
+    meta = node.meta[META_KEY] if view.kind_of(node) == "clamp" else {}
     reads = dict.fromkeys(source.name for _, source in view.operands(node) if view.kind_of(source) == "cast")
     return NodeRow(
         name=node.name,
@@ -78,8 +79,8 @@ def _node_row(node: Node, plan: Plan, widens: tuple[str, ...]) -> NodeRow:
         dtype=view.dtype_of(node),
         shape=view.shape_of(node),
         op_class=(decision.op_class or "") if decision else "",
-        by=decision.by if decision else "",
-        reason=decision.reason if decision else "",
+        by=decision.by if decision else meta.get("clamped", ""),
+        reason=decision.reason if decision else meta.get("reason", ""),
         line=view.user_line(node),
         reads_cast=tuple(reads),
         widens=widens,
@@ -87,7 +88,7 @@ def _node_row(node: Node, plan: Plan, widens: tuple[str, ...]) -> NodeRow:
 
 
 def _cast_row(node: Node, plan: Plan) -> CastRow:
-    source: Node = node.args[0]  # type: ignore[assignment]
+    source = view.cast_source(node)
     users = list(node.users)
     return CastRow(
         name=node.name,
@@ -97,6 +98,7 @@ def _cast_row(node: Node, plan: Plan) -> CastRow:
         shape=view.shape_of(node),
         bytes=view.cast_bytes(node),
         is_parameter=view.is_parameter_cast(node),
+        clamped=view.is_clamped(node),
         users=tuple(view.label_of(user) for user in users),
         src_reason=_reason(source, plan),
         dst_reason="graph output keeps its dtype" if users[0].op == "output" else _reason(users[0], plan),

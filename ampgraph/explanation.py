@@ -19,7 +19,8 @@ class NodeRow:
     Attributes:
         name: The node's name in the graph.
         label: How people know it: a parameter's path, ``split[0]``, else the name.
-        kind: ``"input"``, ``"parameter"``, ``"op"`` or ``"output"``.
+        kind: ``"input"``, ``"parameter"``, ``"op"``, ``"clamp"`` (inserted, before the cast of a mask)
+            or ``"output"``.
         op: ``"aten.conv2d"``.
         module: Path of the innermost module, as in ``named_modules()``.
         dtype: The dtype of its result (several, joined by commas).
@@ -59,6 +60,7 @@ class CastRow:
         shape: ``"2x8x16"``.
         bytes: Bytes read plus bytes written.
         is_parameter: Whether the tensor is a parameter, buffer or constant.
+        clamped: Whether it is a mask, clamped into the low dtype's range before the cast.
         users: Labels of the nodes that share the cast.
         src_reason: Why the tensor has the dtype it has.
         dst_reason: Why the first user needs the other one.
@@ -71,6 +73,7 @@ class CastRow:
     shape: str
     bytes: int
     is_parameter: bool
+    clamped: bool
     users: tuple[str, ...]
     src_reason: str
     dst_reason: str
@@ -114,7 +117,8 @@ class Explanation:
         baselines: The same counts for ``"autocast"`` (the rule of ``torch.autocast`` on the same graph and
             lists) and ``"fp32"``, as the cost model has them.
         widened: How many operands float32 kernels widen themselves, without a cast.
-        optimal: Whether the placement is proven minimal for the policy's objective.
+        optimal: Whether the placement is proven minimal for the policy's objective; False for the autocast
+            rule, which minimises nothing.
     """
 
     model: str
@@ -177,7 +181,7 @@ class Explanation:
         rows += [(_BASELINE_NAMES.get(k, k), v) for k, v in self.baselines.items()]
         lines = [table(_TOTAL_COLUMNS, [_total_cells(name, total) for name, total in rows])]
         lines.append(f"widened inside kernels, without a cast: {self.widened}")
-        proof = "proven optimal" if self.optimal else "the best found, not proven optimal"
+        proof = "proven optimal" if self.optimal else "not proven optimal"
         lines.append(f"placement: {proof}")
         return "\n".join(lines)
 
@@ -255,7 +259,7 @@ def _cast_table(casts: tuple[CastRow, ...]) -> str:
 
 
 def _why_cast(cast: CastRow) -> str:
-    kind = "parameter" if cast.is_parameter else "activation"
+    kind = ("clamped " if cast.clamped else "") + ("parameter" if cast.is_parameter else "activation")
     return "\n".join(
         (
             f"{cast.name}: casts {kind} {cast.tensor} from {cast.src} to {cast.dst}, {cast.bytes} bytes",

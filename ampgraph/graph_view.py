@@ -17,6 +17,7 @@ from .errors import AmpGraphError
 from .module import AmpModule
 from .passes import Workspace, is_inserted_cast
 from .passes.classify import tensor_arguments, tensors
+from .passes.insert_casts import is_inserted
 from .plan import META_KEY, Plan
 
 ArgumentPath = tuple[int | str, ...]
@@ -46,10 +47,10 @@ def rewritten(amp: object) -> tuple[GraphModule, Plan]:
 
 
 def kind_of(node: Node) -> str:
-    """Returns ``"input"``, ``"parameter"``, ``"cast"``, ``"op"`` or ``"output"``.
+    """Returns ``"input"``, ``"parameter"``, ``"op"``, ``"cast"``, ``"clamp"`` or ``"output"``.
 
-    Parameters include buffers and constants of the module. Casts are the inserted ones; a cast that the
-    user wrote is an op.
+    Parameters include buffers and constants of the module. Casts are the inserted ones, and clamps stand
+    before one where a mask is out of range; a cast that the user wrote is an op.
     """
     if node.op == "output":
         return "output"
@@ -57,12 +58,31 @@ def kind_of(node: Node) -> str:
         return "parameter"
     if node.op == "placeholder":
         return "input"
-    return "cast" if is_inserted_cast(node) else "op"
+    if is_inserted_cast(node):
+        return "cast"
+    return "clamp" if is_inserted(node) else "op"
 
 
 def inserted_casts(graph_module: GraphModule) -> list[Node]:
     """Returns the casts that ampgraph inserted and that are still there, in graph order."""
     return [node for node in graph_module.graph.nodes if is_inserted_cast(node)]
+
+
+def cast_source(node: Node) -> Node:
+    """Returns the tensor that an inserted cast is for: what it reads, or what a clamp before it reads."""
+    source: Node = node.args[0]  # type: ignore[assignment]
+    return source.args[0] if kind_of(source) == "clamp" else source  # type: ignore[return-value]
+
+
+def casts_of(tensor: Node) -> list[Node]:
+    """Returns the inserted casts of one tensor."""
+    clamped = [user for node in tensor.users if kind_of(node) == "clamp" for user in node.users]
+    return [node for node in (*tensor.users, *clamped) if kind_of(node) == "cast"]
+
+
+def is_clamped(node: Node) -> bool:
+    """Whether an inserted cast reads its tensor through a clamp."""
+    return cast_source(node) is not node.args[0]
 
 
 def cast_bytes(node: Node) -> int:

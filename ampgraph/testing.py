@@ -27,7 +27,7 @@ def cast_map(amp: AmpModule | GraphModule) -> str:
 
     ``cast(x)`` is an operand that ampgraph cast, ``widen(x)`` one that the kernel widens itself, ``x`` one
     that is read as it is. Where one tensor is cast twice to the same dtype, the later ones are
-    ``cast#2(x)`` and so on. The text is the same for the same graph, and fit for golden files.
+    ``cast#2(x)`` and so on; a mask that is clamped into the low range before is ``cast(clamp(x))``. The text is the same for the same graph, and fit for golden files.
 
     Args:
         amp: What `ampgraph.convert` returned, or its graph module.
@@ -137,18 +137,18 @@ def _lines(graph_module: GraphModule, plan: Plan) -> dict[Node, str]:
 
 def _operand(node: Node, widened: bool, plan: Plan) -> str:
     if view.kind_of(node) == "cast":
-        source: Node = node.args[0]  # type: ignore[assignment]
-        dtype = view.values(node)[0].dtype
-        same = [u for u in source.users if view.kind_of(u) == "cast" and view.values(u)[0].dtype == dtype]
+        source, dtype = view.cast_source(node), view.values(node)[0].dtype
+        same = [cast for cast in view.casts_of(source) if view.values(cast)[0].dtype == dtype]
         number = f"#{same.index(node) + 1}" if same.index(node) else ""
-        return f"cast{number}({view.label_of(source)})"
+        label = view.label_of(source)
+        return f"cast{number}({f'clamp({label})' if view.is_clamped(node) else label})"
     if widened and view.values(node)[0].dtype == plan.low_dtype:
         return f"widen({view.label_of(node)})"
     return view.label_of(node)
 
 
 def _cast_line(node: Node) -> str:
-    source: Node = node.args[0]  # type: ignore[assignment]
+    source = view.cast_source(node)
     users = ", ".join(view.label_of(u) for u in node.users)
     return f"{view.label_of(source)}: {view.type_of(source)} -> {view.type_of(node)} for {users}"
 

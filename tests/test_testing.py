@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import ampgraph
+from ampgraph.draw import to_dot
 from ampgraph.testing import assert_casts, assert_dtype, cast_map
 
 LOW = torch.float16
@@ -73,6 +74,23 @@ def test_cast_map_numbers_casts_that_are_not_shared() -> None:
     amp = ampgraph.convert(Written(), (torch.randn(1, 2), torch.randn(2, 2)), dtype=LOW)
     assert "cast(zeros), cast(w)" in cast_map(amp)
     assert "cast#2(zeros), cast(w)" in cast_map(amp)
+
+
+def test_cast_map_shows_clamped_masks() -> None:
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("mask", torch.full((4, 4), torch.finfo(torch.float32).min).triu(1))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (x @ x + self.mask).softmax(-1) @ x
+
+    amp = ampgraph.convert(Masked(), (torch.randn(4, 4),), dtype=LOW)
+    assert "add: f16 <- matmul, cast(clamp(mask))" in cast_map(amp).splitlines()
+    (cast,) = [c for c in ampgraph.explain(amp).casts if c.clamped]
+    assert (cast.tensor, cast.is_parameter) == ("mask", True)
+    assert "invtrapezium" in to_dot(amp)
+    assert [d["by"] for _, d in ampgraph.to_networkx(amp).nodes(data=True) if d["kind"] == "clamp"]
 
 
 def test_assert_dtype_by_node_module_and_glob(amp: ampgraph.AmpModule) -> None:
