@@ -1,7 +1,10 @@
 """ampgraph: automatic mixed precision as a graph-compiler pass on torch.fx."""
 
 from .convert import convert
+from .draw import draw, to_networkx
 from .errors import AmpGraphError, CaptureError, PassError, PolicyError, VerifyError
+from .explain import explain
+from .explanation import Explanation
 from .guards import fp16_guard, fp32_guard
 from .module import AmpModule
 from .oplists import OpLists
@@ -17,6 +20,7 @@ __all__ = [
     "CaptureError",
     "Cast",
     "Decision",
+    "Explanation",
     "OpLists",
     "PassError",
     "Plan",
@@ -24,7 +28,10 @@ __all__ = [
     "PolicyError",
     "VerifyError",
     "convert",
+    "draw",
+    "explain",
     "export",
     "fp16_guard",
     "fp32_guard",
+    "to_networkx",
 ]

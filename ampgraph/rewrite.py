@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import fx
@@ -16,6 +16,9 @@ from .passes.classify import tensors
 from .plan import META_KEY, Plan
 from .policy import Policy
 
+# Higher-order ops whose bodies compute on whole tensors.
+_WITH_BODIES = ("cond", "while_loop", "map_impl", "scan", "associative_scan", "invoke_subgraph")
+
 
 def rewrite(
     graph_module: fx.GraphModule,
@@ -25,8 +28,9 @@ def rewrite(
     check_rules: bool = True,
     hook: Hook | None = None,
 ) -> Plan:
-    """Plans and inserts casts in place.
+    """Plans and inserts casts in place, in the bodies of ``torch.cond`` and its kind too.
 
+    A body keeps the dtypes of its inputs and outputs, so each is planned by itself.
     A graph for which nothing is to be done (level O0, an all-black list) stays node for node as it came.
 
     Args:
@@ -44,6 +48,10 @@ def rewrite(
         PolicyError: The rules do not fit the model.
         PassError: A pass failed; the graph module must not be used then.
     """
+    policy = _with_guard_scope(graph_module, policy)
+    for body, operands in _bodies(graph_module):
+        _mark_parameters(body, operands)
+        rewrite(body, policy, low_dtype, check_rules=False)
     graph_module.meta[META_KEY] = Workspace()
     if not may_go_low(graph_module.graph, policy, low_dtype):
         policy = policy.replace(level="O0")
@@ -72,3 +80,33 @@ def _may_go_low(node: fx.Node, policy: Policy, low_dtype: torch.dtype) -> bool:
         return True
     rule = policy.ops.lookup(node.target) if isinstance(node.target, OpOverload) else None
     return rule is not None and rule.cls is not OpClass.BLACK
+
+
+def _bodies(graph_module: fx.GraphModule) -> Iterator[tuple[fx.GraphModule, list[fx.Node]]]:
+    """Yields each sub-graph that a higher-order op runs, with the op's tensor operands, once."""
+    seen: set[int] = set()
+    for node in graph_module.graph.nodes:
+        if not isinstance(node.target, HigherOrderOperator) or node.target.name() not in _WITH_BODIES:
+            continue
+        operands = [n for n in node.all_input_nodes if n.op != "get_attr" or "val" in n.meta]
+        for reference in node.all_input_nodes:
+            body = getattr(graph_module, str(reference.target), None) if reference.op == "get_attr" else None
+            if isinstance(body, fx.GraphModule) and id(body) not in seen:
+                seen.add(id(body))
+                yield body, operands
+
+
+def _mark_parameters(body: fx.GraphModule, operands: list[fx.Node]) -> None:
+    inputs = body.graph.find_nodes(op="placeholder")
+    for inner, outer in zip(reversed(inputs), reversed(operands), strict=False):
+        if outer.op == "get_attr" or outer.meta.get("ampgraph_parameter"):
+            inner.meta["ampgraph_parameter"] = True
+
+
+def _with_guard_scope(graph_module: fx.GraphModule, policy: Policy) -> Policy:
+    """Settles ``use_fp16_guard=None`` for the graph and its bodies together."""
+    if policy.use_fp16_guard is not None:
+        return policy
+    graphs = [m.graph for m in graph_module.modules() if isinstance(m, fx.GraphModule)]
+    guarded = any(guard_of(node) == FP16 for graph in graphs for node in graph.nodes)
+    return policy.replace(use_fp16_guard=True) if guarded else policy

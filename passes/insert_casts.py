@@ -9,13 +9,14 @@ from typing import Any, ClassVar
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from ampgraph._compat import fake_mode_of, result_dtypes, with_dtypes
+from ampgraph._compat import OpOverload, fake_mode_of, result_dtypes, with_dtypes
 from ampgraph.errors import PassError
 from ampgraph.plan import META_KEY, Cast, Plan
 
 from .base import Pass, workspace
 
 aten = torch.ops.aten
+_INHERITED = ("nn_module_stack", "stack_trace", "custom", "recompute", "ac_graph_id")
 INSERTED, CLAMPED = "inserted", "clamped"
 
 
@@ -60,7 +61,7 @@ def insert_cast(graph: Graph, tensor: Node, cast: Cast, before: Node, user: Node
         value = _saturated(graph, tensor, cast, author) if cast.saturates else tensor
         node = graph.call_function(aten.to.dtype, (value, cast.dst))
     inherited = user if user.op == "call_function" else tensor
-    node.meta.update({k: inherited.meta[k] for k in ("nn_module_stack", "stack_trace", "custom") if k in inherited.meta})
+    node.meta.update({k: inherited.meta[k] for k in _INHERITED if k in inherited.meta})
     node.meta[META_KEY] = {
         INSERTED: author,
         "reason": cast.reason,
@@ -96,7 +97,8 @@ def refresh_metadata(graph: Graph, edited: Iterable[Node]) -> None:
     mode = fake_mode_of(graph)
     dirty = set(edited)
     for node in graph.nodes:
-        if node not in dirty or node.op != "call_function":
+        # A higher-order op reads and returns what it did in the source: its value stays true.
+        if node not in dirty or not isinstance(node.target, OpOverload):
             continue
         previous = node.meta.get("val", node.args[0].meta["val"] if is_inserted_cast(node) else None)
         value = with_dtypes(previous, result_dtypes(node, mode))

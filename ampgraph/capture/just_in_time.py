@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.checkpoint import CheckpointPolicy
 
 from .._compat import FakeTensor, FakeTensorMode, accept_real_constants, evaluate
 from .ahead import capturing
@@ -28,7 +31,7 @@ def lower_dynamo_graph(graph_module: fx.GraphModule, inputs: list) -> fx.GraphMo
     mode = next((f.fake_mode for f in fakes if isinstance(f, FakeTensor)), None)
     with capturing(), accept_real_constants(mode):
         lowered = make_fx(
-            lambda *values: fx.Interpreter(graph_module).run(*values),
+            lambda *values: _Lowering(graph_module).run(*values),
             pre_dispatch=True,
             tracing_mode="real",
             _allow_non_fake_inputs=True,
@@ -43,6 +46,24 @@ def lower_dynamo_graph(graph_module: fx.GraphModule, inputs: list) -> fx.GraphMo
     _use_one_fake_mode(lowered, mode)
     lowered.recompile()
     return lowered
+
+
+class _Lowering(fx.Interpreter):
+    """Runs Dynamo's graph under tracing, and checkpointed regions inline.
+
+    Their nodes keep the mark by which AOTAutograd's partitioner recomputes them in the backward; the
+    plain eager backend runs them once and saves what they save.
+    """
+
+    def call_function(self, target: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        if target is not torch.ops.higher_order.tag_activation_checkpoint:
+            return super().call_function(target, args, kwargs)
+        body, *operands = args
+        for node in body.graph.nodes:
+            if node.op not in ("placeholder", "output"):
+                node.meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
+                node.meta["ac_graph_id"] = id(body)
+        return _Lowering(body).run(*operands)
 
 
 def _use_one_fake_mode(graph_module: fx.GraphModule, mode: FakeTensorMode | None) -> None:
