@@ -27,7 +27,8 @@ def cast_map(amp: AmpModule | GraphModule) -> str:
 
     ``cast(x)`` is an operand that ampgraph cast, ``widen(x)`` one that the kernel widens itself, ``x`` one
     that is read as it is. Where one tensor is cast twice to the same dtype, the later ones are
-    ``cast#2(x)`` and so on; a mask that is clamped into the low range before is ``cast(clamp(x))``. The text is the same for the same graph, and fit for golden files.
+    ``cast#2(x)`` and so on; a mask that is clamped into the low range before is ``cast(clamp(x))``. The
+    text is the same for the same graph, and fit for golden files.
 
     Args:
         amp: What `ampgraph.convert` returned, or its graph module.
