@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ __all__ = [
     "accept_real_constants",
     "evaluate",
     "fake_mode_of",
+    "keep_dynamo_out",
     "no_ambient_autocast",
     "result_dtypes",
     "set_calling_convention",
@@ -123,6 +124,13 @@ def no_ambient_autocast() -> Iterator[None]:
     """Hides every enabled ``torch.autocast`` from the code inside."""
     with torch._C._DisableAutocast():
         yield
+
+
+def keep_dynamo_out(function: Callable) -> None:
+    """Lets Dynamo inline ``function`` into what it captures, but never compile it as a frame of its own."""
+    from torch._dynamo.eval_frame import skip_code
+
+    skip_code(function.__code__)
 
 
 def size_hint(size: int | torch.SymInt, fallback: int = 1) -> int:

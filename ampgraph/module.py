@@ -14,6 +14,7 @@ import torch
 from torch import fx, nn
 from torch.export import Dim, ExportedProgram, ShapesCollection
 
+from ._compat import no_ambient_autocast
 from .capture import capture_program, unlift
 from .errors import AmpGraphError, CaptureError
 from .guards import warn_about_uncaptured_guards
@@ -140,9 +141,23 @@ class AmpModule(nn.Module):
         return forward
 
     def _run(self, args: tuple, kwargs: dict[str, Any]) -> Any:
+        if torch._C._is_any_autocast_enabled():
+            # Precision is the plan's alone: an autocast around the call must not cast once more.
+            with no_ambient_autocast():
+                return self._call(args, kwargs)
+        return self._call(args, kwargs)
+
+    def _call(self, args: tuple, kwargs: dict[str, Any]) -> Any:
         if "_compiled" in self.__dict__:
-            with warn_about_uncaptured_guards():
-                return self._compiled(*args, **kwargs)
+            try:
+                with warn_about_uncaptured_guards():
+                    return self._compiled(*args, **kwargs)
+            except RuntimeError as error:
+                # Dynamo wraps what a backend raises.
+                inner = getattr(error, "inner_exception", None)
+                if isinstance(inner, AmpGraphError):
+                    raise inner from None
+                raise
         return self.variant_for(args, kwargs).run(*args, **kwargs)
 
     def variant_for(self, args: tuple, kwargs: dict[str, Any]) -> Variant:

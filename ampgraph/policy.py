@@ -83,6 +83,8 @@ class Policy:
             raise PolicyError(f"Policy: ops must be an OpLists, got {type(self.ops).__name__}.")
         if self.use_fp16_guard not in (True, False, None):
             raise PolicyError(f"Policy: use_fp16_guard={self.use_fp16_guard!r}; legal: True, False, None.")
+        if not isinstance(self.keep_io_dtypes, bool):
+            raise PolicyError(f"Policy: keep_io_dtypes={self.keep_io_dtypes!r}; legal: True, False.")
         if not isinstance(self.rules, Mapping):
             raise PolicyError(f"Policy: rules must be a dict, got {type(self.rules).__name__}.")
         for pattern, value in self.rules.items():
