@@ -134,7 +134,7 @@ def _lines(graph_module: GraphModule, plan: Plan) -> dict[Node, str]:
 
 
 def _line(node: Node, plan: Plan) -> str:
-    """Returns the line of a node, or ``""`` where it neither computes in a floating dtype nor reads a cast."""
+    """Returns a node's line, or ``""`` where it neither computes in a floating dtype nor reads a cast."""
     reads = list(view.operands(node))
     floats = [v.dtype for v in view.values(node) if v.is_floating_point()] if node.op != "output" else []
     if not floats and not any(view.kind_of(source) == "cast" for _, source in reads):
