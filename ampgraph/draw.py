@@ -33,7 +33,8 @@ def to_networkx(amp: AmpModule | GraphModule) -> nx.DiGraph:
 
     Node attributes:
         ``label``: a parameter's path, ``split[0]``, else the name
-        ``kind``: ``"input"``, ``"parameter"``, ``"op"``, ``"cast"`` and ``"clamp"`` (inserted ones) or ``"output"``
+        ``kind``: ``"input"``, ``"parameter"``, ``"op"``, ``"output"``, and for what ampgraph inserted,
+            ``"cast"`` or ``"clamp"``; ``"graph"`` is the body of a higher-order op, which is not drawn
         ``op``: ``"aten.conv2d"``, or ``""``
         ``module``: path of the innermost module
         ``dtype``, ``shape``: ``"float16"``, ``"2x8x16"``

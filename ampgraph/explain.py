@@ -28,6 +28,10 @@ def explain(amp: AmpModule | GraphModule) -> Explanation:
         >>> print(ampgraph.explain(amp).why("linear"))
     """
     graph_module, plan = view.rewritten(amp)
+    return _explanation(amp, graph_module, plan)
+
+
+def _explanation(amp: AmpModule | GraphModule, graph_module: GraphModule, plan: Plan) -> Explanation:
     casts = tuple(_cast_row(node, plan) for node in view.inserted_casts(graph_module))
     widened = _widened(graph_module, plan)
     nodes = tuple(
@@ -40,6 +44,11 @@ def explain(amp: AmpModule | GraphModule) -> Explanation:
         policy=repr(amp.policy) if isinstance(amp, AmpModule) else "",
         low_dtype=view.dtype_name(plan.low_dtype),
         graph=_position(amp, graph_module),
+        bodies={
+            graph.prefix.removesuffix("/"): _explanation(graph.module, graph.module, graph.plan)
+            for graph in view.with_bodies(graph_module, plan)
+            if graph.prefix.count("/") == 1
+        },
         nodes=nodes,
         casts=casts,
         totals=_totals(casts, plan),

@@ -19,8 +19,8 @@ class NodeRow:
     Attributes:
         name: The node's name in the graph.
         label: How people know it: a parameter's path, ``split[0]``, else the name.
-        kind: ``"input"``, ``"parameter"``, ``"op"``, ``"clamp"`` (inserted, before the cast of a mask)
-            or ``"output"``.
+        kind: ``"input"``, ``"parameter"``, ``"op"``, ``"clamp"`` (inserted, before the cast of a mask),
+            ``"graph"`` (the body of a higher-order op) or ``"output"``.
         op: ``"aten.conv2d"``.
         module: Path of the innermost module, as in ``named_modules()``.
         dtype: The dtype of its result (several, joined by commas).
@@ -111,6 +111,8 @@ class Explanation:
         policy: The policy's repr, or ``""`` where only a graph module was given.
         low_dtype: ``"float16"`` or ``"bfloat16"``.
         graph: Which of the model's graphs this is, ``"1 of 1"``, or ``""``.
+        bodies: The bodies of its higher-order ops (``torch.cond`` ...), each explained by itself: which of
+            them run, and how often, a graph does not tell, so they are not in the totals.
         nodes: Every node but the inserted casts, in graph order.
         casts: Every inserted cast, in graph order.
         totals: Counts of this graph.
@@ -125,6 +127,7 @@ class Explanation:
     policy: str
     low_dtype: str
     graph: str
+    bodies: dict[str, Explanation]
     nodes: tuple[NodeRow, ...]
     casts: tuple[CastRow, ...]
     totals: Totals
@@ -141,6 +144,7 @@ class Explanation:
         if not casts_only:
             parts.append(_node_table(self.nodes))
         parts += [_cast_table(self.casts) if self.casts else "no casts", self._summary()]
+        parts += [f"== {name} ==\n{body.table(casts_only)}" for name, body in self.bodies.items()]
         return "\n\n".join(parts)
 
     def why(self, name: str) -> str:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.fx import GraphModule, Node
@@ -25,6 +25,14 @@ ArgumentPath = tuple[int | str, ...]
 _ABBREVIATIONS = {"float": "f", "bfloat": "bf", "int": "i", "uint": "u", "complex": "c"}
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 _TORCH = str(Path(torch.__file__).parent)
+
+
+class Graph(NamedTuple):
+    """A rewritten graph (``prefix`` is empty), or a higher-order op's body in one (``"true_graph_0/"``)."""
+
+    prefix: str
+    module: GraphModule
+    plan: Plan
 
 
 def rewritten(amp: object) -> tuple[GraphModule, Plan]:
@@ -46,14 +54,26 @@ def rewritten(amp: object) -> tuple[GraphModule, Plan]:
     raise AmpGraphError(f"expected what ampgraph.convert returns, or its graph_module; got a {what}.")
 
 
+def with_bodies(graph_module: GraphModule, plan: Plan, prefix: str = "") -> Iterator[Graph]:
+    """Yields the graph, then the bodies of its higher-order ops (``torch.cond`` ...) with their plans."""
+    yield Graph(prefix, graph_module, plan)
+    for name, child in graph_module.named_children():
+        space = child.meta.get(META_KEY) if isinstance(child, GraphModule) else None
+        if isinstance(child, GraphModule) and isinstance(space, Workspace) and space.plan is not None:
+            yield from with_bodies(child, space.plan, f"{prefix}{name}/")
+
+
 def kind_of(node: Node) -> str:
-    """Returns ``"input"``, ``"parameter"``, ``"op"``, ``"cast"``, ``"clamp"`` or ``"output"``.
+    """Returns ``"input"``, ``"parameter"``, ``"op"``, ``"cast"``, ``"clamp"``, ``"graph"`` or ``"output"``.
 
     Parameters include buffers and constants of the module. Casts are the inserted ones, and clamps stand
-    before one where a mask is out of range; a cast that the user wrote is an op.
+    before one where a mask is out of range; a cast that the user wrote is an op. A graph is the body that a
+    higher-order op runs.
     """
     if node.op == "output":
         return "output"
+    if node.op == "get_attr" and not values(node):
+        return "graph"
     if node.op == "get_attr" or node.meta.get("ampgraph_parameter"):
         return "parameter"
     if node.op == "placeholder":

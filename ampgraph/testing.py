@@ -27,7 +27,9 @@ def cast_map(amp: AmpModule | GraphModule) -> str:
 
     ``cast(x)`` is an operand that ampgraph cast, ``widen(x)`` one that the kernel widens itself, ``x`` one
     that is read as it is. Where one tensor is cast twice to the same dtype, the later ones are
-    ``cast#2(x)`` and so on; a mask that is clamped into the low range before is ``cast(clamp(x))``. The text is the same for the same graph, and fit for golden files.
+    ``cast#2(x)`` and so on; a mask that is clamped into the low range before is ``cast(clamp(x))``. The
+    text is the same for the same graph, and fit for golden files. Lines of the bodies of ``torch.cond`` and
+    its kind follow the main graph's, as ``true_graph_0/linear: ...``.
 
     Args:
         amp: What `ampgraph.convert` returned, or its graph module.
@@ -55,7 +57,7 @@ def assert_dtype(amp: AmpModule | GraphModule, pattern: str, dtype: torch.dtype)
             `cast_map` in question with their reasons.
     """
     graph_module, plan = view.rewritten(amp)
-    nodes = [n for n in _ops(graph_module) if any(v.is_floating_point() for v in view.values(n))]
+    nodes = [n for n in _ops(graph_module, plan) if any(v.is_floating_point() for v in view.values(n))]
     matching = [n for n in nodes if any(fnmatchcase(name, pattern) for name in _names(n))]
     if not matching:
         near = did_you_mean(pattern, dict.fromkeys(name for n in nodes for name in _names(n)))
@@ -64,7 +66,8 @@ def assert_dtype(amp: AmpModule | GraphModule, pattern: str, dtype: torch.dtype)
     if not wrong:
         return
     lines = _lines(graph_module, plan)
-    shown = "\n".join(f"  {lines[n]}\n    {_reason(n, plan)}" for n in wrong if n in lines)
+    reasons = _reasons(graph_module, plan)
+    shown = "\n".join(f"  {lines[n]}\n    {reasons.get(n, 'not in the plan')}" for n in wrong if n in lines)
     count = f"{len(wrong)} of {len(matching)}"
     raise AssertionError(f"{count} ops that match {pattern!r} are not {dtype}:\n{shown}")
 
@@ -92,8 +95,8 @@ def assert_casts(
     """
     if (exactly is None) == (at_most is None):
         raise TypeError("assert_casts takes one of exactly= and at_most=.")
-    graph_module, _ = view.rewritten(amp)
-    casts = view.inserted_casts(graph_module)
+    graphs = view.with_bodies(*view.rewritten(amp))
+    casts = [cast for graph in graphs for cast in view.inserted_casts(graph.module)]
     if activations_only:
         casts = [n for n in casts if not view.is_parameter_cast(n)]
     if to is not None:
@@ -106,11 +109,12 @@ def assert_casts(
     raise AssertionError(f"expected {wanted} {what}, found {len(casts)}:\n{shown}\nin\n{cast_map(amp)}")
 
 
-def _ops(graph_module: GraphModule) -> Iterator[Node]:
-    """Yields the ops that compute: neither inserted casts nor the picking of one result."""
-    for node in graph_module.graph.nodes:
-        if node.op == "call_function" and view.kind_of(node) == "op" and not view.is_item(node):
-            yield node
+def _ops(graph_module: GraphModule, plan: Plan) -> Iterator[Node]:
+    """Yields the ops that compute, in bodies too: neither inserted casts nor the picking of one result."""
+    for graph in view.with_bodies(graph_module, plan):
+        for node in graph.module.graph.nodes:
+            if node.op == "call_function" and view.kind_of(node) == "op" and not view.is_item(node):
+                yield node
 
 
 def _names(node: Node) -> Iterator[str]:
@@ -119,20 +123,27 @@ def _names(node: Node) -> Iterator[str]:
 
 
 def _lines(graph_module: GraphModule, plan: Plan) -> dict[Node, str]:
-    """Returns the line of every node that the cast map shows, in graph order."""
-    widened = set(plan.widened)
+    """Returns the line of every node that the cast map shows, in graph order, bodies last."""
     lines: dict[Node, str] = {}
-    candidates = [*_ops(graph_module), *graph_module.graph.find_nodes(op="output")]
-    for node in candidates:
-        sources = [s for _, s in view.operands(node)]
-        floats = [v.dtype for v in view.values(node) if v.is_floating_point()] if node.op != "output" else []
-        if not floats and not any(view.kind_of(s) == "cast" for s in sources):
-            continue
-        dtypes = "/".join(dict.fromkeys(map(view.short_dtype, floats)))
-        head = f"{node.name}: {dtypes}" if dtypes else node.name
-        reads = ", ".join(_operand(s, (node.name, path) in widened, plan) for path, s in view.operands(node))
-        lines[node] = f"{head} <- {reads}" if reads else head
+    for graph in view.with_bodies(graph_module, plan):
+        for node in graph.module.graph.nodes:
+            shown = node.op == "output" or view.kind_of(node) == "op"
+            if shown and not view.is_item(node) and (line := _line(node, graph.plan)):
+                lines[node] = graph.prefix + line
     return lines
+
+
+def _line(node: Node, plan: Plan) -> str:
+    """Returns a node's line, or ``""`` where it neither computes in a floating dtype nor reads a cast."""
+    reads = list(view.operands(node))
+    floats = [v.dtype for v in view.values(node) if v.is_floating_point()] if node.op != "output" else []
+    if not floats and not any(view.kind_of(source) == "cast" for _, source in reads):
+        return ""
+    dtypes = "/".join(dict.fromkeys(map(view.short_dtype, floats)))
+    head = f"{node.name}: {dtypes}" if dtypes else node.name
+    widened = set(plan.widened)
+    shown = ", ".join(_operand(source, (node.name, path) in widened, plan) for path, source in reads)
+    return f"{head} <- {shown}" if shown else head
 
 
 def _operand(node: Node, widened: bool, plan: Plan) -> str:
@@ -153,6 +164,11 @@ def _cast_line(node: Node) -> str:
     return f"{view.label_of(source)}: {view.type_of(source)} -> {view.type_of(node)} for {users}"
 
 
-def _reason(node: Node, plan: Plan) -> str:
-    decision = plan.decisions.get(node.name)
-    return f"{decision.by}: {decision.reason}" if decision else "not in the plan"
+def _reasons(graph_module: GraphModule, plan: Plan) -> dict[Node, str]:
+    """Returns, for every planned node, who decided and why."""
+    return {
+        node: f"{decision.by}: {decision.reason}"
+        for graph in view.with_bodies(graph_module, plan)
+        for node in graph.module.graph.nodes
+        if (decision := graph.plan.decisions.get(node.name))
+    }

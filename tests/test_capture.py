@@ -486,14 +486,7 @@ def test_ambient_autocast_does_not_override_an_fp32_guard(how):
     assert torch.equal(found, model(X))
 
 
-CHECKPOINT_CAPTURES = pytest.mark.parametrize("how", [
-    "ahead of time",
-    pytest.param("just in time", marks=pytest.mark.xfail(
-        strict=True, reason="make_fx before dispatch fails on a checkpoint without context_fn")),
-])  # fmt: skip
-
-
-@CHECKPOINT_CAPTURES
+@CAPTURES
 def test_activation_checkpointing(how):
     def body(self, x):
         return checkpoint(lambda t: self.b(torch.relu(self.a(t))), x, use_reentrant=False)
@@ -509,7 +502,7 @@ def test_activation_checkpointing(how):
     close(model.a.weight.grad, source.a.weight.grad, 0.05)
 
 
-@CHECKPOINT_CAPTURES
+@CAPTURES
 def test_checkpointing_reaches_the_layers(how):
     model = Body(lambda self, x: checkpoint(self.a, x, use_reentrant=False))
     amp = convert(model, how, X)

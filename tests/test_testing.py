@@ -83,14 +83,37 @@ def test_cast_map_shows_clamped_masks() -> None:
             self.register_buffer("mask", torch.full((4, 4), torch.finfo(torch.float32).min).triu(1))
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return (x @ x + self.mask).softmax(-1) @ x
+            return nn.functional.scaled_dot_product_attention(x, x, x, self.mask)
 
-    amp = ampgraph.convert(Masked(), (torch.randn(4, 4),), dtype=LOW)
-    assert "add: f16 <- matmul, cast(clamp(mask))" in cast_map(amp).splitlines()
+    amp = ampgraph.convert(Masked(), (torch.randn(1, 4, 4),), dtype=LOW)
+    assert "cast(x), cast(clamp(mask))" in cast_map(amp)
     (cast,) = [c for c in ampgraph.explain(amp).casts if c.clamped]
     assert (cast.tensor, cast.is_parameter) == ("mask", True)
     assert "invtrapezium" in to_dot(amp)
     assert [d["by"] for _, d in ampgraph.to_networkx(amp).nodes(data=True) if d["kind"] == "clamp"]
+
+
+def test_bodies_of_cond_are_shown_and_checked() -> None:
+    class Branches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.cond(x.sum() > 0, lambda y: self.linear(y), lambda y: y.exp(), (x,))
+
+    amp = ampgraph.convert(Branches(), (torch.randn(2, 4),), dtype=LOW)
+    assert any(line.startswith("true_graph_0/linear: f16 <- cast(") for line in cast_map(amp).splitlines())
+    assert_dtype(amp, "linear", LOW)
+    assert_casts(amp, at_most=4)
+    with pytest.raises(AssertionError, match="found 4"):
+        assert_casts(amp, exactly=0)
+    explanation = ampgraph.explain(amp)
+    assert list(explanation.bodies) == ["true_graph_0", "false_graph_0"]
+    assert explanation.totals.casts == 0
+    assert explanation.bodies["true_graph_0"].totals.casts == 4
+    assert "== true_graph_0 ==" in str(explanation)
+    assert explanation.to_dict()["bodies"]["false_graph_0"]["totals"]["casts"] == 0
 
 
 def test_assert_dtype_by_node_module_and_glob(amp: ampgraph.AmpModule) -> None:
