@@ -54,7 +54,7 @@ class Run:
 
     @property
     def is_finite(self) -> bool:
-        """Whether all outputs and gradients are finite where the reference's can be expected to be."""
+        """Whether all gradients are finite."""
         return all(bool(tensor.isfinite().all()) for tensor in self.grads.values())
 
 
@@ -156,15 +156,10 @@ class Subject:
 
 
 def _relative(values: list[Tensor], exact: list[Tensor]) -> float:
-    squares = [_square(one - other) for one, other in zip(values, exact, strict=True)]
-    return math.sqrt(sum(squares) / max(sum(map(_square, exact)), 1e-300))
-
-
-def _square(tensor: Tensor) -> float:
-    # Infinities on both sides (masked scores) are equal.
-    return float(tensor[~tensor.isneginf() & ~tensor.isnan()].square().sum()) if not bool(
-        tensor.isfinite().all()
-    ) else float(tensor.square().sum())
+    """Where the exact value is infinite (a masked score) there is no error to speak of."""
+    pairs = [(one[other.isfinite()], other[other.isfinite()]) for one, other in zip(values, exact, strict=True)]
+    error = sum(float((one - other).square().sum()) for one, other in pairs)
+    return math.sqrt(error / max(sum(float(other.square().sum()) for _, other in pairs), 1e-300))
 
 
 def activation_cast_bytes(graph_module: fx.GraphModule) -> int:
