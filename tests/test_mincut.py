@@ -139,3 +139,10 @@ def test_parallel_arcs_add_and_loops_do_not_count():
 
 def test_empty_network():
     assert CutNetwork().minimum_cut() == {}
+
+
+def test_a_vertex_decides_once_its_producer_has(core_sizes):
+    """With the producer on the sink side nothing pulls the consumer to the source side any more."""
+    arcs: Arcs = [(0, SINK, 5), (0, 1, 10), (1, SINK, 3)]
+    assert network_of(range(2), arcs).minimum_cut() == {0: False, 1: False}
+    assert core_sizes == []

@@ -290,6 +290,14 @@ def test_golden_plan():
     assert plan.optimal
 
 
+def test_casts_that_the_user_undoes_are_kept():
+    """A user's widening and narrowing in a row stay, although they change nothing."""
+    graph_module = captured(Fn(lambda x: torch.relu((x @ x.t()).to(LOW).float().to(LOW))), X)
+    rewrite(graph_module, Policy(dtype=LOW), LOW)
+    kept = [n.args[1] for n in nodes_of(graph_module, "to") if n not in inserted(graph_module)]
+    assert kept == [LOW, torch.float32, LOW]
+
+
 # -- verify ---------------------------------------------------------------------------------------------
 
 

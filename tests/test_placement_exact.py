@@ -155,6 +155,21 @@ def test_least_traffic_within_a_bound_on_cast_bytes():
         )
 
 
+def test_casts_of_written_memory_are_not_shared():
+    """Each use may see another value, so each float32 reader of written low memory pays for itself."""
+    build = GraphBuilder()
+    low = build.call(aten.clone.default, build.input(4, 8, dtype=LOW))
+    build.call(aten.copy_.default, build.call(aten.slice.Tensor, low, 0, 0, 1), build.input(1, 8))
+    readers = [build.call(aten.gelu.default, low) for _ in range(2)]
+    for reader in readers:
+        reader.meta["custom"] = {"ampgraph_guard": "fp32"}
+    joined = [build.call(aten.relu.default, reader) for reader in readers]
+    problem = problem_of(build.finish(*joined), Policy(level="O2"))
+    check(problem)
+    placed = optimal(problem, "casts")
+    assert moved(problem, placed.labels, placed.anchors).casts >= 2
+
+
 def test_empty_tensors_cost_nothing():
     build = GraphBuilder()
     x = build.input(0, 8)
