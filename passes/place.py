@@ -28,6 +28,7 @@ from typing import ClassVar
 import torch
 from torch.fx import GraphModule, Node
 
+from ampgraph.oplists import OpClass
 from ampgraph.plan import Cost, Plan
 from ampgraph.policy import Policy
 
@@ -102,7 +103,7 @@ def autocast_rule(problem: Problem) -> Placement:
     for node, variable in problem.variables.items():
         if variable.pinned is not None:
             labels[node] = variable.pinned
-        elif variable.by == "list":
+        elif problem.facts[node].op_class is OpClass.BLACK:
             labels[node] = False
         else:
             slots = [s for s in problem.facts[node].slots if s.follow]
