@@ -53,7 +53,7 @@ def ampgraphs_part(subject: Subject) -> Record:
         variant, plan = amp._current, amp.plan
         if not record:
             record |= {"capture_s": variant.capture_seconds, "nodes": len(plan.decisions)}
-        output_error, gradient_error = subject.errors(subject.run(amp))
+        output_error, gradient_error = subject.errors(subject.run_converted(amp))
         record[run] = {
             "cast_bytes": activation_cast_bytes(amp.graph_module),
             "casts": plan.cost.activation_casts,
@@ -80,7 +80,7 @@ def autocasts_part(subject: Subject) -> Record:
     record: Record = {}
     for name, dtype in DTYPES.items():
         amp = subject.convert(AUTOCAST, dtype)
-        output_error, gradient_error = subject.errors(subject.run(amp))
+        output_error, gradient_error = subject.errors(subject.run_converted(amp))
         record[f"autocast {name}"] = {
             "rule_cast_bytes": amp.plan.baselines["autocast"].activation_cast_bytes,
             "traffic": amp.plan.baselines["autocast"].traffic,
@@ -130,7 +130,10 @@ def measure_all(names: list[str], modes: list[str], path: Path) -> list[Record]:
                 file.write(json.dumps(record) + "\n")
             gc.collect()
             outcome = record.get("failure", "ok")
-            print(f"[{index}/{len(names)}] {name} {mode}: {outcome} ({time.perf_counter() - start:.1f} s)", flush=True)
+            print(
+                f"[{index}/{len(names)}] {name} {mode}: {outcome} ({time.perf_counter() - start:.1f} s)",
+                flush=True,
+            )
     return [record for record in records if record["model"] in names and record["mode"] in modes]
 
 
@@ -141,7 +144,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--family", choices=get_args(zoo.Family), help="only this family")
     parser.add_argument("--modes", default="eval,train", help="comma-separated; default: %(default)s")
     parser.add_argument("--threads", type=int, default=1, help="threads of torch; default: %(default)s")
-    parser.add_argument("--records", type=Path, default=Path("zoo_records.jsonl"), help="default: %(default)s")
+    parser.add_argument(
+        "--records", type=Path, default=Path("zoo_records.jsonl"), help="default: %(default)s"
+    )
     parser.add_argument("--output", type=Path, help="where to write the report; default: print it")
     parser.add_argument("--readme", type=Path, help="README whose zoo section to fill as well")
     return parser.parse_args(argv)
