@@ -66,7 +66,9 @@ def result_dtypes(node: Node, mode: FakeTensorMode | None) -> tuple[torch.dtype 
     count = len(value) if isinstance(value, (list, tuple)) else 1
     key = (node.target, str(spec), count, tuple([_dtype_key(leaf) for leaf in leaves]))
     if key not in _dtype_cache:
-        values = evaluate(node, mode)
+        # A dtype has nothing to do with gradients; a parameter written under no_grad must be allowed to be.
+        with torch.no_grad():
+            values = evaluate(node, mode)
         values = values if isinstance(values, (list, tuple)) else (values,)
         _dtype_cache[key] = tuple(v.dtype if isinstance(v, torch.Tensor) else None for v in values)
     return _dtype_cache[key]
