@@ -38,7 +38,6 @@ class Verify(Pass):
         present = set(graph_module.graph.nodes)
         mode = fake_mode_of(graph_module.graph)
         for node in graph_module.graph.nodes:
-            _check_metadata(node, mode)
             if is_inserted_cast(node):
                 _check_cast(node, space.plan)
             elif node.op != "output" and not is_inserted(node):
@@ -46,6 +45,8 @@ class Verify(Pass):
         _check_user_casts(space.facts, present)
         if self.keep_io_dtypes:
             _check_outputs(graph_module, space.facts)
+        for node in graph_module.graph.nodes:
+            _check_metadata(node, mode)
         return False
 
 
