@@ -34,7 +34,7 @@ def label_of(problem: Problem, labels: Labels, tensor: Node) -> bool:
 
 
 def required(problem: Problem, node: Node, slot: Slot, low: bool, anchor: Node | None) -> bool | None:
-    """Returns the label that ``node``, itself labelled ``low``, needs of a slot's tensor; None: either will do."""
+    """Returns the label that ``node``, labelled ``low``, needs of a slot's tensor; None: either will do."""
     if slot.kind is SlotKind.ANY:
         return None
     if slot.kind is SlotKind.KEEP:

@@ -154,7 +154,7 @@ class _Readers:
         self.uses += 1
 
     def shared(self, terminal: Vertex, auxiliary: Vertex) -> Vertex:
-        """Returns the vertex that says whether the cast is there: a terminal, the only reader, or a new one."""
+        """Returns the vertex that says if the cast is there: a terminal, the only reader, or its own."""
         if terminal in self.needing:
             return terminal
         if len(self.needing) == 1 and not self.choosing:

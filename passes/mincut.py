@@ -14,16 +14,18 @@ Presolve fixes a vertex v when that cannot cost anything, however the others end
   that costs at most. An option's own move mends choices and breaks none: it needs no slack.
 
 Fixing one vertex never undoes the case for another, and it may make one: arcs turn into arcs of the
-terminals, choices are met and slacks fall. So the order in which vertices are looked at cannot matter.
+terminals, choices are met and slacks fall.
 
 Without choices, the one minimum cut with the largest source side is returned, which is unique: ties go
-to the source side in presolve, and the core's cut has the smallest sink side.
+to the source side in presolve, and the core's cut has the smallest sink side. With choices several
+minima may be as good, and an option's ties go to the sink side while one of its choices is open; so
+vertices are looked at in the order of their ``repr``, not in that in which they were added.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 
 import networkx as nx
 
@@ -64,7 +66,7 @@ class CutNetwork:
 
     def add_arc(self, u: Vertex, v: Vertex, capacity: int) -> None:
         """Adds ``capacity`` to the arc from u to v; either may be `SOURCE` or `SINK`."""
-        if u == v or capacity == 0 or u == SINK or v == SOURCE:
+        if u in (v, SINK) or capacity == 0 or v == SOURCE:
             return
         for vertex in (u, v):
             if vertex not in (SOURCE, SINK):
@@ -94,14 +96,28 @@ class CutNetwork:
             self.add_vertex(vertex)
             (self._heads if vertex == head else self._options)[vertex].add(name)
 
-    def choose(self, name: Hashable, option: Vertex) -> None:
-        """Settles a choice: if its head ends on the sink side, this option does too."""
-        head = self.choices[name][0]
-        self._drop_choice(name)
-        self.add_arc(option, head, INFINITE)
+    def vertices(self) -> Iterable[Vertex]:
+        """Returns the vertices that are not fixed."""
+        return self._out.keys()
+
+    def terminal_arcs(self) -> Iterator[tuple[Vertex, int, int]]:
+        """Yields (vertex, cost on the source side, cost on the sink side)."""
+        for v in self._out:
+            yield v, self._to_sink[v], self._from_source[v]
+
+    def arcs(self) -> Iterator[tuple[Vertex, Vertex, int]]:
+        """Yields the arcs between vertices with their capacities."""
+        for u, outs in self._out.items():
+            for v, capacity in outs.items():
+                yield u, v, capacity
+
+    def degree(self, v: Vertex) -> int:
+        """Returns to how many vertices and choices ``v`` is joined."""
+        joined = len(self._out[v]) + len(self._in[v])
+        return joined + len(self._heads.get(v, ())) + len(self._options.get(v, ()))
 
     def minimum_cut(self) -> Sides:
-        """Returns True (source side) or False (sink side) for every vertex, choices left aside; consumes the network."""
+        """Returns the sides of the minimum cut, choices left aside; consumes the network."""
         sides = self.presolve()
         for part in self.split():
             sides.update(part.cut())
@@ -126,13 +142,14 @@ class CutNetwork:
         for name in [*self._heads.pop(v, ())]:
             touched += self._drop_choice(name) if on_source else self._keep_choice(name, SINK, v)
         for name in [*self._options.pop(v, ())]:
-            touched += self._drop_choice(name) if not on_source else self._keep_choice(name, self.choices[name][0], v)
+            head = self.choices[name][0]
+            touched += self._keep_choice(name, head, v) if on_source else self._drop_choice(name)
         return touched
 
     def presolve(self) -> Sides:
         """Fixes every vertex whose side is clear, until none is left that is; see the module docstring."""
         sides: Sides = {}
-        queue = deque(self._out)
+        queue = deque(sorted(self._out, key=repr) if self.choices else self._out)
         queued = set(queue)
         while queue:
             v = queue.popleft()
@@ -143,6 +160,7 @@ class CutNetwork:
             touched = self.fix(v, side)
             if self.choices:
                 touched += [self.choices[c][0] for u in touched for c in self._options.get(u, ())]
+                touched = sorted(set(touched), key=repr)
             for u in touched:
                 if u in self._out and u not in queued:
                     queued.add(u)

@@ -18,13 +18,21 @@ from ampgraph.policy import Policy
 from .base import Pass, workspace
 from .branch import Search
 from .build_plan import build_plan
-from .costs import CAST_BYTES, FP32_BYTES, cost_of, greedy_anchors, needs_anchor, node_terms, promoted_operands
+from .costs import (
+    CAST_BYTES,
+    FP32_BYTES,
+    cost_of,
+    greedy_anchors,
+    needs_anchor,
+    node_terms,
+    promoted_operands,
+)
 from .cut_network import Weigher, cut_network
 from .propagate import Problem
 
 # Price of an activation cast byte in traffic bytes, tried in turn until a plan casts no more than autocast.
 CAST_PRICES = (0, 1, 3, 9)
-# Vertices times cuts that may be spent on proving a minimum where ops lack anchors.
+# Table entries that may be spent on proving a minimum where ops lack anchors.
 MAX_WORK = 200_000
 
 
@@ -89,7 +97,9 @@ def place_within(problem: Problem, cast_bytes: int) -> Placement:
     bound was taken from meets, so the last price (casts before traffic) always does.
     """
     for price in (*CAST_PRICES, _scale(problem)):
-        placement = place_optimally(problem, lambda cost, price=price: cost.traffic + price * cost.activation_cast_bytes)
+        placement = place_optimally(
+            problem, lambda cost, price=price: cost.traffic + price * cost.activation_cast_bytes
+        )
         if cost_of(problem, placement.labels, placement.anchors).activation_cast_bytes <= cast_bytes:
             break
     return placement
