@@ -106,17 +106,17 @@ class _Builder:
         for user, index in problem.uses[tensor]:
             slot, at = problem.facts[user].slots[index], self._vertex(user)
             promoted = slot.kind is SlotKind.PROMOTED
-            group = (user, promoted or index) if fact.written else None
+            key = (user, promoted or index) if fact.written else None
             if promoted and user in self.undecided:
-                widening[group].may_choose(user)
+                widening[key].may_choose(user)
             elif slot.kind is SlotKind.KEEP:
                 at = SOURCE if fact.dtype == problem.low_dtype else SINK
-                (narrowing if at == SOURCE else widening)[group].need(at)
+                (narrowing if at == SOURCE else widening)[key].need(at)
                 continue
             elif at != SOURCE and required(problem, user, slot, False, None) is False:
-                widening[group].need(at)
+                widening[key].need(at)
             if at != SINK and required(problem, user, slot, True, None):
-                narrowing[group].need(at)
+                narrowing[key].need(at)
         moved, activation = CAST_BYTES * fact.elements, 0 if fact.is_parameter else 1
         weight = self.weigh(Cost(moved, moved, 1, moved * activation, activation))
         producer = self._vertex(fact.owner)

@@ -122,7 +122,8 @@ def _isolate_written_memory(graph: Graph) -> bool:
             continue
         with graph.inserting_after(first):
             storage = graph.call_function(aten.clone.default, (first,))
-        first.replace_all_uses_with(storage, delete_user_cb=lambda user, storage=storage: user is not storage)
+        for user in [u for u in first.users if u is not storage]:
+            user.replace_input_with(first, storage)
         storage.meta = {k: v for k, v in first.meta.items() if k != "from_node"} | {META_KEY: STORAGE_NODE}
         for node in (storage, *members[1:]):
             node.meta["val"] = evaluate(node, mode)

@@ -98,12 +98,14 @@ def place_within(problem: Problem, cast_bytes: int) -> Placement:
     bound was taken from meets, so the last price (casts before traffic) always does.
     """
     for price in (*CAST_PRICES, _scale(problem)):
-        placement = place_optimally(
-            problem, lambda cost, price=price: cost.traffic + price * cost.activation_cast_bytes
-        )
+        placement = place_optimally(problem, _priced(price))
         if cost_of(problem, placement.labels, placement.anchors).activation_cast_bytes <= cast_bytes:
             break
     return placement
+
+
+def _priced(price: int) -> Weigher:
+    return lambda cost: cost.traffic + price * cost.activation_cast_bytes
 
 
 def place_optimally(problem: Problem, weigh: Weigher) -> Placement:
