@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.autocast_entries import RUNS_IN, Entry, cast, entries
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
@@ -17,6 +16,7 @@ from torch.utils import _pytree as pytree
 import ampgraph
 from ampgraph import OpLists, Policy
 from ampgraph.passes import ClassifyOps, PlaceCasts, PropagatePins, run_passes, workspace
+from tests.autocast_entries import RUNS_IN, Entry, cast, entries
 
 CUDA, CPU = list(entries("cuda")), list(entries("cpu"))
 PLACEMENTS = ("optimal", "autocast")
@@ -108,7 +108,9 @@ def test_planned_only(entry: Entry, placement: str):
     )
     run_passes(graph_module, analysis)
     plan = workspace(graph_module).plan
-    assert next(d for name, d in plan.decisions.items() if name.startswith(entry.op)).dtype == entry.output_dtype
+    assert (
+        next(d for name, d in plan.decisions.items() if name.startswith(entry.op)).dtype == entry.output_dtype
+    )
     expected = 2 if RUNS_IN[entry.section] == "low" else 0
     assert len(plan.casts) == expected
 

@@ -1,0 +1,96 @@
+"""Whole models of timm, transformers and torchvision: converted, run, and compared with float32 and autocast.
+
+`tools/zoo_check.py` does the same for every model of the zoo, and writes docs/zoo.md.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.zoo import models as zoo
+from tests.zoo.measure import AUTOCAST, OPTIMAL, Run, Subject, activation_cast_bytes, tolerance
+
+NAMES = (
+    "timm/resnet18",
+    "timm/mobilenetv3_small_100",
+    "timm/convnext_atto",
+    "timm/regnetx_002",
+    "timm/vit_tiny_patch16_224",
+    "timm/beit_base_patch16_224",
+    "timm/cait_xxs24_224",
+    "timm/eva02_tiny_patch14_224",
+    "timm/poolformer_s12",
+    "timm/mixer_s32_224",
+    "torchvision/resnet18",
+    "torchvision/mnasnet0_5",
+    "torchvision/shufflenet_v2_x0_5",
+    "torchvision/squeezenet1_1",
+    "torchvision/vgg11_bn",
+    "torchvision/lraspp_mobilenet_v3_large",
+    "torchvision/vit",
+    "torchvision/swin",
+    "torchvision/maxvit",
+    "torchvision/r3d_18",
+    "transformers/bert",
+    "transformers/deberta_v2",
+    "transformers/gpt2",
+    "transformers/llama_eager",
+    "transformers/qwen3",
+    "transformers/t5",
+    "transformers/mixtral",
+    "transformers/wav2vec2",
+    "transformers/whisper",
+    "transformers/clip",
+    "transformers/segformer",
+    "own/gru",
+    "own/unet",
+)
+DTYPES = (torch.float16, torch.bfloat16)
+
+
+def combinations() -> list:
+    """Every model in both modes; dtype and level take turns, so that each pair of them meets each mode."""
+    found = []
+    for index, name in enumerate(NAMES):
+        for position, mode in enumerate(("eval", "train")):
+            dtype = DTYPES[(index + position) % 2]
+            level = ("O1", "O2")[(index // 2) % 2]
+            found.append(pytest.param(name, mode, dtype, level, id=f"{name}-{mode}-{str(dtype)[6:]}-{level}"))
+    return found
+
+
+def test_each_library_is_there_ten_times() -> None:
+    assert set(NAMES) <= set(zoo.names())
+    for family in ("timm", "torchvision", "transformers"):
+        assert sum(zoo.get(name).family == family for name in NAMES) >= 10
+
+
+@pytest.mark.zoo
+@pytest.mark.parametrize(("name", "mode", "dtype", "level"), combinations())
+@pytest.mark.filterwarnings("ignore")
+def test_model(name: str, mode: str, dtype: torch.dtype, level: str) -> None:
+    subject = Subject.of(name, mode)
+    amp = subject.convert(OPTIMAL[level], dtype)
+    autocast = subject.convert(AUTOCAST, dtype)
+
+    check_bytes(subject, amp, autocast, dtype)
+    run = subject.run_converted(amp)
+    check_gradients(subject, run)
+    for mine, theirs in zip(
+        subject.errors(run), subject.errors(subject.run_converted(autocast)), strict=True
+    ):
+        assert mine <= tolerance(level, dtype, theirs)
+
+
+def check_bytes(subject: Subject, amp, autocast, dtype: torch.dtype) -> None:
+    """No more cast bytes than torch's CUDA autocast, no more modelled traffic than its rule."""
+    assert activation_cast_bytes(amp.graph_module) <= subject.oracle(dtype).activation_cast_bytes
+    assert amp.plan.cost.traffic <= autocast.plan.baselines["autocast"].traffic
+
+
+def check_gradients(subject: Subject, run: Run) -> None:
+    """Every parameter has a gradient where float32 gives it one, in the parameter's own dtype."""
+    parameters = dict(subject.module.named_parameters())
+    assert run.grads.keys() == subject.reference.grads.keys()
+    assert all(dtype == parameters[name].dtype for name, dtype in run.grad_dtypes.items())
