@@ -69,14 +69,18 @@ def _check_dtype(node: Node, plan: Plan) -> None:
         return
     found = {t.dtype for t in tensors(node) if t.dtype.is_floating_point}
     if found - {decision.dtype}:
-        raise VerifyError(f"verify: {_who(node)} was planned as {decision.dtype} ({decision.reason}) but yields {found}")
+        raise VerifyError(
+            f"verify: {_who(node)} was planned as {decision.dtype} ({decision.reason}) but yields {found}"
+        )
 
 
 def _check_cast(node: Node, plan: Plan) -> None:
     source, result = node.args[0].meta["val"].dtype, node.meta["val"].dtype  # type: ignore[union-attr]
     legal = {torch.float32, plan.low_dtype}
     if {source, result} != legal:
-        raise VerifyError(f"verify: {_who(node)} casts {source} to {result}; legal: between {sorted(map(str, legal))}")
+        raise VerifyError(
+            f"verify: {_who(node)} casts {source} to {result}; legal: between {sorted(map(str, legal))}"
+        )
 
 
 def _check_user_casts(facts: Facts, present: set[Node]) -> None:

@@ -61,7 +61,10 @@ def capturing() -> Iterator[None]:
 def _explain(model: nn.Module, error: Exception) -> str:
     message = str(error).strip().splitlines() or [type(error).__name__]
     hint = ""
-    if any(w in str(error) for w in ("data-dependent", "data dependent", "DataDependent", "is_nonzero", "unbacked")):
+    if any(
+        w in str(error)
+        for w in ("data-dependent", "data dependent", "DataDependent", "is_nonzero", "unbacked")
+    ):
         hint = f" Control flow depends on tensor values: use torch.cond, {_JUST_IN_TIME}."
     where = user_line(error)
     return (
