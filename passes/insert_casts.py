@@ -11,7 +11,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from ampgraph._compat import HigherOrderOperator, fake_mode_of, result_dtypes, with_dtypes
 from ampgraph.errors import PassError
-from ampgraph.plan import META_KEY, Cast, Plan
+from ampgraph.plan import META_KEY, Cast
 
 from .base import Pass, workspace
 
@@ -56,7 +56,7 @@ class InsertCasts(Pass):
 
 
 def insert_cast(graph: Graph, tensor: Node, cast: Cast, before: Node, user: Node, author: str) -> Node:
-    """Inserts one cast, the only place where ampgraph makes one; its fake value comes with `refresh_metadata`."""
+    """Inserts one cast, the only place where ampgraph makes one; `refresh_metadata` gives its value."""
     with graph.inserting_before(before):
         value = _saturated(graph, tensor, cast, author) if cast.saturates else tensor
         node = graph.call_function(aten.to.dtype, (value, cast.dst))

@@ -87,7 +87,8 @@ class PropagatePins(Pass):
         for pattern in self.policy.rules:
             if not any(fnmatchcase(name, pattern) for name in known):
                 raise PolicyError(
-                    f"rule {pattern!r} matches no module and no node of the model.{did_you_mean(pattern, known)}"
+                    f"rule {pattern!r} matches no module and no node of the model."
+                    + did_you_mean(pattern, known)
                 )
 
     def run(self, graph_module: GraphModule) -> bool:

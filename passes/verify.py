@@ -34,7 +34,8 @@ class Verify(Pass):
 
     def run(self, graph_module: GraphModule) -> bool:
         space = workspace(graph_module)
-        assert space.plan is not None and space.facts is not None
+        assert space.plan is not None
+        assert space.facts is not None
         present = set(graph_module.graph.nodes)
         mode = fake_mode_of(graph_module.graph)
         for node in graph_module.graph.nodes:
@@ -100,7 +101,8 @@ def _check_outputs(graph_module: GraphModule, facts: Facts) -> None:
         found = {t.dtype for t in tensors(value)}  # type: ignore[arg-type]
         if found != {facts[slot.tensor].dtype}:
             raise VerifyError(
-                f"verify: graph output {slot.tensor.name!r} was {facts[slot.tensor].dtype} in the source, is {found}"
+                f"verify: graph output {slot.tensor.name!r} was {facts[slot.tensor].dtype} in the source, "
+                f"is {found}"
             )
 
 

@@ -7,16 +7,16 @@ import random
 
 import pytest
 import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from ampgraph import Policy
 from ampgraph.passes import ClassifyOps, PropagatePins, place, workspace
 from ampgraph.passes.branch import Search
 from ampgraph.passes.classify import SlotKind
 from ampgraph.passes.costs import cost_of
 from ampgraph.passes.mincut import INFINITE, SINK, SOURCE, CutNetwork
 from ampgraph.passes.place import place_optimally
-from torch import fx
-from torch._subclasses.fake_tensor import FakeTensorMode
-
-from ampgraph import Policy
 
 aten = torch.ops.aten
 LOW = torch.bfloat16

@@ -53,7 +53,7 @@ def capture_program(
 
 @contextlib.contextmanager
 def capturing() -> Iterator[None]:
-    """The state in which every capture runs: metadata kept, gradients on, no autocast around, one at a time."""
+    """The state in which a capture runs: metadata kept, gradients on, no autocast, one at a time."""
     with capture_lock, fx_traceback.preserve_node_meta(), torch.enable_grad(), no_ambient_autocast():
         yield
 

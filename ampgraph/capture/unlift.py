@@ -57,7 +57,7 @@ def _attributes_for_inputs(graph_module: fx.GraphModule, program: ExportedProgra
             continue
         value = _value(program, spec)
         target = str(spec.target)
-        # A plain attribute of the root (``self.table = torch.arange(8)``) is not in the dicts that are shared.
+        # A plain attribute of the root (``self.table = torch.arange(8)``) is in none of the shared dicts.
         if _get(source, target) is not value or target in source.__dict__:
             target = "_constant_" + target.replace(".", "_")
             constants[target] = value
