@@ -1,8 +1,7 @@
 # make demo | test | lint | typecheck | check | clean
 #
 # Everything happens in $(VENV), made on first use from constraints.txt and remade when that or
-# pyproject.toml changes. On Linux, the CPU-only torch is on torch's own index:
-#   make demo PIP_FLAGS="--extra-index-url https://download.pytorch.org/whl/cpu"
+# pyproject.toml changes. PIP_FLAGS goes to every pip install, to name another package index, say.
 
 PYTHON ?= python3
 VENV ?= .venv

@@ -17,7 +17,9 @@ from .program import convert_program
 
 
 @overload
-def convert(model: ExportedProgram, *, policy: Policy | str | None = ..., dtype: torch.dtype | None = ...) -> ExportedProgram: ...
+def convert(
+    model: ExportedProgram, *, policy: Policy | str | None = ..., dtype: torch.dtype | None = ...
+) -> ExportedProgram: ...
 @overload
 def convert(
     model: nn.Module,
@@ -71,7 +73,9 @@ def convert(
     policy = Policy.of(policy, dtype)
     if isinstance(model, ExportedProgram):
         if args is not None or kwargs is not None or dynamic_shapes is not None:
-            raise CaptureError("an ExportedProgram is captured already: args, kwargs and dynamic_shapes do not apply.")
+            raise CaptureError(
+                "an ExportedProgram is captured already: args, kwargs and dynamic_shapes do not apply."
+            )
         return convert_program(model, policy)
     source = _checked_model(model)
     device = next((t.device for t in (*source.parameters(), *source.buffers())), _device_of(args, kwargs))
@@ -95,7 +99,9 @@ def _checked_model(model: object) -> nn.Module:
     if isinstance(model, AmpModule):
         raise PolicyError("the model is converted already; convert its .source with the new policy.")
     if isinstance(model, torch.jit.ScriptModule):
-        raise CaptureError("a TorchScript module has no Python code to capture; convert the nn.Module it came from.")
+        raise CaptureError(
+            "a TorchScript module has no Python code to capture; convert the nn.Module it came from."
+        )
     if isinstance(model, nn.Module):
         return model
     raise CaptureError(
@@ -109,7 +115,9 @@ def _check_backend(backend: object) -> None:
         return
     legal = torch._dynamo.list_backends(exclude_tags=())
     if backend not in legal:
-        raise PolicyError(f"backend={backend!r} is not known; legal: {', '.join(legal)}.{did_you_mean(str(backend), legal)}")
+        raise PolicyError(
+            f"backend={backend!r} is not known; legal: {', '.join(legal)}.{did_you_mean(str(backend), legal)}"
+        )
 
 
 def _device_of(args: tuple | None, kwargs: Mapping[str, Any] | None) -> torch.device:

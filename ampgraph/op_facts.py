@@ -82,7 +82,7 @@ LIKES: frozenset[str] = _names(
     new_empty new_zeros new_ones new_full new_empty_strided"""
 )
 
-# Additive masks: what is too large for the low dtype only says "hidden", so it may be clamped on its way there.
+# Additive masks: what is too large for the low dtype only says "hidden", so it may be clamped on its way.
 MASK_SLOTS: Mapping[str, tuple[str, ...]] = {"scaled_dot_product_attention": ("attn_mask",)}
 
 # The low kernel computes in float32 and rounds only its result: op(low) == round(op(float32(low))), bit for

@@ -102,7 +102,14 @@ class Plan:
         return self.decisions[node]
 
     def __reduce__(self):
-        args = (dict(self.decisions), self.casts, self.widened, dict(self.dtype_args), self.low_dtype, self.cost)
+        args = (
+            dict(self.decisions),
+            self.casts,
+            self.widened,
+            dict(self.dtype_args),
+            self.low_dtype,
+            self.cost,
+        )
         return (Plan, (*args, dict(self.baselines), self.optimal))
 
     def __deepcopy__(self, memo: dict) -> Plan:

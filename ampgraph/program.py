@@ -51,6 +51,7 @@ def convert_program(program: ExportedProgram, policy: Policy) -> ExportedProgram
     _mark_parameters(graph_module, program)
     modules = sorted({p for e in program.module_call_graph for p in [e.fqn]})
     rewrite(graph_module, policy.replace(dtype=low_dtype), low_dtype, modules)
+    _fix_grad_modes(graph_module.graph)
     for node in graph_module.graph.nodes:
         node.meta.pop("ampgraph_parameter", None)
         node.meta.pop("ampgraph_value", None)
@@ -73,6 +74,14 @@ def convert_program(program: ExportedProgram, policy: Policy) -> ExportedProgram
         constants=program.constants,
         verifiers=[program.verifier],
     )
+
+
+def _fix_grad_modes(graph: torch.fx.Graph) -> None:
+    """Writes out the grad mode around each region: a program may not ask for it at run time."""
+    for node in graph.find_nodes(op="call_function", target=torch.is_grad_enabled):
+        for user in list(node.users):
+            user.args = (node.meta["val"],)
+        graph.erase_node(node)
 
 
 def _mark_parameters(graph_module: torch.fx.GraphModule, program: ExportedProgram) -> None:

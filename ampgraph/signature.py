@@ -25,12 +25,17 @@ class Signature(NamedTuple):
 def signature_of(args: tuple, kwargs: dict[str, Any]) -> Signature:
     """Returns the signature of a call."""
     if not kwargs and all(type(a) is torch.Tensor for a in args):
-        return Signature(tuple([(a.dtype, a.device, a.dim()) for a in args]), tuple([tuple(a.shape) for a in args]))
+        return Signature(
+            tuple([(a.dtype, a.device, a.dim()) for a in args]), tuple([tuple(a.shape) for a in args])
+        )
     leaves, spec = pytree.tree_flatten((args, kwargs))
     if not kwargs and all(isinstance(leaf, torch.Tensor) for leaf in leaves) and len(leaves) == len(args):
         spec = None  # type: ignore[assignment]  # the same kind as the fast path's
     kinds: list[Hashable] = [] if spec is None else [spec]
-    kinds += [(leaf.dtype, leaf.device, leaf.dim()) if isinstance(leaf, torch.Tensor) else _constant(leaf) for leaf in leaves]
+    kinds += [
+        (leaf.dtype, leaf.device, leaf.dim()) if isinstance(leaf, torch.Tensor) else _constant(leaf)
+        for leaf in leaves
+    ]
     return Signature(tuple(kinds), tuple(tuple(x.shape) for x in leaves if isinstance(x, torch.Tensor)))
 
 
@@ -45,7 +50,11 @@ def _constant(leaf: object) -> Hashable:
 def accepted_shapes(graph_module: fx.GraphModule) -> list[tuple]:
     """Returns, for each tensor input of a captured graph, its sizes: ints, or a symbol for a dynamic one."""
     vals = [n.meta.get("val") for n in graph_module.graph.find_nodes(op="placeholder")]
-    return [tuple(s if isinstance(s, int) else str(s) for s in v.shape) for v in vals if isinstance(v, torch.Tensor)]
+    return [
+        tuple(s if isinstance(s, int) else str(s) for s in v.shape)
+        for v in vals
+        if isinstance(v, torch.Tensor)
+    ]
 
 
 def fits(accepted: list[tuple], shapes: tuple[tuple[int, ...], ...]) -> bool:
@@ -64,7 +73,9 @@ def fits(accepted: list[tuple], shapes: tuple[tuple[int, ...], ...]) -> bool:
     return True
 
 
-def changed_dims(shapes: tuple[tuple[int, ...], ...], others: list[tuple[tuple[int, ...], ...]]) -> list[set[int]]:
+def changed_dims(
+    shapes: tuple[tuple[int, ...], ...], others: list[tuple[tuple[int, ...], ...]]
+) -> list[set[int]]:
     """Returns, for each tensor, the dimensions whose size differs from one of the earlier calls'."""
     return [
         {d for other in others for d in range(len(shape)) if other[i][d] != shape[d]}

@@ -21,7 +21,8 @@ def written_args(node: Node) -> list[Node]:
         if argument.alias_info is None or not argument.alias_info.is_write:
             continue
         value = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)
-        written += [value] if isinstance(value, Node) else [v for v in value or () if isinstance(v, Node)]
+        values = value if isinstance(value, (list, tuple)) else (value,)
+        written += [v for v in values if isinstance(v, Node)]
     return written
 
 

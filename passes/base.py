@@ -60,10 +60,10 @@ class Pass(abc.ABC):
     def run(self, graph_module: GraphModule) -> bool:
         """Does the work in place; returns True when the graph was edited."""
 
-    def requires(self, graph_module: GraphModule) -> None:
+    def requires(self, graph_module: GraphModule) -> None:  # noqa: B027
         """Raises `PassError` when the graph is not what the pass expects."""
 
-    def ensures(self, graph_module: GraphModule) -> None:
+    def ensures(self, graph_module: GraphModule) -> None:  # noqa: B027
         """Raises `PassError` when the result is not what the pass promises."""
 
 
@@ -104,7 +104,9 @@ def _recompile(graph_module: GraphModule) -> None:
     try:
         graph_module.recompile()
     except SyntaxError as error:
-        raise PassError(f"the graph cannot be written as Python (a module or node name it uses?): {error}") from error
+        raise PassError(
+            f"the graph cannot be written as Python (a module or node name it uses?): {error}"
+        ) from error
 
 
 def _run_one(step: Pass, graph_module: GraphModule) -> bool:

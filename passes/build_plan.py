@@ -37,12 +37,16 @@ def _decision(problem: Problem, labels: Labels, node: Node) -> Decision:
     if fact.dtype is None:
         return Decision(None, "source", "no float32 or low-precision result", op_class)
     if fact.owner is not node:
-        return Decision(_dtype(problem, labels[fact.owner]), "source", f"has the dtype of {fact.owner.name!r}", op_class)
+        return Decision(
+            _dtype(problem, labels[fact.owner]), "source", f"has the dtype of {fact.owner.name!r}", op_class
+        )
     variable, low = problem.variables[node], labels[node]
     reason = variable.reason
     if variable.pinned is None:
         reason = f"{reason}: {_choice_reason(problem, labels, node, low)}"
-    return Decision(_dtype(problem, low), variable.by if variable.pinned is not None else "placement", reason, op_class)
+    return Decision(
+        _dtype(problem, low), variable.by if variable.pinned is not None else "placement", reason, op_class
+    )
 
 
 def _choice_reason(problem: Problem, labels: Labels, node: Node, low: bool) -> str:

@@ -109,14 +109,18 @@ class ClassifyOps(Pass):
         if node.target is operator.getitem and isinstance(node.args[0], Node) and _is_sequence(node.args[0]):
             owner = facts[node.args[0]].owner
             return NodeFacts(self._dtype(node), owner, elements=_elements(node, self.low_dtype))
-        fact = NodeFacts(self._dtype(node), _dtype_giver(node, facts), elements=_elements(node, self.low_dtype))
+        fact = NodeFacts(
+            self._dtype(node), _dtype_giver(node, facts), elements=_elements(node, self.low_dtype)
+        )
         fact.is_parameter = _is_parameter(node, facts)
         if isinstance(node.target, OpOverload):
             fact.op_class, fact.class_reason = self.ops.classify(node, self.low_dtype)
             fact.fixed_dtype = _explicit_dtype(node)
             fact.moves_data = not op_facts.is_view(node.target)
         fact.slots = [
-            self._slot(node, fact, path, tensor) for path, tensor in tensor_arguments(node) if facts[tensor].dtype
+            self._slot(node, fact, path, tensor)
+            for path, tensor in tensor_arguments(node)
+            if facts[tensor].dtype
         ]
         return fact
 

@@ -34,7 +34,7 @@ def label_of(problem: Problem, labels: Labels, tensor: Node) -> bool:
 
 
 def required(problem: Problem, node: Node, slot: Slot, low: bool, anchor: Node | None) -> bool | None:
-    """Returns the label that ``node``, itself labelled ``low``, needs of a slot's tensor; None: either will do."""
+    """Returns the label that ``node``, labelled ``low``, needs of a slot's tensor; None: either will do."""
     if slot.kind is SlotKind.ANY:
         return None
     if slot.kind is SlotKind.KEEP:
@@ -56,24 +56,32 @@ def demands(problem: Problem, labels: Labels, anchors: Anchors) -> dict[Demand, 
     return found
 
 
+def promoted_operands(problem: Problem, node: Node) -> list[Node]:
+    """Returns the tensors that a promoting op reads and that decide what it returns."""
+    slots = problem.facts[node].slots
+    return list(dict.fromkeys(s.tensor for s in slots if s.kind is SlotKind.PROMOTED))
+
+
 def needs_anchor(problem: Problem, labels: Labels, node: Node) -> bool:
     """Whether a float32 op that promotes would read low operands only, and so would return low."""
     if labels.get(node, True):
         return False
-    promoted = [s for s in problem.facts[node].slots if s.kind is SlotKind.PROMOTED]
-    return bool(promoted) and all(label_of(problem, labels, s.tensor) for s in promoted)
+    operands = promoted_operands(problem, node)
+    return bool(operands) and all(label_of(problem, labels, t) for t in operands)
 
 
-def complete_anchors(problem: Problem, labels: Labels, anchors: Anchors) -> dict[Node, Node]:
+def greedy_anchors(problem: Problem, labels: Labels) -> dict[Node, Node]:
     """Gives every op that needs one an operand to widen: one that is widened anyway, else the smallest."""
-    chosen = {n: t for n, t in anchors.items() if needs_anchor(problem, labels, n)}
-    missing = [n for n in problem.variables if n not in chosen and needs_anchor(problem, labels, n)]
+    missing = sorted((n for n in problem.variables if needs_anchor(problem, labels, n)), key=lambda n: n.name)
     if not missing:
-        return chosen
+        return {}
+    chosen: dict[Node, Node] = {}
     widened = {tensor for tensor, low in demands(problem, labels, chosen) if not low}
     for node in missing:
-        operands = [s.tensor for s in problem.facts[node].slots if s.kind is SlotKind.PROMOTED]
-        chosen[node] = min(operands, key=lambda t: 0 if t in widened else problem.facts[t].elements)
+        chosen[node] = min(
+            promoted_operands(problem, node),
+            key=lambda t: (t not in widened and problem.facts[t].elements, t.name),
+        )
         widened.add(chosen[node])
     return chosen
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch.fx import Graph, GraphModule, Node
@@ -40,38 +40,49 @@ class InlineRegions(Pass):
 
 def _next_region(graph: Graph) -> Node | None:
     for node in graph.nodes:
-        if node.op == "call_function" and getattr(node.target, "__name__", "") in (_SET_GRAD, _AUTOCAST):
+        if node.op == "call_function" and _name(node) in (_SET_GRAD, _AUTOCAST):
             return node
     return None
+
+
+def _name(node: Node) -> str:
+    return getattr(node.target, "__name__", "")
 
 
 def _inline(graph_module: GraphModule, region: Node) -> None:
     graph = graph_module.graph
     at = next(i for i, a in enumerate(region.args) if isinstance(a, Node) and a.op == "get_attr")
     body_ref = region.args[at]
-    body = getattr(graph_module, body_ref.target)
-    values = dict(zip((n for n in body.graph.nodes if n.op == "placeholder"), region.args[at + 1 :], strict=True))
-    is_grad_region = region.target.__name__ == _SET_GRAD
-    enabled = region.args[0] if is_grad_region else region.args[2]
-    outputs: tuple = ()
+    assert isinstance(body_ref, Node)
+    body = getattr(graph_module, str(body_ref.target))
+    inputs = body.graph.find_nodes(op="placeholder")
+    values: dict[Node, Any] = dict(zip(inputs, region.args[at + 1 :], strict=True))
+    is_grad_region = _name(region) == _SET_GRAD
+    enabled = bool(region.args[0] if is_grad_region else region.args[2])
+    outputs: Any = ()
     with graph.inserting_before(region):
-        if is_grad_region:
-            before = graph.call_function(torch._C._set_grad_enabled, (enabled,))
+        before = _enter_grad_mode(graph, enabled) if is_grad_region else None
         for node in body.graph.nodes:
             if node.op == "output":
                 outputs = map_arg(node.args[0], values.__getitem__)
             elif node.op != "placeholder":
                 values[node] = _copy(graph_module, body, node, values)
-        if is_grad_region:
-            after = graph.call_function(torch._C._set_grad_enabled, (not enabled,))
-            for call in (before, after):
-                call.meta["val"] = None
+        if before is not None:
+            graph.call_function(torch._C._set_grad_enabled, (before,)).meta["val"] = None
     if not is_grad_region:
         _guard(values, LISTS if enabled else FP32)
     _replace_outputs(region, outputs)
     graph.erase_node(region)
     if not body_ref.users:
         graph.erase_node(body_ref)
+
+
+def _enter_grad_mode(graph: Graph, enabled: bool) -> Node:
+    """Sets the grad mode and returns the one before: the caller of the model may have turned it off."""
+    before = graph.call_function(torch.is_grad_enabled)
+    before.meta["val"] = not enabled
+    graph.call_function(torch._C._set_grad_enabled, (enabled,)).meta["val"] = None
+    return before
 
 
 def _guard(values: dict[Node, Node], guard: str) -> None:
@@ -83,10 +94,10 @@ def _guard(values: dict[Node, Node], guard: str) -> None:
             set_guard(new, guard)
 
 
-def _copy(graph_module: GraphModule, body: GraphModule, node: Node, values: dict) -> Node:
+def _copy(graph_module: GraphModule, body: GraphModule, node: Node, values: dict[Node, Any]) -> Node:
     copied = graph_module.graph.node_copy(node, values.__getitem__)
-    if node.op == "get_attr" and isinstance(child := getattr(body, node.target), GraphModule):
-        name = node.target
+    name = str(node.target)
+    if node.op == "get_attr" and isinstance(child := getattr(body, name), GraphModule):
         while hasattr(graph_module, name):
             name += "_inner"
         setattr(graph_module, name, child)

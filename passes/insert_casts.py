@@ -11,7 +11,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from ampgraph._compat import HigherOrderOperator, fake_mode_of, result_dtypes, with_dtypes
 from ampgraph.errors import PassError
-from ampgraph.plan import META_KEY, Cast, Plan
+from ampgraph.plan import META_KEY, Cast
 
 from .base import Pass, workspace
 
@@ -56,7 +56,7 @@ class InsertCasts(Pass):
 
 
 def insert_cast(graph: Graph, tensor: Node, cast: Cast, before: Node, user: Node, author: str) -> Node:
-    """Inserts one cast, the only place where ampgraph makes one; its fake value comes with `refresh_metadata`."""
+    """Inserts one cast, the only place where ampgraph makes one; `refresh_metadata` gives its value."""
     with graph.inserting_before(before):
         value = _saturated(graph, tensor, cast, author) if cast.saturates else tensor
         node = graph.call_function(aten.to.dtype, (value, cast.dst))
@@ -76,7 +76,10 @@ def _saturated(graph: Graph, tensor: Node, cast: Cast, author: str) -> Node:
     bound = torch.finfo(cast.dst).max / 2
     node = graph.call_function(aten.clamp.default, (tensor, -bound, bound))
     node.meta["val"] = tensor.meta["val"]
-    node.meta[META_KEY] = {CLAMPED: author, "reason": f"{tensor.name} masks with values outside {cast.dst}'s range"}
+    node.meta[META_KEY] = {
+        CLAMPED: author,
+        "reason": f"{tensor.name} masks with values outside {cast.dst}'s range",
+    }
     return node
 
 
@@ -128,7 +131,9 @@ def _replaced(container: Any, path: tuple[int | str, ...], value: Node) -> Any:
         return value
     if isinstance(container, dict):
         return {k: _replaced(v, path[1:], value) if k == path[0] else v for k, v in container.items()}
-    return type(container)(_replaced(v, path[1:], value) if i == path[0] else v for i, v in enumerate(container))
+    return type(container)(
+        _replaced(v, path[1:], value) if i == path[0] else v for i, v in enumerate(container)
+    )
 
 
 def _set_named_argument(node: Node, name: str, value: object) -> None:

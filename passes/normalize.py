@@ -77,7 +77,7 @@ def _refresh_written_sets(modified: list[Node], aliases: AliasSets, mode: FakeTe
 
 
 def _functional(node: Node) -> OpOverload | None:
-    """Returns the functional form of an in-place op: same overload, same arguments, no trailing underscore."""
+    """Returns the functional form of an in-place op: same overload and arguments, no underscore at the end."""
     name = node.target._schema.name.split("::")[1]  # type: ignore[union-attr]
     if not name.endswith("_") or node.target.namespace != "aten":  # type: ignore[union-attr]
         return None
@@ -122,7 +122,8 @@ def _isolate_written_memory(graph: Graph) -> bool:
             continue
         with graph.inserting_after(first):
             storage = graph.call_function(aten.clone.default, (first,))
-        first.replace_all_uses_with(storage, delete_user_cb=lambda user, storage=storage: user is not storage)
+        for user in [u for u in first.users if u is not storage]:
+            user.replace_input_with(first, storage)
         storage.meta = {k: v for k, v in first.meta.items() if k != "from_node"} | {META_KEY: STORAGE_NODE}
         for node in (storage, *members[1:]):
             node.meta["val"] = evaluate(node, mode)

@@ -87,7 +87,8 @@ class PropagatePins(Pass):
         for pattern in self.policy.rules:
             if not any(fnmatchcase(name, pattern) for name in known):
                 raise PolicyError(
-                    f"rule {pattern!r} matches no module and no node of the model.{did_you_mean(pattern, known)}"
+                    f"rule {pattern!r} matches no module and no node of the model."
+                    + did_you_mean(pattern, known)
                 )
 
     def run(self, graph_module: GraphModule) -> bool:
@@ -111,7 +112,9 @@ class PropagatePins(Pass):
             return self.policy.use_fp16_guard
         return any(guard_of(n) == FP16 for n in graph_module.graph.nodes)
 
-    def _base_pin(self, node: Node, fact: NodeFacts, range_reason: str | None, guarded_only: bool) -> Variable:
+    def _base_pin(
+        self, node: Node, fact: NodeFacts, range_reason: str | None, guarded_only: bool
+    ) -> Variable:
         """Applies the precedence to one node."""
         source_low = fact.dtype == self.low_dtype
         if self.policy.level == "O0":
@@ -180,7 +183,10 @@ class PropagatePins(Pass):
                 variable.follows = False
                 continue
             problem.variables[node] = Variable(
-                None, "placement", f"{variable.reason}; its kernel rounds once, for low consumers", follows=True
+                None,
+                "placement",
+                f"{variable.reason}; its kernel rounds once, for low consumers",
+                follows=True,
             )
 
 
@@ -199,7 +205,11 @@ def _outputs(node: Node, problem: Problem) -> list[Node]:
 
 
 def _consumers_are_low(node: Node, problem: Problem, narrowable: set[Node]) -> bool:
-    uses = [(user, problem.facts[user].slots[i]) for t in _outputs(node, problem) for user, i in problem.uses.get(t, ())]
+    uses = [
+        (user, problem.facts[user].slots[i])
+        for t in _outputs(node, problem)
+        for user, i in problem.uses.get(t, ())
+    ]
     return bool(uses) and all(_is_low_anyway(user, slot.kind, problem, narrowable) for user, slot in uses)
 
 

@@ -91,7 +91,12 @@ def _largest_finite(graph_module: GraphModule, node: Node) -> float:
     tensor = node.meta.get("ampgraph_value")
     if tensor is None and node.op == "get_attr":
         tensor = _attribute(graph_module, str(node.target))
-    if not isinstance(tensor, torch.Tensor) or isinstance(tensor, FakeTensor) or tensor.is_meta or not tensor.numel():
+    if (
+        not isinstance(tensor, torch.Tensor)
+        or isinstance(tensor, FakeTensor)
+        or tensor.is_meta
+        or not tensor.numel()
+    ):
         return 0.0
     with torch.no_grad():
         low, high = torch.aminmax(tensor.detach())

@@ -34,11 +34,11 @@ class Verify(Pass):
 
     def run(self, graph_module: GraphModule) -> bool:
         space = workspace(graph_module)
-        assert space.plan is not None and space.facts is not None
+        assert space.plan is not None
+        assert space.facts is not None
         present = set(graph_module.graph.nodes)
         mode = fake_mode_of(graph_module.graph)
         for node in graph_module.graph.nodes:
-            _check_metadata(node, mode)
             if is_inserted_cast(node):
                 _check_cast(node, space.plan)
             elif node.op != "output" and not is_inserted(node):
@@ -46,6 +46,8 @@ class Verify(Pass):
         _check_user_casts(space.facts, present)
         if self.keep_io_dtypes:
             _check_outputs(graph_module, space.facts)
+        for node in graph_module.graph.nodes:
+            _check_metadata(node, mode)
         return False
 
 
@@ -68,14 +70,18 @@ def _check_dtype(node: Node, plan: Plan) -> None:
         return
     found = {t.dtype for t in tensors(node) if t.dtype.is_floating_point}
     if found - {decision.dtype}:
-        raise VerifyError(f"verify: {_who(node)} was planned as {decision.dtype} ({decision.reason}) but yields {found}")
+        raise VerifyError(
+            f"verify: {_who(node)} was planned as {decision.dtype} ({decision.reason}) but yields {found}"
+        )
 
 
 def _check_cast(node: Node, plan: Plan) -> None:
     source, result = node.args[0].meta["val"].dtype, node.meta["val"].dtype  # type: ignore[union-attr]
     legal = {torch.float32, plan.low_dtype}
     if {source, result} != legal:
-        raise VerifyError(f"verify: {_who(node)} casts {source} to {result}; legal: between {sorted(map(str, legal))}")
+        raise VerifyError(
+            f"verify: {_who(node)} casts {source} to {result}; legal: between {sorted(map(str, legal))}"
+        )
 
 
 def _check_user_casts(facts: Facts, present: set[Node]) -> None:
@@ -95,7 +101,8 @@ def _check_outputs(graph_module: GraphModule, facts: Facts) -> None:
         found = {t.dtype for t in tensors(value)}  # type: ignore[arg-type]
         if found != {facts[slot.tensor].dtype}:
             raise VerifyError(
-                f"verify: graph output {slot.tensor.name!r} was {facts[slot.tensor].dtype} in the source, is {found}"
+                f"verify: graph output {slot.tensor.name!r} was {facts[slot.tensor].dtype} in the source, "
+                f"is {found}"
             )
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.autocast_entries import CPU_ONLY, RUNS_IN, Entry, entries
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
 from ampgraph.oplists import OpClass, OpLists
+from tests.autocast_entries import CPU_ONLY, RUNS_IN, Entry, entries
 
 CUDA, CPU = list(entries("cuda")), list(entries("cpu"))
 TORCH = OpLists.torch()

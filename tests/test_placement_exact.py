@@ -8,7 +8,7 @@ import operator
 import pytest
 
 from ampgraph import Policy
-from ampgraph.passes import place
+from ampgraph.passes import branch, place
 from ampgraph.passes.costs import cost_of
 
 from .brute_force import allowed, anchorless, every_cost, moved
@@ -99,11 +99,12 @@ def test_anchor_conflict_branches(monkeypatch, objective):
         add.meta["custom"] = {"ampgraph_guard": "fp32"}
     graph_module = build.finish(*adds)
     problem = problem_of(graph_module, Policy(level="O2"))
-    solved = []
-    cut = place._cut
-    monkeypatch.setattr(place, "_cut", lambda *args: solved.append(1) or cut(*args))
+    branched = []
+    take = branch.Search._branch
+    monkeypatch.setattr(branch.Search, "_branch", lambda *args: branched.append(1) or take(*args))
+    monkeypatch.setattr(branch, "elimination_order", lambda *_: None)
     placed = optimal(problem, objective)
-    assert len(solved) > 1
+    assert branched
     assert len(set(placed.anchors.values())) == 2
     monkeypatch.undo()
     check(problem)
@@ -132,8 +133,7 @@ def test_limit_on_branching_is_reported(monkeypatch):
     for add in adds:
         add.meta["custom"] = {"ampgraph_guard": "fp32"}
     problem = problem_of(build.finish(*adds), Policy(level="O2"))
-    monkeypatch.setattr(place, "MIN_SOLVES", 1)
-    monkeypatch.setattr(place, "MAX_NODE_SOLVES", 1)
+    monkeypatch.setattr(place, "MAX_WORK", 0)
     placed = optimal(problem, "casts")
     assert not placed.optimal
     assert allowed(problem, placed.labels)

@@ -53,7 +53,7 @@ def capture_program(
 
 @contextlib.contextmanager
 def capturing() -> Iterator[None]:
-    """The state in which every capture runs: metadata kept, gradients on, no autocast around, one at a time."""
+    """The state in which a capture runs: metadata kept, gradients on, no autocast, one at a time."""
     with capture_lock, fx_traceback.preserve_node_meta(), torch.enable_grad(), no_ambient_autocast():
         yield
 
@@ -61,7 +61,10 @@ def capturing() -> Iterator[None]:
 def _explain(model: nn.Module, error: Exception) -> str:
     message = str(error).strip().splitlines() or [type(error).__name__]
     hint = ""
-    if any(w in str(error) for w in ("data-dependent", "data dependent", "DataDependent", "is_nonzero", "unbacked")):
+    if any(
+        w in str(error)
+        for w in ("data-dependent", "data dependent", "DataDependent", "is_nonzero", "unbacked")
+    ):
         hint = f" Control flow depends on tensor values: use torch.cond, {_JUST_IN_TIME}."
     where = user_line(error)
     return (

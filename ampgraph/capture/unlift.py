@@ -33,7 +33,9 @@ def unlift(program: ExportedProgram, source: nn.Module) -> tuple[fx.GraphModule,
         CaptureError: The program is not in training IR (it was decomposed).
     """
     if any(s.kind is OutputKind.BUFFER_MUTATION for s in program.graph_signature.output_specs):
-        raise CaptureError("the program is functionalized; pass the program as torch.export.export returned it.")
+        raise CaptureError(
+            "the program is functionalized; pass the program as torch.export.export returned it."
+        )
     graph_module = program.graph_module
     constants = _attributes_for_inputs(graph_module, program, source)
     children = {n: m for n, m in graph_module._modules.items() if isinstance(m, fx.GraphModule)}
@@ -55,7 +57,7 @@ def _attributes_for_inputs(graph_module: fx.GraphModule, program: ExportedProgra
             continue
         value = _value(program, spec)
         target = str(spec.target)
-        # A plain attribute of the root (``self.table = torch.arange(8)``) is not in the dicts that are shared.
+        # A plain attribute of the root (``self.table = torch.arange(8)``) is in none of the shared dicts.
         if _get(source, target) is not value or target in source.__dict__:
             target = "_constant_" + target.replace(".", "_")
             constants[target] = value
