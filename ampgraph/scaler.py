@@ -1,0 +1,330 @@
+"""`LossScaler`: the state of loss scaling, the skipping of bad steps, and who overflowed.
+
+The scaling itself is inside the converted graph (`ampgraph.boundary`); the scaler owns the numbers that
+the graph reads. Its method names are those of ``torch.amp.GradScaler``, so that loops written for that
+run unchanged; `scale` and `unscale_` have nothing left to do.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from .loss_scale import DynamicLossScale, LossScale, NoLossScale, StaticLossScale
+
+log = logging.getLogger("ampgraph")
+
+INPUTS = "<inputs>"
+_TORCH_KEYS = ("growth_factor", "backoff_factor", "growth_interval")
+
+
+@dataclass(frozen=True)
+class Overflow:
+    """One step whose gradients were not finite.
+
+    Attributes:
+        step: Which step it was, counted from 1, skipped ones included.
+        parameters: The parameters with non-finite gradients, in the order in which the backward met them.
+        scale: The loss scale of that step.
+    """
+
+    step: int
+    parameters: tuple[str, ...]
+    scale: float
+
+
+class ScaleState(nn.Module):
+    """What graphs read: ``scale``, ``inverse`` (0-dim float32) and ``probe`` (float32, one per parameter)."""
+
+    def __init__(self, scale: float, size: int, device: torch.device):
+        super().__init__()
+        self.set(torch.tensor(scale, device=device))
+        object.__setattr__(self, "probe", torch.zeros(size, device=device, requires_grad=True))
+
+    def set(self, scale: Tensor) -> None:
+        """Replaces the scale; the old tensors stay as they are, for backwards still to come."""
+        object.__setattr__(self, "scale", scale)
+        object.__setattr__(self, "inverse", scale.reciprocal())
+
+    def move(self, device: torch.device) -> None:
+        """Moves everything to another device."""
+        self.set(self.scale.to(device))
+        probe = torch.zeros(self.probe.shape[0], device=device, requires_grad=True)
+        object.__setattr__(self, "probe", probe)
+
+
+class LossScaler:
+    """Owns the loss scale of one converted model; ``amp.scaler``.
+
+    Attributes:
+        config: What the policy asked for.
+        state: The tensors that the model's graphs read.
+    """
+
+    def __init__(self, config: LossScale, model: nn.Module, device: torch.device):
+        self.config = config
+        self.names = [name for name, _ in model.named_parameters()]
+        self.state = ScaleState(self._first_scale(), len(self.names) + 1, device)
+        self._slots = weakref.WeakKeyDictionary({p: i for i, (_, p) in enumerate(model.named_parameters())})
+        self._watched = next(iter(model.parameters()), None) if self.is_enabled() else None
+        self._counters = torch.zeros(3, dtype=torch.int32, device=device)
+        self._counters[2] = config.hysteresis if isinstance(config, DynamicLossScale) else 0
+        self._found = torch.zeros((), device=device)
+        self._steps = 0
+        self._attached: list[weakref.ref[Optimizer]] = []
+        self._stepped: list[Optimizer] = []
+        self._pending: tuple[int, Tensor, Tensor] | None = None
+        self._last_overflow: Overflow | None = None
+        self._watched_version: int | None = None
+        self._told = False
+
+    # -- the loop --------------------------------------------------------------------------------
+
+    def is_enabled(self) -> bool:
+        """Whether gradients are scaled at all."""
+        return not isinstance(self.config, NoLossScale)
+
+    def attach(self, *optimizers: Optimizer) -> LossScaler:
+        """Makes plain ``optimizer.step()`` skip bad steps and update the scale by itself; call it once.
+
+        Returns:
+            The scaler, so that ``scaler = amp.scaler.attach(optimizer)`` reads well.
+        """
+        for optimizer in optimizers:
+            if self.is_enabled() and not any(ref() is optimizer for ref in self._attached):
+                self._attached.append(weakref.ref(optimizer))
+                optimizer.step = _attached_step(self, optimizer)  # type: ignore[method-assign]
+        return self
+
+    def scale(self, outputs: Any) -> Any:
+        """Returns its argument: the graph scales."""
+        return outputs
+
+    def unscale_(self, optimizer: Optimizer) -> None:
+        """Does nothing: ``.grad`` holds true gradients already."""
+
+    def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        """Steps the optimizer unless its gradients are not finite.
+
+        No host sync where the optimizer takes ``found_inf`` (``fused=True``), exactly one otherwise.
+
+        Returns:
+            What ``optimizer.step`` returned, or None for a skipped step.
+        """
+        take = getattr(type(optimizer), "step").__get__(optimizer) if self._is_attached(optimizer) else optimizer.step
+        return self._step(optimizer, take, *args, **kwargs)
+
+    def update(self, new_scale: float | Tensor | None = None) -> None:
+        """Ends a step: grows or backs off the scale, and forgets the found overflow."""
+        if not self.is_enabled():
+            return
+        if new_scale is not None:
+            scale = self.state.scale
+            self.state.set(torch.as_tensor(new_scale, dtype=scale.dtype, device=scale.device).clone())
+        elif isinstance(self.config, DynamicLossScale):
+            self._adapt(self.config)
+        self._found = torch.zeros_like(self._found)
+        self._stepped = []
+
+    def get_scale(self) -> float:
+        """Returns the current scale; waits for the device."""
+        return float(self.state.scale)
+
+    @property
+    def last_overflow(self) -> Overflow | None:
+        """The last step whose gradients were not finite; waits for the device."""
+        self._observe()
+        return self._last_overflow
+
+    # -- inside ----------------------------------------------------------------------------------
+
+    def _step(self, optimizer: Optimizer, take: Callable, *args: Any, **kwargs: Any) -> Any:
+        if not self.is_enabled():
+            return take(*args, **kwargs)
+        flags = self._take_flags(optimizer)
+        found = (flags > 0).any().to(torch.float32)
+        self._found = torch.maximum(self._found, found)
+        self._steps += not self._stepped
+        self._stepped.append(optimizer)
+        if isinstance(self.config, StaticLossScale) and not self.config.skip_on_overflow:
+            self._note(flags, found)
+            return take(*args, **kwargs)
+        if getattr(optimizer, "_step_supports_amp_scaling", False):
+            self._note(flags, found)
+            return _step_on_device(optimizer, found, take, *args, **kwargs)
+        if float(found) == 0:
+            return take(*args, **kwargs)
+        self._note(flags, found)
+        self._observe()
+        return None
+
+    def _take_flags(self, optimizer: Optimizer) -> Tensor:
+        """Returns the probe's flags for this optimizer's parameters (and the inputs), and clears them."""
+        probe = self.state.probe
+        if probe.grad is None:
+            return torch.zeros_like(probe, requires_grad=False)
+        flags = _everywhere(probe.grad)
+        mine = {self._slots.get(p) for group in optimizer.param_groups for p in group["params"]} - {None}
+        if len(mine) >= len(self.names) or not mine:
+            probe.grad = None
+            return flags
+        slots = torch.tensor(sorted([*mine, len(self.names)]), device=flags.device)  # type: ignore[type-var]
+        taken = torch.zeros_like(flags).index_copy(0, slots, flags[slots])
+        probe.grad = flags.index_fill(0, slots, 0)
+        return taken
+
+    def _note(self, flags: Tensor, found: Tensor) -> None:
+        """Keeps an overflow for `last_overflow` without waiting for the device."""
+        if self._pending is not None:
+            _, old_flags, old_scale = self._pending
+            bad = found > 0
+            flags, scale = torch.where(bad, flags, old_flags), torch.where(bad, self.state.scale, old_scale)
+            steps = torch.where(bad, torch.full_like(self._found, self._steps), self._pending_steps)
+        else:
+            scale, steps = self.state.scale, torch.full_like(self._found, self._steps)
+        self._pending, self._pending_steps = (self._steps, flags, scale), steps
+
+    def _observe(self) -> None:
+        if self._pending is None:
+            return
+        (_, flags, scale), self._pending = self._pending, None
+        slots = [i for i, flag in enumerate(flags.tolist()) if flag > 0]
+        if not slots:
+            return
+        names = [*self.names, INPUTS]
+        parameters = tuple(names[i] for i in sorted(slots, reverse=True) if i < len(self.names)) or (INPUTS,)
+        self._last_overflow = Overflow(int(self._pending_steps), parameters, float(scale))
+        log.warning(
+            "step %d: non-finite gradients at loss scale %g, first in %s (%d parameters in all)",
+            self._last_overflow.step, self._last_overflow.scale, parameters[0], len(parameters),
+        )
+
+    def _adapt(self, config: DynamicLossScale) -> None:
+        """``torch.amp.GradScaler``'s rule, with patience, floor and ceiling; all on the device."""
+        scale, bad = self.state.scale, self._found > 0
+        good_steps, bad_steps, patience = self._counters
+        bad_steps = torch.where(bad, bad_steps + 1, 0)
+        due = bad_steps >= config.bad_steps_before_backoff
+        patience = torch.where(due, (patience - 1).clamp(min=0), patience)
+        back = due & (patience == 0)
+        good_steps = torch.where(bad, 0, good_steps + 1)
+        grow = good_steps >= config.growth_interval
+        grown = torch.where(grow, scale * config.growth_factor, scale)
+        new = torch.where(back, scale * config.backoff_factor, grown).clamp(config.floor, config.ceiling)
+        counters = (
+            torch.where(grow, 0, good_steps),
+            torch.where(due, 0, bad_steps),
+            torch.where(grow, config.hysteresis, patience),
+        )
+        self._counters = torch.stack(counters).to(torch.int32)
+        self.state.set(new)
+
+    def _is_attached(self, optimizer: Optimizer) -> bool:
+        return any(ref() is optimizer for ref in self._attached)
+
+    def _end_of_round(self, optimizer: Optimizer) -> bool:
+        return all(any(s is ref() for s in self._stepped) for ref in self._attached if ref() is not None)
+
+    def check_loop(self) -> None:
+        """Tells once that a loop steps its optimizer past an active scaler."""
+        if self._watched is None or self._told or self.state.probe.grad is None:
+            return
+        version, self._watched_version = self._watched_version, self._watched._version
+        if version is None or version == self._watched._version or self._steps:
+            return
+        self._told = True
+        warnings.warn(
+            "ampgraph scales the loss of this model, but the loop lets every optimizer step happen, overflow "
+            "or not, and the scale never adapts. Before the loop, add: amp.scaler.attach(optimizer)",
+            stacklevel=4,
+        )
+
+    def _first_scale(self) -> float:
+        if isinstance(self.config, DynamicLossScale):
+            return self.config.init_scale
+        return self.config.value if isinstance(self.config, StaticLossScale) else 1.0
+
+    # -- state -----------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns ``torch.amp.GradScaler``'s keys and ours; plain numbers only."""
+        if not self.is_enabled():
+            return {}
+        good, bad, patience = self._counters.tolist()
+        config = {k: getattr(self.config, k) for k in getattr(self.config, "__dataclass_fields__", ())}
+        last = self.last_overflow
+        return {
+            "scale": self.get_scale(),
+            "_growth_tracker": good,
+            **config,
+            "_bad_tracker": bad,
+            "_hysteresis_left": patience,
+            "_steps": self._steps,
+            "_last_overflow": None if last is None else (last.step, last.parameters, last.scale),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes over a state of ours or of ``torch.amp.GradScaler``."""
+        if not self.is_enabled() or not state:
+            return
+        legal = self.config.__dataclass_fields__
+        self.config = type(self.config)(**{**vars(self.config), **{k: v for k, v in state.items() if k in legal}})
+        device = self.state.scale.device
+        self.state.set(torch.tensor(float(state["scale"]), device=device))
+        _, bad, patience = self._counters.tolist()
+        counters = [state.get("_growth_tracker", 0), state.get("_bad_tracker", bad), state.get("_hysteresis_left", patience)]
+        self._counters = torch.tensor(counters, dtype=torch.int32, device=device)
+        self._steps = state.get("_steps", 0)
+        last = state.get("_last_overflow")
+        self._last_overflow = Overflow(last[0], tuple(last[1]), last[2]) if last else None
+
+    def move(self, device: torch.device) -> None:
+        """Moves the state to the model's device."""
+        if device == self.state.scale.device:
+            return
+        self.state.move(device)
+        self._counters, self._found = self._counters.to(device), self._found.to(device)
+
+
+def _attached_step(scaler: LossScaler, optimizer: Optimizer) -> Callable:
+    reference = weakref.ref(optimizer)
+    original = optimizer.step
+
+    def step(*args: Any, **kwargs: Any) -> Any:
+        result = scaler._step(reference(), original, *args, **kwargs)  # type: ignore[arg-type]
+        if scaler._end_of_round(reference()):  # type: ignore[arg-type]
+            scaler.update()
+        return result
+
+    step.__wrapped__ = original  # type: ignore[attr-defined]
+    return step
+
+
+def _step_on_device(optimizer: Optimizer, found: Tensor, take: Callable, *args: Any, **kwargs: Any) -> Any:
+    optimizer.grad_scale, optimizer.found_inf = None, found  # type: ignore[attr-defined]
+    try:
+        return take(*args, **kwargs)
+    finally:
+        del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
+
+
+def _everywhere(flags: Tensor) -> Tensor:
+    """Joins the flags of all ranks, so that all skip the same steps."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return flags
+    flags = flags.clone()
+    torch.distributed.all_reduce(flags, op=torch.distributed.ReduceOp.MAX)
+    return flags
+
+
+def parameter_slots(scaler: LossScaler, parameters: Iterable[tuple[str, nn.Parameter]]) -> tuple[tuple[str, int], ...]:
+    """Maps graph node names to the probe's slots of the parameters behind them."""
+    return tuple((name, scaler._slots[p]) for name, p in parameters if p in scaler._slots)
