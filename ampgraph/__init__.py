@@ -3,6 +3,7 @@
 from .convert import convert
 from .errors import AmpGraphError, CaptureError, PassError, PolicyError, VerifyError
 from .guards import fp16_guard, fp32_guard
+from .loss_scale import DynamicLossScale, NoLossScale, StaticLossScale
 from .module import AmpModule
 from .oplists import OpLists
 from .plan import Cast, Decision, Plan
@@ -17,12 +18,15 @@ __all__ = [
     "CaptureError",
     "Cast",
     "Decision",
+    "DynamicLossScale",
+    "NoLossScale",
     "OpLists",
     "PassError",
     "Plan",
     "Policy",
     "PolicyError",
     "VerifyError",
+    "StaticLossScale",
     "convert",
     "export",
     "fp16_guard",

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import warnings
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,7 +73,7 @@ class LossScaler:
         self.config = config
         self.names = [name for name, _ in model.named_parameters()]
         self.state = ScaleState(self._first_scale(), len(self.names) + 1, device)
-        self._slots = weakref.WeakKeyDictionary({p: i for i, (_, p) in enumerate(model.named_parameters())})
+        self._slots = {id(p): i for i, (_, p) in enumerate(model.named_parameters())}
         self._watched = next(iter(model.parameters()), None) if self.is_enabled() else None
         self._counters = torch.zeros(3, dtype=torch.int32, device=device)
         self._counters[2] = config.hysteresis if isinstance(config, DynamicLossScale) else 0
@@ -87,6 +87,10 @@ class LossScaler:
         self._told = False
 
     # -- the loop --------------------------------------------------------------------------------
+
+    def slot_of(self, parameter: object) -> int | None:
+        """Returns the probe's slot of a parameter of the model, or None."""
+        return self._slots.get(id(parameter))
 
     def is_enabled(self) -> bool:
         """Whether gradients are scaled at all."""
@@ -172,7 +176,7 @@ class LossScaler:
         if probe.grad is None:
             return torch.zeros_like(probe, requires_grad=False)
         flags = _everywhere(probe.grad)
-        mine = {self._slots.get(p) for group in optimizer.param_groups for p in group["params"]} - {None}
+        mine = {self._slots.get(id(p)) for group in optimizer.param_groups for p in group["params"]} - {None}
         if len(mine) >= len(self.names) or not mine:
             probe.grad = None
             return flags
@@ -323,8 +327,3 @@ def _everywhere(flags: Tensor) -> Tensor:
     flags = flags.clone()
     torch.distributed.all_reduce(flags, op=torch.distributed.ReduceOp.MAX)
     return flags
-
-
-def parameter_slots(scaler: LossScaler, parameters: Iterable[tuple[str, nn.Parameter]]) -> tuple[tuple[str, int], ...]:
-    """Maps graph node names to the probe's slots of the parameters behind them."""
-    return tuple((name, scaler._slots[p]) for name, p in parameters if p in scaler._slots)
