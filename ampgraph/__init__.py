@@ -1,7 +1,10 @@
 """ampgraph: automatic mixed precision as a graph-compiler pass on torch.fx."""
 
 from .convert import convert
+from .draw import draw, to_networkx
 from .errors import AmpGraphError, CaptureError, PassError, PolicyError, VerifyError
+from .explain import explain
+from .explanation import Explanation
 from .guards import fp16_guard, fp32_guard
 from .loss_scale import DynamicLossScale, NoLossScale, StaticLossScale
 from .module import AmpModule
@@ -19,16 +22,20 @@ __all__ = [
     "Cast",
     "Decision",
     "DynamicLossScale",
+    "Explanation",
     "NoLossScale",
     "OpLists",
     "PassError",
     "Plan",
     "Policy",
     "PolicyError",
-    "VerifyError",
     "StaticLossScale",
+    "VerifyError",
     "convert",
+    "draw",
+    "explain",
     "export",
     "fp16_guard",
     "fp32_guard",
+    "to_networkx",
 ]

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch._dynamo.source import LocalSource
 from torch._ops import HigherOrderOperator, OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.export import ExportedProgram
@@ -18,10 +19,12 @@ __all__ = [
     "FakeTensor",
     "FakeTensorMode",
     "HigherOrderOperator",
+    "LocalSource",
     "OpOverload",
     "accept_real_constants",
     "evaluate",
     "fake_mode_of",
+    "keep_dynamo_out",
     "no_ambient_autocast",
     "result_dtypes",
     "set_calling_convention",
@@ -123,6 +126,13 @@ def no_ambient_autocast() -> Iterator[None]:
     """Hides every enabled ``torch.autocast`` from the code inside."""
     with torch._C._DisableAutocast():
         yield
+
+
+def keep_dynamo_out(function: Callable) -> None:
+    """Lets Dynamo inline ``function`` into what it captures, but never compile it as a frame of its own."""
+    from torch._dynamo.eval_frame import skip_code
+
+    skip_code(function.__code__)
 
 
 def size_hint(size: int | torch.SymInt, fallback: int = 1) -> int:

@@ -10,10 +10,13 @@ import contextlib
 import threading
 import warnings
 from collections.abc import Iterator
+from functools import cache
 
 import torch
 from torch.fx import Node
 from torch.fx import traceback as fx_traceback
+
+from ._compat import keep_dynamo_out
 
 GUARD_KEY = "ampgraph_guard"
 FP16, FP32, LISTS = "fp16", "fp32", "lists"
@@ -64,12 +67,21 @@ def set_guard(node: Node, guard: str) -> None:
 @contextlib.contextmanager
 def warn_about_uncaptured_guards() -> Iterator[None]:
     """While active, a guard that really executes (instead of being captured) is reported once."""
+    _keep_dynamo_out_of_guards()
     before = getattr(_running, "active", False)
     _running.active = True
     try:
         yield
     finally:
         _running.active = before
+
+
+@cache
+def _keep_dynamo_out_of_guards() -> None:
+    """Dynamo would compile a guard left outside by a graph break on its own, where it looks captured."""
+    for function in (fp16_guard, fp32_guard):
+        keep_dynamo_out(function.__wrapped__)  # type: ignore[attr-defined]
+    keep_dynamo_out(_capturing)
 
 
 def _capturing(name: str) -> bool:

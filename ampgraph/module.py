@@ -5,8 +5,9 @@ from __future__ import annotations
 import copy
 import inspect
 import logging
+import operator
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,12 +15,14 @@ import torch
 from torch import fx, nn
 from torch.export import Dim, ExportedProgram, ShapesCollection
 
+from ._compat import no_ambient_autocast
 from .capture import capture_program, unlift
 from .errors import AmpGraphError, CaptureError
 from .guards import warn_about_uncaptured_guards
 from .plan import Plan
 from .policy import Policy
-from .rewrite import rewrite
+from .rewrite import add_boundary, rewrite
+from .scaler import LossScaler
 from .signature import Signature, accepted_shapes, changed_dims, fits, signature_of
 
 log = logging.getLogger("ampgraph")
@@ -69,6 +72,7 @@ class AmpModule(nn.Module):
     Attributes:
         source: The model it was made from, unchanged.
         policy: The policy, with its dtype filled in.
+        scaler: The loss scaler; does nothing where the policy asks for no loss scale.
     """
 
     def __init__(self, source: nn.Module, options: Options):
@@ -79,6 +83,7 @@ class AmpModule(nn.Module):
         self.__dict__["_variants"] = {}
         self.__dict__["_current"] = None
         self.__dict__["_all_modules"] = tuple(source.modules())
+        self.__dict__["scaler"] = LossScaler(options.policy.active_loss_scale(), source, device_of(source))
         self.__dict__["forward"] = self._make_forward()
         if options.just_in_time:
             self.__dict__["_compiled"] = self._compile_just_in_time()
@@ -140,9 +145,23 @@ class AmpModule(nn.Module):
         return forward
 
     def _run(self, args: tuple, kwargs: dict[str, Any]) -> Any:
+        if torch._C._is_any_autocast_enabled():
+            # Precision is the plan's alone: an autocast around the call must not cast once more.
+            with no_ambient_autocast():
+                return self._call(args, kwargs)
+        return self._call(args, kwargs)
+
+    def _call(self, args: tuple, kwargs: dict[str, Any]) -> Any:
         if "_compiled" in self.__dict__:
-            with warn_about_uncaptured_guards():
-                return self._compiled(*args, **kwargs)
+            try:
+                with warn_about_uncaptured_guards():
+                    return self._compiled(*args, **kwargs)
+            except RuntimeError as error:
+                # Dynamo wraps what a backend raises.
+                inner = getattr(error, "inner_exception", None)
+                if isinstance(inner, AmpGraphError):
+                    raise inner from None
+                raise
         return self.variant_for(args, kwargs).run(*args, **kwargs)
 
     def variant_for(self, args: tuple, kwargs: dict[str, Any]) -> Variant:
@@ -190,11 +209,16 @@ class AmpModule(nn.Module):
         graph_module, constants = unlift(program, self.source)
         modules = [name for name, _ in self.source.named_modules()]
         plan = rewrite(graph_module, self.policy, self.options.low_dtype, modules)
+        add_boundary(graph_module, plan, self.scaler, self._parameter_nodes(graph_module))
         run = _runner(graph_module, self.options)
         return Variant(
             graph_module, plan, run, accepted_shapes(graph_module), signature.shapes, constants,
             capture_seconds, time.perf_counter() - start,
         )
+
+    def _parameter_nodes(self, graph_module: fx.GraphModule) -> Iterator[tuple[str, object]]:
+        for node in graph_module.graph.find_nodes(op="get_attr"):
+            yield node.name, operator.attrgetter(node.target)(graph_module)
 
     def _compile_just_in_time(self) -> Callable:
         from .backends import make_backend
@@ -205,7 +229,7 @@ class AmpModule(nn.Module):
             self.__dict__["_current"], self.__dict__["_current_flags"] = variant, self._flags()
 
         modules = tuple(name for name, _ in self.source.named_modules())
-        return torch.compile(self.source, backend=make_backend(self.options, modules, record))
+        return torch.compile(self.source, backend=make_backend(self.options, modules, record, self.scaler))
 
     # -- being a module --------------------------------------------------------------------------
 
@@ -229,6 +253,7 @@ class AmpModule(nn.Module):
 
     def _apply(self, fn: Callable, recurse: bool = True) -> AmpModule:
         self.source._apply(fn, recurse)
+        self.scaler.move(device_of(self.source))
         for variants in self._variants.values():
             for variant in variants:
                 for name, value in variant.constants.items():
@@ -248,14 +273,21 @@ class AmpModule(nn.Module):
         self.source._load_from_state_dict(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict) -> AmpModule:
-        return _rebuild(copy.deepcopy(self.source, memo), self.options)
+        return _rebuild(copy.deepcopy(self.source, memo), self.options, self.scaler.state_dict())
 
     def __reduce__(self) -> tuple:
-        return _rebuild, (self.source, self.options)
+        return _rebuild, (self.source, self.options, self.scaler.state_dict())
 
 
-def _rebuild(source: nn.Module, options: Options) -> AmpModule:
-    return AmpModule(source, options)
+def _rebuild(source: nn.Module, options: Options, scaler_state: dict[str, Any]) -> AmpModule:
+    amp = AmpModule(source, options)
+    amp.scaler.load_state_dict(scaler_state)
+    return amp
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Returns the device of the model's first parameter or buffer."""
+    return next((t.device for t in (*model.parameters(), *model.buffers())), torch.device("cpu"))
 
 
 def _dynamic(args: tuple, kwargs: dict[str, Any], dims: list[set[int]]) -> ShapesCollection:

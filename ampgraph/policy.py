@@ -92,6 +92,8 @@ class Policy:
                 f"Policy: loss_scale={self.loss_scale!r}; legal: NoLossScale(), StaticLossScale(value), "
                 "DynamicLossScale(...) or None."
             )
+        if not isinstance(self.keep_io_dtypes, bool):
+            raise PolicyError(f"Policy: keep_io_dtypes={self.keep_io_dtypes!r}; legal: True, False.")
         if not isinstance(self.rules, Mapping):
             raise PolicyError(f"Policy: rules must be a dict, got {type(self.rules).__name__}.")
         for pattern, value in self.rules.items():

@@ -45,6 +45,8 @@ def convert_program(program: ExportedProgram, policy: Policy) -> ExportedProgram
     """Returns a new program with casts inserted; the given one is not changed."""
     low_dtype = policy.low_dtype(next((t.device for t in program.state_dict.values()), torch.device("cpu")))
     graph_module = copy.deepcopy(program.graph_module)
+    for old, new in zip(program.graph.nodes, graph_module.graph.nodes, strict=True):
+        new.name = old.name  # a copy renames what shadows a builtin, such as "input"; the signature does not
     signature = copy.deepcopy(program.graph_signature)
     _mark_parameters(graph_module, program)
     modules = sorted({p for e in program.module_call_graph for p in [e.fqn]})

@@ -23,6 +23,7 @@ from .loss_scale import DynamicLossScale, LossScale, NoLossScale, StaticLossScal
 log = logging.getLogger("ampgraph")
 
 INPUTS = "<inputs>"
+STATE_NAMES = ("amp_scale", "amp_inverse", "amp_probe")
 _TORCH_KEYS = ("growth_factor", "backoff_factor", "growth_interval")
 
 
@@ -53,6 +54,10 @@ class ScaleState(nn.Module):
         """Replaces the scale; the old tensors stay as they are, for backwards still to come."""
         object.__setattr__(self, "scale", scale)
         object.__setattr__(self, "inverse", scale.reciprocal())
+
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns scale, inverse and probe."""
+        return self.scale, self.inverse, self.probe
 
     def move(self, device: torch.device) -> None:
         """Moves everything to another device."""

@@ -113,7 +113,10 @@ def _autocast_calls_to_guards(graph: Graph) -> bool:
             open_regions = [r for r in open_regions if r[0] is not node.args[0]]
             ended += [node, node.args[0]]  # type: ignore[list-item]
         elif open_regions and node.op == "call_function":
-            set_guard(node, open_regions[-1][1])
+            enter, guard = open_regions[-1]
+            # A mark that the region's own entry does not bear was made inside the region.
+            if guard_of(node) == guard_of(enter):
+                set_guard(node, guard)
     for node in ended:
         graph.erase_node(node)
     return bool(ended)

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from ampgraph._compat import OpOverload, fake_mode_of, result_dtypes, with_dtypes
+from ampgraph._compat import HigherOrderOperator, fake_mode_of, result_dtypes, with_dtypes
 from ampgraph.errors import PassError
 from ampgraph.plan import META_KEY, Cast, Plan
 
@@ -98,7 +98,7 @@ def refresh_metadata(graph: Graph, edited: Iterable[Node]) -> None:
     dirty = set(edited)
     for node in graph.nodes:
         # A higher-order op reads and returns what it did in the source: its value stays true.
-        if node not in dirty or not isinstance(node.target, OpOverload):
+        if node not in dirty or node.op != "call_function" or isinstance(node.target, HigherOrderOperator):
             continue
         previous = node.meta.get("val", node.args[0].meta["val"] if is_inserted_cast(node) else None)
         value = with_dtypes(previous, result_dtypes(node, mode))

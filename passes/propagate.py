@@ -130,7 +130,9 @@ class PropagatePins(Pass):
             return Variable(False, "kernel", "no low-precision kernel")
         if range_reason:
             return Variable(False, "range", range_reason)
-        return self._wished(node, guarded_only) or self._by_lists(node, fact, source_low)
+        if not any(s.follow for s in fact.slots):
+            return Variable(source_low, "source", "makes its values from no floating input")
+        return self._wished(node, guarded_only) or self._by_lists(node, fact)
 
     def _wished(self, node: Node, guarded_only: bool) -> Variable | None:
         guard = guard_of(node)
@@ -153,12 +155,10 @@ class PropagatePins(Pass):
                 return Variable(value == "low", "rule", f"rule {pattern!r}: {value!r} matches {name!r}")
         return None
 
-    def _by_lists(self, node: Node, fact: NodeFacts, source_low: bool) -> Variable:
+    def _by_lists(self, node: Node, fact: NodeFacts) -> Variable:
         cls, why = fact.op_class, f": {fact.class_reason}" if fact.class_reason else ""
         if cls is None:
             return Variable(False, "list", "in no op list")
-        if not any(s.follow for s in fact.slots):
-            return Variable(source_low, "source", "makes its values from no floating input")
         if cls is OpClass.WHITE:
             return Variable(True, "list", f"white{why}")
         if self.policy.level == "O3" and cls is OpClass.BLACK:

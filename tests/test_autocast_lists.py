@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from autocast_entries import CPU_ONLY, RUNS_IN, Entry, entries
+from tests.autocast_entries import CPU_ONLY, RUNS_IN, Entry, entries
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 

@@ -43,6 +43,7 @@ def unlift(program: ExportedProgram, source: nn.Module) -> tuple[fx.GraphModule,
     for name, value in constants.items():
         object.__setattr__(graph_module, name, value)
     set_calling_convention(graph_module, program)
+    graph_module.recompile()
     return graph_module, {n: v for n, v in constants.items() if isinstance(v, torch.Tensor)}
 
 
@@ -54,7 +55,8 @@ def _attributes_for_inputs(graph_module: fx.GraphModule, program: ExportedProgra
             continue
         value = _value(program, spec)
         target = str(spec.target)
-        if _get(source, target) is not value:
+        # A plain attribute of the root (``self.table = torch.arange(8)``) is not in the dicts that are shared.
+        if _get(source, target) is not value or target in source.__dict__:
             target = "_constant_" + target.replace(".", "_")
             constants[target] = value
         with graph.inserting_before(node):

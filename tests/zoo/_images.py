@@ -2,43 +2,18 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
-from importlib.util import find_spec
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from tests.zoo.models import Inputs
 
-_OPERATORS = (
-    "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
-    "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
-)
 
-
-@functools.cache
 def allow_torchvision() -> None:
-    """Makes ``import torchvision`` work where its compiled operators do not fit the installed torch.
+    """Makes ``import torchvision`` work beside a torch of another build."""
+    from ampgraph._torchvision import allow_torchvision as allow
 
-    A torchvision built for another torch cannot load its extension, and then fails at import because it
-    describes operators that nobody has defined. Where the extension loads, nothing is done.
-    """
-    import torch
-
-    spec = find_spec("torchvision")
-    if spec is None or spec.origin is None:
-        return
-    for library in Path(spec.origin).parent.glob("_C*.so"):
-        try:
-            torch.ops.load_library(str(library))
-        except OSError:
-            continue
-        return
-    namespace = torch.library.Library("torchvision", "DEF")
-    for schema in _OPERATORS:
-        namespace.define(schema)
-    globals()["_namespace"] = namespace
+    allow()
 
 
 def image(size: int = 64, batch: int = 2) -> Callable[[], Inputs]:

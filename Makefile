@@ -1,0 +1,53 @@
+# make demo | test | lint | typecheck | check | clean
+#
+# Everything happens in $(VENV), made on first use from constraints.txt and remade when that or
+# pyproject.toml changes. On Linux, the CPU-only torch is on torch's own index:
+#   make demo PIP_FLAGS="--extra-index-url https://download.pytorch.org/whl/cpu"
+
+PYTHON ?= python3
+VENV ?= .venv
+PIP_FLAGS ?=
+PYTEST_FLAGS ?= -n 2
+
+BIN := $(VENV)/bin
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) -c constraints.txt
+
+.PHONY: demo test lint typecheck check clean
+
+demo: $(VENV)/.demo
+	$(BIN)/python tools/demo.py
+
+test: $(VENV)/.dev
+	$(BIN)/python -m pytest $(PYTEST_FLAGS)
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check .
+	@if $(BIN)/ruff format --check --quiet .; then echo "ruff format: clean"; else echo "ruff format: the tree is not formatted by ruff; not checked"; fi
+
+# mypy needs the installed package: ampgraph.passes lies in ./passes, which only an installation resolves.
+typecheck: $(VENV)/.dev
+	rm -rf build $(VENV)/typecheck
+	$(INSTALL) --no-deps --no-build-isolation --target $(VENV)/typecheck .
+	rm -rf build
+	cd $(VENV) && MYPYPATH=typecheck bin/mypy --config-file $(CURDIR)/pyproject.toml -p ampgraph
+
+check: lint typecheck test
+
+clean:
+	rm -rf $(VENV) build out *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+
+$(VENV)/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+	  { echo "ampgraph needs Python 3.10 or newer, $(PYTHON) is older: make PYTHON=python3.x" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) -c constraints.txt setuptools wheel
+
+$(VENV)/.demo: pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(INSTALL) --no-build-isolation -e ".[demo]"
+	@$(INSTALL) --only-binary=:all: pygraphviz 2>/dev/null || echo "no pygraphviz wheel here: pictures need the dot program"
+	@touch $@
+
+$(VENV)/.dev: pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(INSTALL) --no-build-isolation -e ".[dev]"
+	@$(INSTALL) --only-binary=:all: pygraphviz 2>/dev/null || echo "no pygraphviz wheel here: pictures need the dot program"
+	@touch $@ $(VENV)/.demo

@@ -1,0 +1,204 @@
+"""`ampgraph.explain`: its numbers are those of the graph, its words those of the plan."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+import ampgraph
+from ampgraph.errors import AmpGraphError, CaptureError
+
+LOW = torch.float16
+
+
+class Attention(nn.Module):
+    """Shared casts, a tuple result, in-kernel widening and a widening cast in one graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(16, 16) for _ in range(3))
+        self.norm = nn.LayerNorm(16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.norm(x)
+        scores = (self.q(x) @ self.k(x).transpose(-1, -2)).softmax(-1)
+        left, right = (scores @ self.v(x)).split(8, -1)
+        return left.exp() + right
+
+
+class Undone(nn.Module):
+    """The user widens a low value that a low op reads next: the clean-up removes a planned cast."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x).float())
+
+
+class InPlace(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        buffer = torch.zeros(4, 8)
+        buffer[:2] = self.linear(x)
+        return self.linear(buffer)
+
+
+def conv() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.Flatten(), nn.Linear(144, 5)
+    )
+
+
+CASES = {
+    "attention": (Attention, (2, 8, 16)),
+    "undone": (Undone, (2, 8)),
+    "in place": (InPlace, (2, 8)),
+    "conv": (conv, (2, 3, 8, 8)),
+}
+
+
+@pytest.fixture(
+    scope="module", params=[(case, level) for case in CASES for level in ("O0", "O1", "O2")], ids=str
+)
+def amp(request: pytest.FixtureRequest) -> ampgraph.AmpModule:
+    case, level = request.param
+    build, shape = CASES[case]
+    return ampgraph.convert(build(), (torch.randn(shape),), policy=level, dtype=LOW)
+
+
+def attention(**options: object) -> ampgraph.AmpModule:
+    return ampgraph.convert(Attention(), (torch.randn(2, 8, 16),), dtype=LOW, **options)  # type: ignore[arg-type]
+
+
+def counted(graph_module: torch.fx.GraphModule) -> tuple[int, int, int, int]:
+    """Counts inserted casts by other means: (casts, bytes, activation casts, activation bytes)."""
+    casts = moved = activations = activation_bytes = 0
+    for node in graph_module.graph.find_nodes(op="call_function", target=torch.ops.aten.to.dtype):
+        if not isinstance(node.meta.get("ampgraph"), dict):
+            continue
+        value = node.meta["val"]
+        size = value.numel() * (2 + 4)
+        casts, moved = casts + 1, moved + size
+        if node.args[0].op != "get_attr":
+            activations, activation_bytes = activations + 1, activation_bytes + size
+    return casts, moved, activations, activation_bytes
+
+
+def test_totals_are_what_the_graph_has(amp: ampgraph.AmpModule) -> None:
+    totals = ampgraph.explain(amp).totals
+    found = (totals.casts, totals.cast_bytes, totals.activation_casts, totals.activation_cast_bytes)
+    assert found == counted(amp.graph_module)
+    assert totals.parameter_casts + totals.activation_casts == totals.casts
+    assert totals.parameter_cast_bytes + totals.activation_cast_bytes == totals.cast_bytes
+
+
+def test_cast_bytes_are_those_stamped_on_the_nodes(amp: ampgraph.AmpModule) -> None:
+    nodes = {n.name: n for n in amp.graph_module.graph.nodes}
+    for cast in ampgraph.explain(amp).casts:
+        assert cast.bytes == nodes[cast.name].meta["ampgraph"]["bytes"]
+        assert len(cast.users) == len(nodes[cast.name].users)
+
+
+def test_every_node_is_listed_with_its_dtype(amp: ampgraph.AmpModule) -> None:
+    explanation = ampgraph.explain(amp)
+    names = [n.name for n in amp.graph_module.graph.nodes]
+    assert sorted(names) == sorted([n.name for n in explanation.nodes] + [c.name for c in explanation.casts])
+    values = {n.name: n.meta.get("val") for n in amp.graph_module.graph.nodes}
+    for row in explanation.nodes:
+        if isinstance(values[row.name], torch.Tensor):
+            assert row.dtype == str(values[row.name].dtype).removeprefix("torch.")
+        if row.kind == "op":
+            assert row.by
+            assert row.reason
+
+
+def test_traffic_follows_casts_that_the_clean_up_removed() -> None:
+    amp = ampgraph.convert(Undone(), (torch.randn(2, 8),), dtype=LOW)
+    totals, planned = ampgraph.explain(amp).totals, amp.plan.cost
+    assert totals.casts < planned.casts
+    assert planned.traffic - totals.traffic == planned.cast_bytes - totals.cast_bytes
+
+
+def test_baselines_are_the_plan_s() -> None:
+    amp = attention()
+    explanation = ampgraph.explain(amp)
+    assert explanation.totals.traffic == amp.plan.cost.traffic
+    assert explanation.baselines["autocast"].cast_bytes == amp.plan.baselines["autocast"].cast_bytes
+    assert explanation.baselines["fp32"].casts == 0
+    assert explanation.optimal == amp.plan.optimal
+
+
+def test_in_kernel_widening_is_counted_and_named() -> None:
+    explanation = ampgraph.explain(attention())
+    assert explanation.widened == 1
+    (row,) = [n for n in explanation.nodes if n.widens]
+    assert (row.name, row.widens) == ("add", ("split[1]",))
+
+
+def test_text_shows_every_cast_and_the_totals() -> None:
+    explanation = ampgraph.explain(attention())
+    text = str(explanation)
+    assert "layer_norm" in text
+    assert "test_explain.py:" in text
+    assert "proven optimal" in text
+    assert "autocast rule" in text
+    for cast in explanation.casts:
+        assert cast.tensor in text
+    assert "layer_norm  float32  float16" in explanation.table(casts_only=True)
+    assert "transpose" not in explanation.table(casts_only=True)
+    assert max(map(len, text.splitlines())) < 260
+
+
+def test_dict_and_json_are_plain_and_stable() -> None:
+    first, second = (ampgraph.explain(attention()) for _ in range(2))
+    assert first.to_json() == second.to_json()
+    assert json.loads(first.to_json()) == first.to_dict()
+    assert isinstance(first.to_dict()["totals"]["cast_bytes"], int)
+    assert [c["tensor"] for c in first.to_dict()["casts"]] == [c.tensor for c in first.casts]
+
+
+def test_why() -> None:
+    explanation = ampgraph.explain(attention())
+    assert "decided by list: white" in explanation.why("linear")
+    assert "reads q.weight cast from float32 to float16" in explanation.why("linear")
+    assert "widens split[1]" in explanation.why("add")
+    assert "linear, linear_1, linear_2" in explanation.why(explanation.casts[0].name)
+    with pytest.raises(AmpGraphError, match="Did you mean 'linear"):
+        explanation.why("lineer")
+
+
+def test_takes_a_rewritten_graph_module() -> None:
+    amp = attention()
+    explanation = ampgraph.explain(amp.graph_module)
+    assert explanation.casts == ampgraph.explain(amp).casts
+    assert explanation.policy == ""
+
+
+def test_just_in_time_model_is_explained_after_a_call() -> None:
+    amp = ampgraph.convert(nn.Linear(4, 4), dtype=torch.bfloat16)
+    with pytest.raises(CaptureError, match="not captured yet"):
+        ampgraph.explain(amp)
+    amp(torch.randn(2, 4))
+    assert ampgraph.explain(amp).totals.parameter_casts == 2
+
+
+def test_dynamic_shapes_count_with_their_hints() -> None:
+    shapes = ({0: torch.export.Dim("batch", min=2)},)
+    amp = ampgraph.convert(nn.Linear(4, 4), (torch.randn(6, 4),), dtype=LOW, dynamic_shapes=shapes)
+    totals = ampgraph.explain(amp).totals
+    assert totals.cast_bytes == amp.plan.cost.cast_bytes
+    assert totals.activation_cast_bytes == sum(c.bytes for c in amp.plan.casts if not c.is_parameter)
+
+
+@pytest.mark.parametrize("wrong", [nn.Linear(2, 2), torch.fx.symbolic_trace(nn.ReLU()), None])
+def test_refuses_what_is_not_converted(wrong: object) -> None:
+    with pytest.raises(AmpGraphError, match=r"what ampgraph\.convert returns"):
+        ampgraph.explain(wrong)  # type: ignore[arg-type]

@@ -1,0 +1,158 @@
+"""Rules: globs over module paths and node names."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import ampgraph
+from ampgraph import Policy, PolicyError
+
+from .helpers import dtype_of, nodes_of
+
+BF16, FP32 = torch.bfloat16, torch.float32
+CAPTURES = ["ahead of time", "just in time"]
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
+        self.norm = nn.LayerNorm(8)
+
+    def forward(self, x):
+        return self.norm(self.fc(x))
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return torch.relu(self.head(x))
+
+
+def converted(rules, how="ahead of time", model=None, **policy):
+    x = torch.randn(3, 8)
+    model = model or Net()
+    amp = ampgraph.convert(
+        model, (x,) if how == "ahead of time" else None, policy=Policy(dtype=BF16, rules=rules, **policy)
+    )
+    amp(x)
+    return amp
+
+
+def linears(amp):
+    return dtype_of(amp.graph_module, "linear")
+
+
+@pytest.mark.parametrize("how", CAPTURES)
+def test_module_path(how):
+    assert linears(converted({"head": "fp32"}, how)) == [BF16, BF16, FP32]
+
+
+@pytest.mark.parametrize("how", CAPTURES)
+def test_glob(how):
+    assert linears(converted({"blocks.*.fc": "fp32"}, how)) == [FP32, FP32, BF16]
+    assert linears(converted({"blocks.1*": "fp32"}, how)) == [BF16, FP32, BF16]
+    assert linears(converted({"blocks.[0]": "fp32"}, how)) == [FP32, BF16, BF16]
+
+
+@pytest.mark.parametrize("how", CAPTURES)
+def test_a_module_contains_its_children(how):
+    amp = converted({"blocks.0": "fp32"}, how)
+    assert linears(amp) == [FP32, BF16, BF16]
+    assert dtype_of(amp.graph_module, "layer_norm")[0] == FP32
+
+
+@pytest.mark.parametrize("how", CAPTURES)
+def test_innermost_module_wins(how):
+    assert linears(converted({"blocks.0": "fp32", "blocks.0.fc": "low"}, how)) == [BF16, BF16, BF16]
+    assert linears(converted({"blocks.*": "fp32", "head": "fp32"}, how)) == [FP32, FP32, FP32]
+
+
+def test_node_name_over_module_path():
+    assert linears(converted({"linear_2": "low", "head": "fp32"})) == [BF16, BF16, BF16]
+    assert linears(converted({"linear_1": "fp32"})) == [BF16, FP32, BF16]
+
+
+def test_low_rule_on_a_gray_and_on_a_black_op():
+    amp = converted({"blocks.1.norm": "low"}, model=Net())
+    assert dtype_of(amp.graph_module, "layer_norm")[1] == BF16
+    model = nn.Sequential(nn.Linear(8, 8), nn.Softmax(-1))
+    assert dtype_of(converted({"1": "low"}, model=model).graph_module, "softmax") == [BF16]
+
+
+def test_rule_decision_says_which_rule():
+    amp = converted({"hea*": "fp32"})
+    node = nodes_of(amp.graph_module, "linear")[2]
+    assert amp.plan[node.name].by == "rule"
+    assert "hea*" in amp.plan[node.name].reason
+
+
+def test_contradictory_rules():
+    with pytest.raises(PolicyError, match=r"contradictory.*head"):
+        converted({"head": "low", "hea*": "fp32"})
+
+
+def test_rules_that_agree_are_fine():
+    assert linears(converted({"head": "fp32", "h*": "fp32"})) == [BF16, BF16, FP32]
+
+
+@pytest.mark.parametrize("how", CAPTURES)
+def test_rule_without_a_match_names_a_near_one(how):
+    with pytest.raises((PolicyError, RuntimeError), match=r"blocks\.0\.f.*Did you mean"):
+        converted({"blocks.0.f": "fp32"}, how)
+
+
+def test_rule_without_a_match_just_in_time_is_a_policy_error():
+    with pytest.raises(PolicyError, match="matches no module"):
+        converted({"nonsense": "fp32"}, "just in time")
+
+
+def test_failed_rule_leaves_the_model_alone():
+    model = Net()
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    with pytest.raises(PolicyError):
+        converted({"nonsense": "fp32"}, model=model)
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    assert set(vars(model)) == set(vars(Net()))
+
+
+def test_rule_for_a_module_that_does_not_run_is_fine():
+    class Unused(Net):
+        def __init__(self):
+            super().__init__()
+            self.spare = nn.Linear(2, 2)
+
+    assert linears(converted({"spare": "fp32"}, model=Unused())) == [BF16, BF16, BF16]
+
+
+def test_sequential_paths():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8), nn.ReLU()))
+    for how in CAPTURES:
+        assert linears(converted({"1.0": "fp32"}, how, model=model)) == [BF16, FP32]
+
+
+def test_whole_model_by_star():
+    assert linears(converted({"*": "fp32"})) == [FP32, FP32, FP32]
+
+
+def test_rule_on_a_shared_module():
+    shared = nn.Linear(8, 8)
+
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a = shared
+            self.b = shared
+
+        def forward(self, x):
+            return self.b(self.a(x))
+
+    assert FP32 in linears(converted({"a": "fp32"}, model=Twice()))

@@ -1,0 +1,142 @@
+"""Trains one small network twice on real handwritten digits, in float32 and converted, with the same loop.
+
+    python tools/demo.py [--epochs 8] [--out out/demo]
+
+The loop is plain PyTorch; the only difference is the line that calls ``ampgraph.convert``. The low dtype is
+bfloat16 on every device: its range is float32's, so gradients need no loss scale, which float16 would.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+import warnings
+from pathlib import Path
+
+import torch
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import ampgraph
+from ampgraph.draw import can_render
+from ampgraph.explanation import Explanation
+from ampgraph.graph_view import human_bytes
+from ampgraph.testing import cast_map
+
+BATCH = 64
+
+
+class Digits(nn.Module):
+    """Two convolutions, a hidden layer, ten classes."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.features = nn.Sequential(
+            nn.Conv2d(1, width, 3, padding=1),
+            nn.BatchNorm2d(width),
+            nn.ReLU(),
+            nn.Conv2d(width, 2 * width, 3, padding=1),
+            nn.BatchNorm2d(2 * width),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+        )
+        self.classify = nn.Sequential(
+            nn.Flatten(), nn.Linear(2 * width * 16, 64), nn.ReLU(), nn.Linear(64, 10)
+        )
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.classify(self.features(images))
+
+
+def digits(device: torch.device) -> tuple[TensorDataset, TensorDataset]:
+    """Returns 1,437 training and 360 test images of 8x8 pixels, split with a fixed seed."""
+    data = load_digits()
+    images = torch.tensor(data.images, dtype=torch.float32, device=device).unsqueeze(1) / 16
+    labels = torch.tensor(data.target, device=device)
+    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0)).to(device)
+    test, training = order[:360], order[360:]
+    return TensorDataset(images[training], labels[training]), TensorDataset(images[test], labels[test])
+
+
+def train(model: nn.Module, training: TensorDataset, test: TensorDataset, epochs: int, name: str) -> float:
+    """The plain loop, the same for both; returns the accuracy on the test images."""
+    torch.manual_seed(0)
+    loader = DataLoader(training, BATCH, shuffle=True, drop_last=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+    criterion = nn.CrossEntropyLoss()
+    for epoch in range(1, epochs + 1):
+        start, total = time.perf_counter(), 0.0
+        model.train()
+        for images, labels in loader:
+            loss = criterion(model(images), labels)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            total += loss.item()
+        right = accuracy(model, test)
+        seconds = time.perf_counter() - start
+        loss_text = f"loss {total / len(loader):.4f}  accuracy {right:6.2%}"
+        print(f"  {name}  epoch {epoch}/{epochs}  {loss_text}  {seconds:.1f} s", flush=True)
+    return right
+
+
+@torch.no_grad()
+def accuracy(model: nn.Module, test: TensorDataset) -> float:
+    """Returns the share of test images that the model names rightly."""
+    model.eval()
+    images, labels = test.tensors
+    return (model(images).argmax(1) == labels).float().mean().item()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--epochs", type=int, default=8)
+    parser.add_argument("--out", type=Path, default=Path("out/demo"))
+    options = parser.parse_args()
+    warnings.simplefilter("ignore", FutureWarning)  # of torch, about torch
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    training, test = digits(device)
+    example = (training.tensors[0][:BATCH],)
+
+    print(f"{len(training)} training and {len(test)} test images, on {device}")
+    results = {}
+    for name in ("float32 ", "bfloat16"):
+        torch.manual_seed(0)
+        model: nn.Module = Digits().to(device)
+        if name == "bfloat16":
+            model = ampgraph.convert(model, example, dtype=torch.bfloat16)
+        results[name.strip()] = train(model, training, test, options.epochs, name)
+
+    model.train()
+    model(*example)
+    explanation = ampgraph.explain(model)
+    text = summary(results, explanation)
+    print(f"\n{text}")
+    write(model, explanation, text, options.out)
+
+
+def summary(results: dict[str, float], explanation: Explanation) -> str:
+    """Returns the accuracies side by side, and what the casts of one training forward cost."""
+    totals, autocast = explanation.totals, explanation.baselines["autocast"]
+    rows = [f"accuracy  {name:<9} {value:.2%}" for name, value in results.items()]
+    for name, found in (("here", totals), ("autocast", autocast)):
+        moved = human_bytes(found.activation_cast_bytes)
+        rows.append(f"casts     {name:<9} {found.casts} ({found.activation_casts} of activations, {moved})")
+    return "\n".join(rows)
+
+
+def write(model: nn.Module, explanation: Explanation, text: str, out: Path) -> None:
+    """Writes the graph as text and as a picture (as Graphviz text where none can be made)."""
+    out.mkdir(parents=True, exist_ok=True)
+    code = model.graph_module.print_readable(print_output=False)
+    parts = {"cast map": cast_map(model), "explanation": str(explanation), "graph": code}
+    pages = "\n\n".join(f"== {title} ==\n{part}" for title, part in parts.items())
+    (out / "graph.txt").write_text(pages + "\n")
+    (out / "summary.txt").write_text(text + "\n")
+    picture = ampgraph.draw(model, out / ("graph.svg" if can_render() else "graph.dot"))
+    print(f"wrote {out / 'graph.txt'} and {picture}")
+
+
+if __name__ == "__main__":
+    main()

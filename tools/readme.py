@@ -1,0 +1,84 @@
+"""Writes the generated parts of README.md and docs/block.svg.
+
+    python tools/readme.py           # rewrite them
+    python tools/readme.py --check   # exit 1 where the README's cast map is not what the code gives
+
+The demo's output is taken from out/demo/summary.txt where ``make demo`` has left one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+import ampgraph
+from ampgraph.draw import can_render
+from ampgraph.testing import cast_map
+
+ROOT = Path(__file__).resolve().parent.parent
+README, PICTURE, DEMO = ROOT / "README.md", ROOT / "docs/block.svg", ROOT / "out/demo/summary.txt"
+
+
+class Block(nn.Module):
+    """Attention with a pre-norm: three projections read one normalized tensor."""
+
+    def __init__(self, width: int = 64) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.q, self.k, self.v = (nn.Linear(width, width) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        weights = (self.q(y) @ self.k(y).transpose(1, 2)).softmax(-1)
+        return x + weights @ self.v(y)
+
+
+def converted(level: str = "O1") -> ampgraph.AmpModule:
+    """Returns the block, converted for float16."""
+    torch.manual_seed(0)
+    return ampgraph.convert(Block(), (torch.randn(8, 32, 64),), policy=level, dtype=torch.float16)
+
+
+def block_section() -> str:
+    """Returns the cast map of the block and what it costs."""
+    amp = converted()
+    summary = ampgraph.explain(amp).table(casts_only=True).rpartition("\n\n")[2]
+    return f"```text\n{cast_map(amp)}\n```\n\n```text\n{summary}\n```"
+
+
+def with_section(text: str, name: str, content: str) -> str:
+    """Returns ``text`` with what stands between the markers of ``name`` replaced."""
+    begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
+    pattern = re.compile(f"{re.escape(begin)}.*?{re.escape(end)}", re.DOTALL)
+    if not pattern.search(text):
+        raise SystemExit(f"README.md has no section {begin}")
+    return pattern.sub(lambda _: f"{begin}\n{content}\n{end}", text)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true")
+    options = parser.parse_args()
+    before = README.read_text()
+    after = with_section(before, "block", block_section())
+    if options.check:
+        if after != before:
+            print("README.md is not up to date: run python tools/readme.py", file=sys.stderr)
+        return int(after != before)
+    if DEMO.exists():
+        after = with_section(after, "demo", f"```text\n{DEMO.read_text().rstrip()}\n```")
+    README.write_text(after)
+    if can_render():
+        ampgraph.draw(converted(), PICTURE)
+    else:
+        print("no Graphviz here: docs/block.svg left as it is", file=sys.stderr)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
