@@ -18,7 +18,7 @@ demo: $(VENV)/.demo
 	$(BIN)/python tools/demo.py
 
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest $(PYTEST_FLAGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_FLAGS)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

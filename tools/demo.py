@@ -95,6 +95,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("out/demo"))
     options = parser.parse_args()
     warnings.simplefilter("ignore", FutureWarning)  # of torch, about torch
+    torch.set_num_threads(1)  # images of 8x8 pixels: more threads cost more than they do
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     training, test = digits(device)
     example = (training.tensors[0][:BATCH],)
