@@ -96,8 +96,15 @@ def run_passes(graph_module: GraphModule, passes: Iterable[Pass], hook: Hook | N
         if hook:
             hook(step, graph_module, changed, seconds)
     if modified:
-        graph_module.recompile()
+        _recompile(graph_module)
     return PassResult(graph_module, modified)
+
+
+def _recompile(graph_module: GraphModule) -> None:
+    try:
+        graph_module.recompile()
+    except SyntaxError as error:
+        raise PassError(f"the graph cannot be written as Python (a module or node name it uses?): {error}") from error
 
 
 def _run_one(step: Pass, graph_module: GraphModule) -> bool:

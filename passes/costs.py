@@ -100,8 +100,8 @@ def cost_of(problem: Problem, labels: Labels, anchors: Anchors, shared: bool = T
     return Cost(traffic + cast_bytes, cast_bytes, casts, activation_bytes, activation_casts)
 
 
-def node_terms(problem: Problem, node: Node) -> Iterator[tuple[Node | None, int]]:
-    """Yields (whose label sets the width, elements) for everything that a node reads and writes."""
+def node_terms(problem: Problem, node: Node) -> Iterator[tuple[Node | bool, int]]:
+    """Yields (whose label sets the width, or the label itself; elements) for all a node reads and writes."""
     fact = problem.facts[node]
     if not fact.moves_data:
         return
@@ -114,11 +114,11 @@ def node_terms(problem: Problem, node: Node) -> Iterator[tuple[Node | None, int]
         elif slot.kind is not SlotKind.KEEP:
             yield problem.facts[slot.tensor].owner, elements
         else:
-            yield None, elements
+            yield problem.facts[slot.tensor].dtype == problem.low_dtype, elements
 
 
 def _node_traffic(problem: Problem, labels: Labels, node: Node) -> int:
     return sum(
-        elements * (LOW_BYTES if owner is not None and labels[owner] else FP32_BYTES)
+        elements * (LOW_BYTES if (owner if isinstance(owner, bool) else labels[owner]) else FP32_BYTES)
         for owner, elements in node_terms(problem, node)
     )

@@ -28,6 +28,7 @@ from typing import ClassVar
 import torch
 from torch.fx import GraphModule, Node
 
+from ampgraph.oplists import OpClass
 from ampgraph.plan import Cost, Plan
 from ampgraph.policy import Policy
 
@@ -102,12 +103,12 @@ def autocast_rule(problem: Problem) -> Placement:
     for node, variable in problem.variables.items():
         if variable.pinned is not None:
             labels[node] = variable.pinned
-        elif variable.by == "list":
+        elif problem.facts[node].op_class is OpClass.BLACK:
             labels[node] = False
         else:
             slots = [s for s in problem.facts[node].slots if s.follow]
             labels[node] = all(labels[problem.facts[s.tensor].owner] for s in slots)
-    return Placement(labels, complete_anchors(problem, labels, {}))
+    return Placement(labels, complete_anchors(problem, labels, {}), optimal=False)
 
 
 def place_within(problem: Problem, cast_bytes: int) -> Placement:
@@ -184,7 +185,7 @@ def _cut(problem: Problem, anchors: Anchors, weigh: Weigher) -> dict[Node, bool]
             _add_constraints(network, problem, node, vertex, infinite)
     for node in problem.facts:
         for owner, elements in node_terms(problem, node):
-            if owner is not None:
+            if not isinstance(owner, bool):
                 network.add_arc(vertex(owner), SINK, weigh(Cost(traffic=LOW_BYTES * elements)))
                 network.add_arc(SOURCE, vertex(owner), weigh(Cost(traffic=FP32_BYTES * elements)))
     for tensor in problem.uses:
@@ -201,10 +202,6 @@ def _add_constraints(
         for slot in problem.facts[node].slots:
             if slot.follow:
                 network.add_arc(node, vertex(problem.facts[slot.tensor].owner), infinite)
-    if variable.keeps_consumers:
-        for tensor in (node, *(u for u in node.users if problem.facts[u].owner is node)):
-            for user, _ in problem.uses.get(tensor, ()):
-                network.add_arc(node, vertex(user), infinite)
 
 
 def _add_casts(

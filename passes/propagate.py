@@ -40,14 +40,12 @@ class Variable:
 
     Attributes:
         follows: Low only if all floating producers are low.
-        keeps_consumers: Low only if its free clear consumers are low too (it is narrowed for them).
     """
 
     pinned: bool | None
     by: str
     reason: str
     follows: bool = False
-    keeps_consumers: bool = False
 
 
 @dataclass
@@ -179,11 +177,10 @@ class PropagatePins(Pass):
                 continue
             if clear:
                 narrowable.add(node)
-                variable.keeps_consumers = variable.follows
                 variable.follows = False
                 continue
             problem.variables[node] = Variable(
-                None, "placement", f"{variable.reason}; its kernel rounds once, for low consumers", True, True
+                None, "placement", f"{variable.reason}; its kernel rounds once, for low consumers", follows=True
             )
 
 

@@ -8,6 +8,7 @@ from typing import ClassVar
 import torch
 from torch.fx import GraphModule, Node
 
+from ampgraph._compat import FakeTensorMode, OpOverload, fake_mode_of, result_dtypes
 from ampgraph.errors import VerifyError
 from ampgraph.module_path import module_path, source_line
 from ampgraph.plan import Plan
@@ -35,7 +36,9 @@ class Verify(Pass):
         space = workspace(graph_module)
         assert space.plan is not None and space.facts is not None
         present = set(graph_module.graph.nodes)
+        mode = fake_mode_of(graph_module.graph)
         for node in graph_module.graph.nodes:
+            _check_metadata(node, mode)
             if is_inserted_cast(node):
                 _check_cast(node, space.plan)
             elif node.op != "output" and not is_inserted(node):
@@ -44,6 +47,17 @@ class Verify(Pass):
         if self.keep_io_dtypes:
             _check_outputs(graph_module, space.facts)
         return False
+
+
+def _check_metadata(node: Node, mode: FakeTensorMode | None) -> None:
+    """Asks FakeTensor itself: ``meta["val"]`` must have the dtypes that the op yields from its arguments."""
+    if not isinstance(node.target, OpOverload) or "val" not in node.meta:
+        return
+    value = node.meta["val"]
+    values = value if isinstance(value, (list, tuple)) else (value,)
+    recorded = tuple(v.dtype if isinstance(v, torch.Tensor) else None for v in values)
+    if recorded != (found := result_dtypes(node, mode)):
+        raise VerifyError(f"verify: {_who(node)} is recorded as {recorded} but yields {found}")
 
 
 def _check_dtype(node: Node, plan: Plan) -> None:

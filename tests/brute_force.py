@@ -44,7 +44,7 @@ def outputs_of(problem: Problem, node: Node) -> list[Node]:
 
 
 def allowed(problem: Problem, labels: Labels) -> bool:
-    """Whether a labelling keeps to the pins, to "follows" and to "keeps_consumers"."""
+    """Whether a labelling keeps to the pins and to "follows"."""
     for node, variable in problem.variables.items():
         low = labels[node]
         if variable.pinned is not None:
@@ -56,11 +56,6 @@ def allowed(problem: Problem, labels: Labels) -> bool:
         fact = problem.facts[node]
         if variable.follows and not all(is_low(problem, labels, s.tensor) for s in fact.slots if s.follow):
             return False
-        if variable.keeps_consumers:
-            mine = set(outputs_of(problem, node))
-            readers = [n for n, f in problem.facts.items() if any(s.tensor in mine for s in f.slots)]
-            if not all(labels[r] for r in readers):
-                return False
     return True
 
 
@@ -102,8 +97,8 @@ def moved(problem: Problem, labels: Labels, anchors: Anchors, shared: bool = Tru
             source = problem.facts[slot.tensor]
             has = is_low(problem, labels, slot.tensor)
             original = source.dtype == problem.low_dtype
-            if slot.kind is SlotKind.KEEP:  # the same in every labelling, and counted as float32
-                wants, reads = original, False
+            if slot.kind is SlotKind.KEEP:  # the same in every labelling
+                wants, reads = original, original
             elif slot.kind is SlotKind.COMPUTE:
                 wants, reads = low, low
             elif slot.kind is SlotKind.ANY:

@@ -384,9 +384,6 @@ def test_verify_says_where_the_node_comes_from():
     verify_fails(graph_module, r"\.py:\d+")
 
 
-@pytest.mark.xfail(
-    strict=True, reason="verify compares the plan with the metadata, not with what the op yields"
-)
 def test_verify_trusts_the_kernels_not_the_metadata():
     """Metadata that claims the planned dtype where the op yields another must not pass."""
     graph_module = rewritten(Fn(lambda x: torch.exp(x @ x.t())))

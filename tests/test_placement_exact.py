@@ -52,7 +52,7 @@ def test_equals_brute_force(level, block):
 def test_random_graphs_hold_every_construct():
     """The generator must keep making what the exactness test is about."""
     seen = dict.fromkeys(
-        ["shared", "written", "anchor", "several", "low input", "keeps", "follows", "user cast"], 0
+        ["shared", "written", "anchor", "several", "low input", "narrowable", "follows", "user cast"], 0
     )
     for seed in range(120):
         graph_module = RandomGraph(seed, steps=8).graph_module
@@ -64,7 +64,7 @@ def test_random_graphs_hold_every_construct():
         seen["written"] += any(f.written for f in problem.facts.values())
         seen["several"] += any(n.target is operator.getitem for n in problem.facts)
         seen["low input"] += any(n.op == "placeholder" and f.dtype == LOW for n, f in problem.facts.items())
-        seen["keeps"] += any(v.keeps_consumers and v.pinned is None for v in variables)
+        seen["narrowable"] += any(not v.follows and v.pinned is None for v in variables)
         seen["follows"] += any(v.follows and v.pinned is None for v in variables)
         seen["user cast"] += any(v.by == "user cast" for v in variables)
     assert min(seen.values()) >= 5, seen

@@ -186,9 +186,6 @@ def cut_down_to_a_slice():
     return build.finish(build.call(aten.linear.default, part, build.weight(64, 2)))
 
 
-@pytest.mark.xfail(
-    strict=True, reason="a clear op whose inputs are low must not depend on its clear consumers"
-)
 def test_never_more_bytes_where_little_of_a_join_is_read():
     problem = problem_of(cut_down_to_a_slice(), Policy(level="O1"))
     rule, placed = autocast_rule(problem), optimal(problem, "traffic")

@@ -1,0 +1,173 @@
+"""Measures one zoo model: converts it under any policy, runs it, and compares it with float32.
+
+A model is captured once a mode; every policy is then applied to a copy of that capture, by `ampgraph.convert`
+itself. The reference is the source model run eagerly in float32.
+
+Random numbers: every run starts from the same seed, and dropout draws the same mask in every dtype.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, fx, nn
+from torch.export import ExportedProgram
+from torch.utils._pytree import tree_leaves
+
+import ampgraph
+from ampgraph import AmpModule, OpLists, Policy
+from ampgraph.capture import capture_program
+from ampgraph.plan import META_KEY
+from tests.zoo import models as zoo
+from tests.zoo.casts import OracleResult
+from tests.zoo.oracle import autocast_oracle
+
+# Like for like with torch.autocast, which leaves its outputs low.
+OPTIMAL = {level: Policy(level, keep_io_dtypes=False) for level in ("O1", "O2")}
+AUTOCAST = Policy("O1", ops=OpLists.torch(), placement="autocast", keep_io_dtypes=False)
+
+# Tried in turn until all gradients are finite, as a dynamic loss scale would.
+LOSS_SCALES = (2.0**12, 2.0**6, 1.0)
+
+
+@dataclass(frozen=True)
+class Run:
+    """One forward and backward.
+
+    Attributes:
+        outputs: The floating tensors of the output, in order.
+        grads: The gradient of every parameter that has one, by name, unscaled, as float64.
+        grad_dtypes: The dtype that each ``.grad`` had.
+    """
+
+    outputs: list[Tensor]
+    grads: dict[str, Tensor]
+    grad_dtypes: dict[str, torch.dtype]
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether all outputs and gradients are finite where the reference's can be expected to be."""
+        return all(bool(tensor.isfinite().all()) for tensor in self.grads.values())
+
+
+@dataclass
+class Subject:
+    """A zoo model in one mode.
+
+    Attributes:
+        model: The registry's entry.
+        module: The source model, in float32.
+        args: Positional inputs.
+        kwargs: Keyword inputs.
+        mode: "train" or "eval".
+    """
+
+    model: zoo.ZooModel
+    module: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    mode: str
+    _program: list[ExportedProgram] = field(default_factory=list)
+    _state: dict[str, Tensor] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, name: str, mode: str) -> Subject:
+        """Builds the model of that name."""
+        module, args, kwargs = zoo.get(name).seeded()
+        module.train(mode == "train")
+        subject = cls(zoo.get(name), module, args, kwargs, mode)
+        subject._state = {key: value.clone() for key, value in module.state_dict().items()}
+        return subject
+
+    @property
+    def program(self) -> ExportedProgram:
+        """The capture that all conversions share; there is none before the first conversion."""
+        return self._program[0]
+
+    def convert(self, policy: Policy, dtype: torch.dtype) -> AmpModule:
+        """Converts the model; the first call captures it, later ones copy that capture."""
+        with mock.patch.object(ampgraph.module, "capture_program", self._capture):
+            return ampgraph.convert(
+                self.module, self.args, self.kwargs, policy=policy, dtype=dtype, backend="eager"
+            )
+
+    def _capture(self, *given: Any) -> ExportedProgram:
+        if not self._program:
+            self._program.append(capture_program(*given))
+        program = copy.copy(self._program[0])
+        program._graph_module = copy.deepcopy(program.graph_module)
+        return program
+
+    def oracle(self, dtype: torch.dtype) -> OracleResult:
+        """Returns what torch's CUDA autocast does with the captured graph."""
+        return autocast_oracle(self.program.module(check_guards=False), self.args, self.kwargs, dtype)
+
+    @functools.cached_property
+    def reference(self) -> Run:
+        """The source model's run in float32."""
+        return self.run(self.module)
+
+    def run(self, module: Callable[..., Any]) -> Run:
+        """Runs forward and backward, leaving parameters and buffers as they were."""
+        for scale in LOSS_SCALES:
+            run = self._run(module, scale)
+            if run.is_finite:
+                break
+        return run
+
+    def _run(self, module: Callable[..., Any], scale: float) -> Run:
+        with self._restored():
+            torch.manual_seed(1)
+            output = module(*self.args, **self.kwargs)
+            (self.model.loss(output) * scale).backward()
+            grads = {name: p.grad for name, p in self.module.named_parameters() if p.grad is not None}
+        leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+        return Run(
+            [leaf.detach().double() for leaf in leaves if leaf.is_floating_point()],
+            {name: grad.double() / scale for name, grad in grads.items()},
+            {name: grad.dtype for name, grad in grads.items()},
+        )
+
+    @contextmanager
+    def _restored(self) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            self.module.zero_grad(set_to_none=True)
+            with torch.no_grad():
+                for key, value in self.module.state_dict().items():
+                    value.copy_(self._state[key])
+
+    def errors(self, run: Run) -> tuple[float, float]:
+        """Returns the relative error of outputs and of gradients against float32, in the 2-norm over all."""
+        names = self.reference.grads
+        return (
+            _relative(run.outputs, self.reference.outputs),
+            _relative([run.grads[name] for name in names], list(names.values())),
+        )
+
+
+def _relative(values: list[Tensor], exact: list[Tensor]) -> float:
+    squares = [_square(one - other) for one, other in zip(values, exact, strict=True)]
+    return math.sqrt(sum(squares) / max(sum(map(_square, exact)), 1e-300))
+
+
+def _square(tensor: Tensor) -> float:
+    # Infinities on both sides (masked scores) are equal.
+    return float(tensor[~tensor.isneginf() & ~tensor.isnan()].square().sum()) if not bool(
+        tensor.isfinite().all()
+    ) else float(tensor.square().sum())
+
+
+def activation_cast_bytes(graph_module: fx.GraphModule) -> int:
+    """Returns the bytes that inserted casts of activations read and write, from the graph itself."""
+    stamps = (node.meta.get(META_KEY) for node in graph_module.graph.nodes)
+    return sum(s["bytes"] for s in stamps if isinstance(s, dict) and "bytes" in s and not s["is_parameter"])
