@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -11,10 +12,12 @@ from torch import fx
 from ._compat import LocalSource, fake_mode_of
 from .capture.just_in_time import drop_values, lower_dynamo_graph
 from .errors import PolicyError, did_you_mean
+from .passes import run_passes
 from .plan import Plan
 from .policy import Policy
-from .rewrite import add_boundary, rewrite
+from .rewrite import rewrite
 from .scaler import STATE_NAMES, LossScaler
+from .variant import boundary_pass, has_low
 
 Record = Callable[[fx.GraphModule, Plan], None]
 
@@ -35,16 +38,17 @@ def make_backend(
         lowered = lower_dynamo_graph(graph_module, inputs)
         plan = rewrite(lowered, options.policy, options.low_dtype, modules, check_rules=bool(modules))
         drop_values(lowered)
-        names = [n.name for n in lowered.graph.find_nodes(op="placeholder")]
-        compile_next = _next_backend(options.backend)
-        state = _state_inputs(lowered, scaler) if scaler and scaler.is_enabled() else None
-        if state:
-            add_boundary(lowered, plan, scaler, zip(names, inputs, strict=True), state)
         if record:
             record(lowered, plan)
-        if not state:
+        compile_next = _next_backend(options.backend)
+        if not (scaler and scaler.is_enabled() and has_low(plan) and torch.is_grad_enabled()):
             return compile_next(lowered, inputs)
-        compiled = compile_next(lowered, [*scaler.state.tensors(), *inputs])
+        names = [n.name for n in lowered.graph.find_nodes(op="placeholder")]
+        scaled = fx.GraphModule(lowered, copy.deepcopy(lowered.graph))
+        scaled.meta.update(lowered.meta)
+        state = _state_inputs(scaled, scaler)
+        run_passes(scaled, (boundary_pass(scaler, zip(names, inputs, strict=True), state),))
+        compiled = compile_next(scaled, [*scaler.state.tensors(), *inputs])
         return lambda *args: compiled(*scaler.state.tensors(), *args)
 
     return backend

@@ -5,10 +5,9 @@ from __future__ import annotations
 import copy
 import inspect
 import logging
-import operator
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,9 +20,10 @@ from .errors import AmpGraphError, CaptureError
 from .guards import warn_about_uncaptured_guards
 from .plan import Plan
 from .policy import Policy
-from .rewrite import add_boundary, rewrite
+from .rewrite import rewrite
 from .scaler import LossScaler
 from .signature import Signature, accepted_shapes, changed_dims, fits, signature_of
+from .variant import Variant
 
 log = logging.getLogger("ampgraph")
 
@@ -46,20 +46,6 @@ class Options:
     mode: str | None = None
     dynamic_shapes: Any = None
     just_in_time: bool = False
-
-
-@dataclass
-class Variant:
-    """One captured and rewritten graph: for one training mode and one family of arguments."""
-
-    graph_module: fx.GraphModule
-    plan: Plan
-    run: Callable
-    shapes: list[tuple] = field(default_factory=list)
-    seen: tuple[tuple[int, ...], ...] = ()
-    constants: dict[str, torch.Tensor] = field(default_factory=dict)
-    capture_seconds: float = 0.0
-    rewrite_seconds: float = 0.0
 
 
 class AmpModule(nn.Module):
@@ -103,6 +89,11 @@ class AmpModule(nn.Module):
     def graph_modules(self) -> list[fx.GraphModule]:
         """All rewritten graphs so far; with graph breaks, one call runs several."""
         return [v.graph_module for variants in self._variants.values() for v in variants]
+
+    @property
+    def training_graph(self) -> fx.GraphModule:
+        """`graph_module` with the loss-scaling boundary: what runs with gradients, if there is a loss scale."""
+        return self._variant().training_graph
 
     @property
     def plan(self) -> Plan:
@@ -209,22 +200,17 @@ class AmpModule(nn.Module):
         graph_module, constants = unlift(program, self.source)
         modules = [name for name, _ in self.source.named_modules()]
         plan = rewrite(graph_module, self.policy, self.options.low_dtype, modules)
-        add_boundary(graph_module, plan, self.scaler, self._parameter_nodes(graph_module))
-        run = _runner(graph_module, self.options)
+        shapes = accepted_shapes(graph_module)
+        seconds = time.perf_counter() - start
         return Variant(
-            graph_module, plan, run, accepted_shapes(graph_module), signature.shapes, constants,
-            capture_seconds, time.perf_counter() - start,
+            graph_module, plan, self.options, self.scaler, shapes, signature.shapes, constants, capture_seconds, seconds
         )
-
-    def _parameter_nodes(self, graph_module: fx.GraphModule) -> Iterator[tuple[str, object]]:
-        for node in graph_module.graph.find_nodes(op="get_attr"):
-            yield node.name, operator.attrgetter(node.target)(graph_module)
 
     def _compile_just_in_time(self) -> Callable:
         from .backends import make_backend
 
         def record(graph_module: fx.GraphModule, plan: Plan) -> None:
-            variant = Variant(graph_module, plan, graph_module)
+            variant = Variant(graph_module, plan, self.options, self.scaler)
             self._variants.setdefault((self._flags(), "just in time"), []).append(variant)
             self.__dict__["_current"], self.__dict__["_current_flags"] = variant, self._flags()
 
@@ -256,9 +242,7 @@ class AmpModule(nn.Module):
         self.scaler.move(device_of(self.source))
         for variants in self._variants.values():
             for variant in variants:
-                for name, value in variant.constants.items():
-                    variant.constants[name] = fn(value)
-                    object.__setattr__(variant.graph_module, name, variant.constants[name])
+                variant.apply(fn)
         return self
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
@@ -298,12 +282,3 @@ def _dynamic(args: tuple, kwargs: dict[str, Any], dims: list[set[int]]) -> Shape
         if changed:
             shapes[leaf] = dict.fromkeys(changed, Dim.AUTO)
     return shapes
-
-
-def _runner(graph_module: fx.GraphModule, options: Options) -> Callable:
-    if options.backend == "eager":
-        return graph_module
-    try:
-        return torch.compile(graph_module, backend=options.backend, mode=options.mode, fullgraph=True)
-    except (RuntimeError, ValueError) as error:
-        raise AmpGraphError(f"backend={options.backend!r}: {error}") from error

@@ -11,11 +11,10 @@ from ._compat import HigherOrderOperator, OpOverload
 from .errors import PassError
 from .guards import FP16, guard_of
 from .oplists import OpClass
-from .passes import Hook, ScaleLoss, Workspace, default_pipeline, run_passes, workspace
+from .passes import Hook, Workspace, default_pipeline, run_passes, workspace
 from .passes.classify import tensors
 from .plan import META_KEY, Plan
 from .policy import Policy
-from .scaler import LossScaler
 
 # Higher-order ops whose bodies compute on whole tensors.
 _WITH_BODIES = ("cond", "while_loop", "map_impl", "scan", "associative_scan", "invoke_subgraph")
@@ -63,34 +62,6 @@ def rewrite(
     # Analysis results point at nodes; the plan alone stays.
     graph_module.meta[META_KEY] = Workspace(plan=space.plan, seconds=space.seconds)
     return space.plan
-
-
-def add_boundary(
-    graph_module: fx.GraphModule,
-    plan: Plan,
-    scaler: LossScaler,
-    parameters: Iterable[tuple[str, object]],
-    state: tuple[str, str, str] | None = None,
-) -> bool:
-    """Puts the loss-scaling boundary around a rewritten graph, if it needs one.
-
-    Args:
-        graph_module: A rewritten graph; edited in place.
-        plan: Its plan; a graph without low ops needs no scaling.
-        scaler: Owner of the scale.
-        parameters: Node names and the live parameters behind them (other values are passed over).
-        state: Placeholder names for scale, inverse and probe; None reads them from the scaler.
-
-    Returns:
-        Whether there is a boundary now.
-    """
-    if not scaler.is_enabled() or all(d.dtype != plan.low_dtype for d in plan.decisions.values()):
-        return False
-    slots = tuple((name, slot) for name, p in parameters if (slot := scaler.slot_of(p)) is not None)
-    step = ScaleLoss(slots, scaler.state.probe.shape[0], *([state] if state else []))
-    if state is None:
-        object.__setattr__(graph_module, "_amp", scaler.state)
-    return run_passes(graph_module, (step,)).modified
 
 
 def may_go_low(graph: fx.Graph, policy: Policy, low_dtype: torch.dtype) -> bool:
