@@ -14,6 +14,7 @@ by the same number, whatever happens to the scaler in between.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -28,13 +29,14 @@ class ScaleGradients(Function):
     def forward(ctx: Any, scale: Tensor, *outputs: Tensor) -> tuple[Tensor, ...]:
         ctx.scale = scale
         ctx.set_materialize_grads(False)
-        views = tuple(t.view_as(t) for t in outputs)
-        ctx.mark_non_differentiable(*(v for v, needed in zip(views, ctx.needs_input_grad[1:], strict=True) if not needed))
+        views = tuple(t.detach() for t in outputs)  # a view would refuse in-place writes such as loss /= 4
+        needed = ctx.needs_input_grad[1:]
+        ctx.mark_non_differentiable(*(v for v, n in zip(views, needed, strict=True) if not n))
         return views
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        return None, *(None if g is None else (g * ctx.scale).to(g.dtype) for g in grads)
+        return None, *(None if g is None else next(iter(_times([g], ctx.scale))) for g in grads)
 
 
 class UnscaleGradients(Function):
@@ -44,11 +46,14 @@ class UnscaleGradients(Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, probe: Tensor, inverse: Tensor, slots: tuple[int, ...], *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, probe: Tensor, inverse: Tensor, slots: tuple[int, ...], *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
         ctx.inverse, ctx.slots, ctx.size = inverse, slots, probe.shape[0]
         ctx.set_materialize_grads(False)
-        views = tuple(t.view_as(t) for t in tensors)
-        ctx.mark_non_differentiable(*(v for v, needed in zip(views, ctx.needs_input_grad[3:], strict=True) if not needed))
+        views = tuple(t.detach() for t in tensors)
+        needed = ctx.needs_input_grad[3:]
+        ctx.mark_non_differentiable(*(v for v, n in zip(views, needed, strict=True) if not n))
         return views
 
     @staticmethod
@@ -56,13 +61,54 @@ class UnscaleGradients(Function):
         given = [g for g in grads if g is not None]
         if not given:
             return None, None, None, *grads
-        unscaled = torch._foreach_mul(given, ctx.inverse)
-        peaks = iter(torch._foreach_norm(unscaled, float("inf")))
-        by_slot = {s: next(peaks) for s, g in zip(ctx.slots, grads, strict=True) if g is not None}
-        nothing = ctx.inverse.new_zeros(())
-        flags = torch.stack([by_slot.get(s, nothing).to(nothing.dtype) for s in range(ctx.size)])
+        unscaled = _times(given, ctx.inverse)
+        slots = [s for s, g in zip(ctx.slots, grads, strict=True) if g is not None]
         results = iter(unscaled)
-        return (~flags.isfinite()).to(nothing.dtype), None, None, *(None if g is None else next(results) for g in grads)
+        flags = non_finite(unscaled, slots, ctx.size)
+        return flags, None, None, *(None if g is None else next(results) for g in grads)
+
+
+class _Times(Function):
+    """Multiplies by a factor, and passes its own gradients on as they are.
+
+    For second derivatives: what flows back through a backward crosses the boundary once more, and is scaled
+    and unscaled there. To count the factor here again would leave it 1/scale too small.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, factor: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        return tuple((t * factor).to(t.dtype) for t in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        return None, *grads
+
+
+def _times(tensors: list[Tensor], factor: Tensor) -> Sequence[Tensor]:
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # backward(create_graph=True)
+        return _Times.apply(factor, *tensors)
+    if len(tensors) == 1:
+        return [(tensors[0] * factor).to(tensors[0].dtype)]
+    return torch._foreach_mul(tensors, factor)
+
+
+def non_finite(tensors: Sequence[Tensor], slots: Sequence[int], size: int) -> Tensor:
+    """Returns a float32 vector of ``size`` elements, 1 in the slots whose tensors are not all finite."""
+    by_slot: dict[int, list[Tensor]] = {}
+    peaks = torch._foreach_norm([t.detach() for t in tensors], float("inf"))
+    for slot, peak in zip(slots, peaks, strict=True):
+        by_slot.setdefault(slot, []).append((~peak.isfinite()).to(torch.float32))
+    pieces, end = [], 0
+    for slot in sorted(by_slot):
+        flags = by_slot[slot]
+        if slot > end:
+            pieces.append(flags[0].new_zeros(slot - end))
+        pieces.append(torch.stack(flags).amax(0, keepdim=True) if len(flags) > 1 else flags[0].reshape(1))
+        end = slot + 1
+    if end < size:
+        pieces.append(pieces[0].new_zeros(size - end))
+    return torch.cat(pieces)
 
 
 def scale_gradients(scale: Tensor, *outputs: Tensor) -> tuple[Tensor, ...]:
@@ -70,6 +116,8 @@ def scale_gradients(scale: Tensor, *outputs: Tensor) -> tuple[Tensor, ...]:
     return ScaleGradients.apply(scale, *outputs)
 
 
-def unscale_gradients(probe: Tensor, inverse: Tensor, slots: tuple[int, ...], *tensors: Tensor) -> tuple[Tensor, ...]:
+def unscale_gradients(
+    probe: Tensor, inverse: Tensor, slots: tuple[int, ...], *tensors: Tensor
+) -> tuple[Tensor, ...]:
     """The node at the graph's parameters and differentiable inputs; see `UnscaleGradients`."""
     return UnscaleGradients.apply(probe, inverse, slots, *tensors)

@@ -61,6 +61,9 @@ class DynamicLossScale:
     def __post_init__(self) -> None:
         for name in self.__dataclass_fields__:
             _check_positive(self, name)
+        for name in ("growth_interval", "hysteresis", "bad_steps_before_backoff"):
+            if not isinstance(getattr(self, name), int):
+                raise PolicyError(f"DynamicLossScale: {name}={getattr(self, name)!r} must be a whole number.")
         if self.growth_factor < 1 or self.backoff_factor > 1:
             raise PolicyError("DynamicLossScale: growth_factor must be at least 1, backoff_factor at most 1.")
         if not self.floor <= self.init_scale <= self.ceiling:

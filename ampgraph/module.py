@@ -144,6 +144,8 @@ class AmpModule(nn.Module):
 
     def _call(self, args: tuple, kwargs: dict[str, Any]) -> Any:
         if "_compiled" in self.__dict__:
+            if torch.is_grad_enabled():
+                self.scaler.check_loop()
             try:
                 with warn_about_uncaptured_guards():
                     return self._compiled(*args, **kwargs)

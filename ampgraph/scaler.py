@@ -8,6 +8,7 @@ run unchanged; `scale` and `unscale_` have nothing left to do.
 from __future__ import annotations
 
 import logging
+import types
 import warnings
 import weakref
 from collections.abc import Callable
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from .boundary import non_finite
 from .loss_scale import DynamicLossScale, LossScale, NoLossScale, StaticLossScale
 
 log = logging.getLogger("ampgraph")
@@ -47,8 +49,8 @@ class ScaleState(nn.Module):
 
     def __init__(self, scale: float, size: int, device: torch.device):
         super().__init__()
-        self.set(torch.tensor(scale, device=device))
-        object.__setattr__(self, "probe", torch.zeros(size, device=device, requires_grad=True))
+        self.set(torch.tensor(scale, dtype=torch.float32, device=device))
+        object.__setattr__(self, "probe", torch.zeros(size, dtype=torch.float32, device=device, requires_grad=True))
 
     def set(self, scale: Tensor) -> None:
         """Replaces the scale; the old tensors stay as they are, for backwards still to come."""
@@ -62,7 +64,7 @@ class ScaleState(nn.Module):
     def move(self, device: torch.device) -> None:
         """Moves everything to another device."""
         self.set(self.scale.to(device))
-        probe = torch.zeros(self.probe.shape[0], device=device, requires_grad=True)
+        probe = torch.zeros(self.probe.shape[0], dtype=torch.float32, device=device, requires_grad=True)
         object.__setattr__(self, "probe", probe)
 
 
@@ -79,17 +81,17 @@ class LossScaler:
         self.names = [name for name, _ in model.named_parameters()]
         self.state = ScaleState(self._first_scale(), len(self.names) + 1, device)
         self._slots = {id(p): i for i, (_, p) in enumerate(model.named_parameters())}
-        self._watched = next(iter(model.parameters()), None) if self.is_enabled() else None
+        self._watched = next((p for p in model.parameters() if p.requires_grad), None) if self.is_enabled() else None
         self._counters = torch.zeros(3, dtype=torch.int32, device=device)
         self._counters[2] = config.hysteresis if isinstance(config, DynamicLossScale) else 0
-        self._found = torch.zeros((), device=device)
+        self._found = torch.zeros((), dtype=torch.float32, device=device)
         self._steps = 0
         self._attached: list[weakref.ref[Optimizer]] = []
         self._stepped: list[Optimizer] = []
         self._pending: tuple[int, Tensor, Tensor] | None = None
         self._last_overflow: Overflow | None = None
         self._watched_version: int | None = None
-        self._told = False
+        self._in_use = self._told = False
 
     # -- the loop --------------------------------------------------------------------------------
 
@@ -108,9 +110,13 @@ class LossScaler:
             The scaler, so that ``scaler = amp.scaler.attach(optimizer)`` reads well.
         """
         for optimizer in optimizers:
-            if self.is_enabled() and not any(ref() is optimizer for ref in self._attached):
-                self._attached.append(weakref.ref(optimizer))
-                optimizer.step = _attached_step(self, optimizer)  # type: ignore[method-assign]
+            if not self.is_enabled() or self._is_attached(optimizer):
+                continue
+            self._attached.append(weakref.ref(optimizer))
+            if "_amp_scalers" not in vars(optimizer):
+                optimizer._amp_scalers, optimizer._amp_step = [], optimizer.step  # type: ignore[attr-defined]
+                optimizer.step = _attached_step(optimizer)  # type: ignore[method-assign]
+            optimizer._amp_scalers.append(self)  # type: ignore[attr-defined]
         return self
 
     def scale(self, outputs: Any) -> Any:
@@ -128,8 +134,11 @@ class LossScaler:
         Returns:
             What ``optimizer.step`` returned, or None for a skipped step.
         """
-        take = getattr(type(optimizer), "step").__get__(optimizer) if self._is_attached(optimizer) else optimizer.step
-        return self._step(optimizer, take, *args, **kwargs)
+        take = vars(optimizer).get("_amp_step", optimizer.step)
+        if not self.is_enabled():
+            return take(*args, **kwargs)
+        others = [s for s in vars(optimizer).get("_amp_scalers", ()) if s is not self]
+        return _step([self, *others], optimizer, take, *args, **kwargs)
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Ends a step: grows or backs off the scale, and forgets the found overflow."""
@@ -137,7 +146,7 @@ class LossScaler:
             return
         if new_scale is not None:
             scale = self.state.scale
-            self.state.set(torch.as_tensor(new_scale, dtype=scale.dtype, device=scale.device).clone())
+            self.state.set(self._in_range(torch.as_tensor(new_scale, dtype=scale.dtype, device=scale.device).clone()))
         elif isinstance(self.config, DynamicLossScale):
             self._adapt(self.config)
         self._found = torch.zeros_like(self._found)
@@ -155,31 +164,33 @@ class LossScaler:
 
     # -- inside ----------------------------------------------------------------------------------
 
-    def _step(self, optimizer: Optimizer, take: Callable, *args: Any, **kwargs: Any) -> Any:
-        if not self.is_enabled():
-            return take(*args, **kwargs)
+    def _find(self, optimizer: Optimizer) -> tuple[Tensor, Tensor]:
+        """Begins a step: returns the flags of the optimizer's gradients, and whether there is one, on the device."""
+        if any(o is optimizer for o in self._stepped) and self._is_attached(optimizer):
+            self.update()  # another attached optimizer rests: the round ends when this one comes again
         flags = self._take_flags(optimizer)
         found = (flags > 0).any().to(torch.float32)
         self._found = torch.maximum(self._found, found)
         self._steps += not self._stepped
         self._stepped.append(optimizer)
-        if isinstance(self.config, StaticLossScale) and not self.config.skip_on_overflow:
-            self._note(flags, found)
-            return take(*args, **kwargs)
-        if getattr(optimizer, "_step_supports_amp_scaling", False):
-            self._note(flags, found)
-            return _step_on_device(optimizer, found, take, *args, **kwargs)
-        if float(found) == 0:
-            return take(*args, **kwargs)
-        self._note(flags, found)
-        self._observe()
-        return None
+        self._in_use = True
+        return flags, found
+
+    def _skips(self) -> bool:
+        return not isinstance(self.config, StaticLossScale) or self.config.skip_on_overflow
+
+    def _find_rest(self, optimizer: Optimizer) -> None:
+        """Counts what a closure's later calls left, for the scale alone."""
+        if self.state.probe.grad is not None:
+            flags = self._take_flags(optimizer)
+            self._found = torch.maximum(self._found, (flags > 0).any().to(torch.float32))
 
     def _take_flags(self, optimizer: Optimizer) -> Tensor:
         """Returns the probe's flags for this optimizer's parameters (and the inputs), and clears them."""
         probe = self.state.probe
         if probe.grad is None:
-            return torch.zeros_like(probe, requires_grad=False)
+            # Nothing came through backward(): torch.autograd.grad, backward(inputs=...) or another model.
+            return _everywhere(self._flags_of_gradients(optimizer))
         flags = _everywhere(probe.grad)
         mine = {self._slots.get(id(p)) for group in optimizer.param_groups for p in group["params"]} - {None}
         if len(mine) >= len(self.names) or not mine:
@@ -189,6 +200,14 @@ class LossScaler:
         taken = torch.zeros_like(flags).index_copy(0, slots, flags[slots])
         probe.grad = flags.index_fill(0, slots, 0)
         return taken
+
+    def _flags_of_gradients(self, optimizer: Optimizer) -> Tensor:
+        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        parameters = [p for p in parameters if not p.grad.is_sparse and p.grad.device == self._found.device]
+        if not parameters:
+            return torch.zeros_like(self.state.probe, requires_grad=False)
+        slots = [self._slots.get(id(p), len(self.names)) for p in parameters]
+        return non_finite([p.grad for p in parameters], slots, len(self.names) + 1)
 
     def _note(self, flags: Tensor, found: Tensor) -> None:
         """Keeps an overflow for `last_overflow` without waiting for the device."""
@@ -239,7 +258,7 @@ class LossScaler:
     def _is_attached(self, optimizer: Optimizer) -> bool:
         return any(ref() is optimizer for ref in self._attached)
 
-    def _end_of_round(self, optimizer: Optimizer) -> bool:
+    def _end_of_round(self) -> bool:
         return all(any(s is ref() for s in self._stepped) for ref in self._attached if ref() is not None)
 
     def check_loop(self) -> None:
@@ -247,7 +266,7 @@ class LossScaler:
         if self._watched is None or self._told or self.state.probe.grad is None:
             return
         version, self._watched_version = self._watched_version, self._watched._version
-        if version is None or version == self._watched._version or self._steps:
+        if version is None or version == self._watched._version or self._in_use:
             return
         self._told = True
         warnings.warn(
@@ -255,6 +274,9 @@ class LossScaler:
             "or not, and the scale never adapts. Before the loop, add: amp.scaler.attach(optimizer)",
             stacklevel=4,
         )
+
+    def _in_range(self, scale: Tensor) -> Tensor:
+        return scale.clamp(self.config.floor, self.config.ceiling) if isinstance(self.config, DynamicLossScale) else scale
 
     def _first_scale(self) -> float:
         if isinstance(self.config, DynamicLossScale):
@@ -287,7 +309,7 @@ class LossScaler:
         legal = self.config.__dataclass_fields__
         self.config = type(self.config)(**{**vars(self.config), **{k: v for k, v in state.items() if k in legal}})
         device = self.state.scale.device
-        self.state.set(torch.tensor(float(state["scale"]), device=device))
+        self.state.set(self._in_range(torch.tensor(float(state["scale"]), dtype=torch.float32, device=device)))
         _, bad, patience = self._counters.tolist()
         counters = [state.get("_growth_tracker", 0), state.get("_bad_tracker", bad), state.get("_hysteresis_left", patience)]
         self._counters = torch.tensor(counters, dtype=torch.int32, device=device)
@@ -303,21 +325,64 @@ class LossScaler:
         self._counters, self._found = self._counters.to(device), self._found.to(device)
 
 
-def _attached_step(scaler: LossScaler, optimizer: Optimizer) -> Callable:
-    reference = weakref.ref(optimizer)
+def _attached_step(optimizer: Optimizer) -> Callable:
     original = optimizer.step
 
-    def step(*args: Any, **kwargs: Any) -> Any:
-        result = scaler._step(reference(), original, *args, **kwargs)  # type: ignore[arg-type]
-        if scaler._end_of_round(reference()):  # type: ignore[arg-type]
-            scaler.update()
+    def step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        scalers = self._amp_scalers  # type: ignore[attr-defined]
+        result = _step(scalers, self, original, *args, **kwargs)
+        for scaler in scalers:
+            if scaler._end_of_round():
+                scaler.update()
         return result
 
-    step.__wrapped__ = original  # type: ignore[attr-defined]
-    return step
+    # A bound method, with the marks of what it wraps: learning rate schedulers look for both.
+    step.__dict__.update(getattr(original, "__dict__", {}))
+    return types.MethodType(step, optimizer)
 
 
-def _step_on_device(optimizer: Optimizer, found: Tensor, take: Callable, *args: Any, **kwargs: Any) -> Any:
+def _step(scalers: list[LossScaler], optimizer: Optimizer, take: Callable, *args: Any, **kwargs: Any) -> Any:
+    """Steps the optimizer unless a scaler that skips found an overflow."""
+    closure = args[0] if args else kwargs.get("closure")
+    if closure is not None:
+        closure = _evaluated(closure)
+        args, kwargs = (closure, *args[1:]), {k: v for k, v in kwargs.items() if k != "closure"}
+    on_device = getattr(optimizer, "_step_supports_amp_scaling", False)
+    bad = None
+    unseen = []
+    for scaler in scalers:
+        flags, found = scaler._find(optimizer)
+        if scaler._skips():
+            bad = found if bad is None else torch.maximum(bad, found.to(bad.device))
+        if on_device or not scaler._skips():
+            scaler._note(flags, found)
+        else:
+            unseen.append((scaler, flags, found))
+    if bad is not None and not on_device and float(bad) > 0:
+        for scaler, flags, found in unseen:
+            scaler._note(flags, found)
+            scaler._observe()
+        optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers warn of a step left out
+        return None
+    result = take(*args, **kwargs) if bad is None or not on_device else _gated(optimizer, bad, take, args, kwargs)
+    if closure is not None:
+        for scaler in scalers:
+            scaler._find_rest(optimizer)
+    return result
+
+
+def _evaluated(closure: Callable) -> Callable:
+    """Calls the closure now, since its gradients decide on the step; its first call then returns that result."""
+    with torch.enable_grad():
+        first = [closure()]
+
+    def again() -> Any:
+        return first.pop() if first else closure()
+
+    return again
+
+
+def _gated(optimizer: Optimizer, found: Tensor, take: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     optimizer.grad_scale, optimizer.found_inf = None, found  # type: ignore[attr-defined]
     try:
         return take(*args, **kwargs)

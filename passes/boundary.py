@@ -39,11 +39,11 @@ class ScaleLoss(Pass):
     def run(self, graph_module: GraphModule) -> bool:
         graph = graph_module.graph
         slots = dict(self.slots)
-        parameters = [n for n in graph.nodes if n.name in slots and n.users]
-        inputs = [n for n in graph.find_nodes(op="placeholder") if n.name not in slots and n.users and _is_float(n)]
-        inputs = [n for n in inputs if n.name not in self.state]
+        parameters = [n for n in graph.nodes if n.name in slots and _is_read(n)]
+        inputs = [n for n in graph.find_nodes(op="placeholder") if n.name not in slots and _is_read(n)]
+        inputs = [n for n in inputs if n.name not in self.state and _is_differentiable(n)]
         output = next(n for n in reversed(graph.nodes) if n.op == "output")
-        outputs = [n for n in dict.fromkeys(output.all_input_nodes) if _is_float(n) and n.op == "call_function"]
+        outputs = [n for n in dict.fromkeys(output.all_input_nodes) if n.op == "call_function" and _is_differentiable(n)]
         if not outputs or not (parameters or inputs):
             return False
         scale, inverse, probe = self._state_nodes(graph)
@@ -66,7 +66,8 @@ class ScaleLoss(Pass):
 def _wrap(graph: Graph, function: object, arguments: tuple, nodes: list[Node], only: Node | None = None) -> None:
     """Passes ``nodes`` through a boundary function; their users (or ``only`` one) read its results."""
     at = only or next(n for n in graph.nodes if n.op not in ("placeholder", "get_attr"))
-    users = {n: [only] if only else list(n.users) for n in nodes}
+    # A node that is an output itself leaves as it came in: nothing was scaled on that way.
+    users = {n: [only] if only else [u for u in n.users if u.op != "output"] for n in nodes}
     with graph.inserting_before(at):
         call = graph.call_function(function, (*arguments, *nodes))  # type: ignore[arg-type]
         call.meta.update({"val": tuple(n.meta["val"] for n in nodes), META_KEY: {BOUNDARY: "scale_loss"}})
@@ -89,9 +90,13 @@ def _groups(nodes: list[Node]) -> list[list[Node]]:
     return groups
 
 
-def _is_float(node: Node) -> bool:
+def _is_read(node: Node) -> bool:
+    return any(user.op != "output" for user in node.users)
+
+
+def _is_differentiable(node: Node) -> bool:
     value = node.meta.get("val")
-    return isinstance(value, torch.Tensor) and value.dtype in (torch.float32, torch.float16, torch.bfloat16)
+    return isinstance(value, torch.Tensor) and (value.dtype.is_floating_point or value.dtype.is_complex)
 
 
 def is_boundary(node: Node) -> bool:
