@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -17,13 +16,16 @@ from .plan import Plan
 from .policy import Policy
 from .rewrite import rewrite
 from .scaler import STATE_NAMES, LossScaler
-from .variant import boundary_pass, has_low
+from .variant import boundary_pass, copy_graph, has_low
 
 Record = Callable[[fx.GraphModule, Plan], None]
 
 
 def make_backend(
-    options: Any, modules: tuple[str, ...] = (), record: Record | None = None, scaler: LossScaler | None = None
+    options: Any,
+    modules: tuple[str, ...] = (),
+    record: Record | None = None,
+    scaler: LossScaler | None = None,
 ) -> Callable:
     """Returns a ``torch.compile`` backend that rewrites each graph and hands it to the next backend.
 
@@ -44,7 +46,7 @@ def make_backend(
         if not (scaler and scaler.is_enabled() and has_low(plan) and torch.is_grad_enabled()):
             return compile_next(lowered, inputs)
         names = [n.name for n in lowered.graph.find_nodes(op="placeholder")]
-        scaled = fx.GraphModule(lowered, copy.deepcopy(lowered.graph))
+        scaled = fx.GraphModule(lowered, copy_graph(lowered.graph))
         scaled.meta.update(lowered.meta)
         state = _state_inputs(scaled, scaler)
         run_passes(scaled, (boundary_pass(scaler, zip(names, inputs, strict=True), state),))

@@ -68,7 +68,8 @@ class DynamicLossScale:
             raise PolicyError("DynamicLossScale: growth_factor must be at least 1, backoff_factor at most 1.")
         if not self.floor <= self.init_scale <= self.ceiling:
             raise PolicyError(
-                f"DynamicLossScale: init_scale={self.init_scale} is outside floor={self.floor} .. ceiling={self.ceiling}."
+                f"DynamicLossScale: init_scale={self.init_scale} is outside floor={self.floor} .. "
+                f"ceiling={self.ceiling}."
             )
 
 

@@ -82,7 +82,7 @@ class AmpModule(nn.Module):
 
     @property
     def graph_module(self) -> fx.GraphModule:
-        """The rewritten graph that ran last (or was captured last), of the current training mode if there is one."""
+        """The rewritten graph that ran or was captured last, of the current training mode if there is one."""
         return self._variant().graph_module
 
     @property
@@ -92,7 +92,7 @@ class AmpModule(nn.Module):
 
     @property
     def training_graph(self) -> fx.GraphModule:
-        """`graph_module` with the loss-scaling boundary: what runs with gradients, if there is a loss scale."""
+        """`graph_module` with the loss-scaling boundary: what runs with gradients under a loss scale."""
         return self._variant().training_graph
 
     @property
@@ -171,7 +171,9 @@ class AmpModule(nn.Module):
     def _flags(self) -> tuple[bool, ...]:
         return tuple([m.training for m in self._all_modules])
 
-    def _capture(self, args: tuple, kwargs: dict[str, Any], signature: Signature, flags: tuple[bool, ...]) -> Variant:
+    def _capture(
+        self, args: tuple, kwargs: dict[str, Any], signature: Signature, flags: tuple[bool, ...]
+    ) -> Variant:
         variants = self._variants.get((flags, signature.kind), [])
         start = time.perf_counter()
         program = self._export(args, kwargs, signature, variants)
@@ -186,13 +188,16 @@ class AmpModule(nn.Module):
             )
         return variant
 
-    def _export(self, args: tuple, kwargs: dict, signature: Signature, variants: list[Variant]) -> ExportedProgram:
+    def _export(
+        self, args: tuple, kwargs: dict, signature: Signature, variants: list[Variant]
+    ) -> ExportedProgram:
         dynamic_shapes = self.options.dynamic_shapes
         if variants and dynamic_shapes is None:
             dims = changed_dims(signature.shapes, [v.seen for v in variants])
             try:
                 shapes = _dynamic(args, kwargs, dims)
-                return capture_program(self.source, args, kwargs, shapes.dynamic_shapes(self.source, args, kwargs))
+                dynamic = shapes.dynamic_shapes(self.source, args, kwargs)
+                return capture_program(self.source, args, kwargs, dynamic)
             except (CaptureError, ValueError) as error:
                 log.info("capturing with static shapes: %s", error)
         return capture_program(self.source, args, kwargs, dynamic_shapes if not variants else None)
@@ -204,9 +209,9 @@ class AmpModule(nn.Module):
         plan = rewrite(graph_module, self.policy, self.options.low_dtype, modules)
         shapes = accepted_shapes(graph_module)
         seconds = time.perf_counter() - start
-        return Variant(
-            graph_module, plan, self.options, self.scaler, shapes, signature.shapes, constants, capture_seconds, seconds
-        )
+        variant = Variant(graph_module, plan, self.options, self.scaler, shapes, signature.shapes, constants)
+        variant.capture_seconds, variant.rewrite_seconds = capture_seconds, seconds
+        return variant
 
     def _compile_just_in_time(self) -> Callable:
         from .backends import make_backend

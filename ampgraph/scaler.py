@@ -26,7 +26,6 @@ log = logging.getLogger("ampgraph")
 
 INPUTS = "<inputs>"
 STATE_NAMES = ("amp_scale", "amp_inverse", "amp_probe")
-_TORCH_KEYS = ("growth_factor", "backoff_factor", "growth_interval")
 
 
 @dataclass(frozen=True)
@@ -50,7 +49,8 @@ class ScaleState(nn.Module):
     def __init__(self, scale: float, size: int, device: torch.device):
         super().__init__()
         self.set(torch.tensor(scale, dtype=torch.float32, device=device))
-        object.__setattr__(self, "probe", torch.zeros(size, dtype=torch.float32, device=device, requires_grad=True))
+        probe = torch.zeros(size, dtype=torch.float32, device=device, requires_grad=True)
+        object.__setattr__(self, "probe", probe)
 
     def set(self, scale: Tensor) -> None:
         """Replaces the scale; the old tensors stay as they are, for backwards still to come."""
@@ -81,7 +81,8 @@ class LossScaler:
         self.names = [name for name, _ in model.named_parameters()]
         self.state = ScaleState(self._first_scale(), len(self.names) + 1, device)
         self._slots = {id(p): i for i, (_, p) in enumerate(model.named_parameters())}
-        self._watched = next((p for p in model.parameters() if p.requires_grad), None) if self.is_enabled() else None
+        self._candidates = list(model.parameters()) if self.is_enabled() else []
+        self._watched: nn.Parameter | None = None
         self._counters = torch.zeros(3, dtype=torch.int32, device=device)
         self._counters[2] = config.hysteresis if isinstance(config, DynamicLossScale) else 0
         self._found = torch.zeros((), dtype=torch.float32, device=device)
@@ -146,7 +147,8 @@ class LossScaler:
             return
         if new_scale is not None:
             scale = self.state.scale
-            self.state.set(self._in_range(torch.as_tensor(new_scale, dtype=scale.dtype, device=scale.device).clone()))
+            scale = torch.as_tensor(new_scale, dtype=scale.dtype, device=scale.device).clone()
+            self.state.set(self._in_range(scale))
         elif isinstance(self.config, DynamicLossScale):
             self._adapt(self.config)
         self._found = torch.zeros_like(self._found)
@@ -165,7 +167,7 @@ class LossScaler:
     # -- inside ----------------------------------------------------------------------------------
 
     def _find(self, optimizer: Optimizer) -> tuple[Tensor, Tensor]:
-        """Begins a step: returns the flags of the optimizer's gradients, and whether there is one, on the device."""
+        """Begins a step: returns the flags of the optimizer's gradients and whether one is set."""
         if any(o is optimizer for o in self._stepped) and self._is_attached(optimizer):
             self.update()  # another attached optimizer rests: the round ends when this one comes again
         flags = self._take_flags(optimizer)
@@ -263,10 +265,15 @@ class LossScaler:
 
     def check_loop(self) -> None:
         """Tells once that a loop steps its optimizer past an active scaler."""
-        if self._watched is None or self._told or self.state.probe.grad is None:
+        if self._told or self._in_use or self.state.probe.grad is None:
+            return
+        if self._watched is None or not self._watched.requires_grad:
+            self._watched = next((p for p in self._candidates if p.requires_grad), None)
+            self._watched_version = None
+        if self._watched is None:
             return
         version, self._watched_version = self._watched_version, self._watched._version
-        if version is None or version == self._watched._version or self._in_use:
+        if version is None or version == self._watched._version:
             return
         self._told = True
         warnings.warn(
@@ -276,7 +283,9 @@ class LossScaler:
         )
 
     def _in_range(self, scale: Tensor) -> Tensor:
-        return scale.clamp(self.config.floor, self.config.ceiling) if isinstance(self.config, DynamicLossScale) else scale
+        if isinstance(self.config, DynamicLossScale):
+            return scale.clamp(self.config.floor, self.config.ceiling)
+        return scale
 
     def _first_scale(self) -> float:
         if isinstance(self.config, DynamicLossScale):
@@ -307,11 +316,14 @@ class LossScaler:
         if not self.is_enabled() or not state:
             return
         legal = self.config.__dataclass_fields__
-        self.config = type(self.config)(**{**vars(self.config), **{k: v for k, v in state.items() if k in legal}})
+        given = {k: v for k, v in state.items() if k in legal}
+        self.config = type(self.config)(**{**vars(self.config), **given})
         device = self.state.scale.device
-        self.state.set(self._in_range(torch.tensor(float(state["scale"]), dtype=torch.float32, device=device)))
+        scale = torch.tensor(float(state["scale"]), dtype=torch.float32, device=device)
+        self.state.set(self._in_range(scale))
         _, bad, patience = self._counters.tolist()
-        counters = [state.get("_growth_tracker", 0), state.get("_bad_tracker", bad), state.get("_hysteresis_left", patience)]
+        bad, patience = state.get("_bad_tracker", bad), state.get("_hysteresis_left", patience)
+        counters = [state.get("_growth_tracker", 0), bad, patience]
         self._counters = torch.tensor(counters, dtype=torch.int32, device=device)
         self._steps = state.get("_steps", 0)
         last = state.get("_last_overflow")
@@ -364,7 +376,8 @@ def _step(scalers: list[LossScaler], optimizer: Optimizer, take: Callable, *args
             scaler._observe()
         optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers warn of a step left out
         return None
-    result = take(*args, **kwargs) if bad is None or not on_device else _gated(optimizer, bad, take, args, kwargs)
+    gate = on_device and bad is not None
+    result = _gated(optimizer, bad, take, args, kwargs) if gate else take(*args, **kwargs)
     if closure is not None:
         for scaler in scalers:
             scaler._find_rest(optimizer)
@@ -372,7 +385,7 @@ def _step(scalers: list[LossScaler], optimizer: Optimizer, take: Callable, *args
 
 
 def _evaluated(closure: Callable) -> Callable:
-    """Calls the closure now, since its gradients decide on the step; its first call then returns that result."""
+    """Calls the closure now, since its gradients decide on the step; the next call returns the same."""
     with torch.enable_grad():
         first = [closure()]
 

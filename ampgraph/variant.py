@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import operator
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -88,7 +87,9 @@ def has_low(plan: Plan) -> bool:
     return any(d.dtype == plan.low_dtype for d in plan.decisions.values())
 
 
-def boundary_pass(scaler: LossScaler, values: Iterator[tuple[str, object]], state: tuple[str, str, str] | None = None) -> ScaleLoss:
+def boundary_pass(
+    scaler: LossScaler, values: Iterator[tuple[str, object]], state: tuple[str, str, str] | None = None
+) -> ScaleLoss:
     """Returns the boundary pass for a graph whose nodes, by name, hold the given live values."""
     slots = tuple((name, slot) for name, value in values if (slot := scaler.slot_of(value)) is not None)
     size = scaler.state.probe.shape[0]
@@ -108,7 +109,18 @@ def _copy(graph_module: fx.GraphModule) -> fx.GraphModule:
     for name, value in graph_module.__dict__.items():
         if name.startswith("_constant_"):
             copied.__dict__[name] = value
-    copied.graph = copy.deepcopy(graph_module.graph)
+    copied.graph = copy_graph(graph_module.graph)
+    return copied
+
+
+def copy_graph(graph: fx.Graph) -> fx.Graph:
+    """Returns a graph of its own nodes, with the same signature; ``copy.deepcopy`` warns and copies more."""
+    copied = fx.Graph()
+    values: dict[fx.Node, fx.Node] = {}
+    result = copied.graph_copy(graph, values)
+    node = copied.output(result)
+    node.meta.update(graph.output_node().meta)
+    copied.set_codegen(graph._codegen)
     return copied
 
 

@@ -17,7 +17,7 @@ from .classify import tensors
 
 BOUNDARY = "boundary"
 # Parameters are unscaled in groups of about this many bytes, so that gradients leave the backward (and
-# a data-parallel wrapper can send them) as it proceeds; the size is that of DistributedDataParallel's buckets.
+# a data-parallel wrapper can send them) as it proceeds; DistributedDataParallel's buckets are as large.
 GROUP_BYTES = 25 * 2**20
 
 
@@ -43,7 +43,7 @@ class ScaleLoss(Pass):
         inputs = [n for n in graph.find_nodes(op="placeholder") if n.name not in slots and _is_read(n)]
         inputs = [n for n in inputs if n.name not in self.state and _is_differentiable(n)]
         output = next(n for n in reversed(graph.nodes) if n.op == "output")
-        outputs = [n for n in dict.fromkeys(output.all_input_nodes) if n.op == "call_function" and _is_differentiable(n)]
+        outputs = [n for n in output.all_input_nodes if n.op == "call_function" and _is_differentiable(n)]
         if not outputs or not (parameters or inputs):
             return False
         scale, inverse, probe = self._state_nodes(graph)
@@ -51,7 +51,8 @@ class ScaleLoss(Pass):
             _wrap(graph, unscale_gradients, (probe, inverse, tuple(slots[n.name] for n in group)), group)
         if inputs:
             _wrap(graph, unscale_gradients, (probe, inverse, (self.size - 1,) * len(inputs)), inputs)
-        _wrap(graph, scale_gradients, (scale,), outputs, only=output)
+        for node in outputs:  # one by one: a backward from one output must not run the branches of the others
+            _wrap(graph, scale_gradients, (scale,), [node], only=output)
         return True
 
     def _state_nodes(self, graph: Graph) -> list[Node]:
@@ -63,7 +64,9 @@ class ScaleLoss(Pass):
             return [graph.create_node("get_attr", target) for target in self.state]
 
 
-def _wrap(graph: Graph, function: object, arguments: tuple, nodes: list[Node], only: Node | None = None) -> None:
+def _wrap(
+    graph: Graph, function: object, arguments: tuple, nodes: list[Node], only: Node | None = None
+) -> None:
     """Passes ``nodes`` through a boundary function; their users (or ``only`` one) read its results."""
     at = only or next(n for n in graph.nodes if n.op not in ("placeholder", "get_attr"))
     # A node that is an output itself leaves as it came in: nothing was scaled on that way.

@@ -63,7 +63,9 @@ def test_config_is_validated(make) -> None:
         make()
 
 
-@pytest.mark.parametrize("config", [NoLossScale(), StaticLossScale(8.0, False), DynamicLossScale(64.0, hysteresis=3)])
+@pytest.mark.parametrize(
+    "config", [NoLossScale(), StaticLossScale(8.0, False), DynamicLossScale(64.0, hysteresis=3)]
+)
 def test_policy_repr_round_trips(config) -> None:
     policy = Policy(dtype=torch.float16, loss_scale=config)
     names = {**vars(ampgraph), "torch": torch}
@@ -149,7 +151,8 @@ def test_trajectory_is_that_of_grad_scaler(kind) -> None:
     reference = Cast(copy.deepcopy(source))
     theirs = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3)
     config = DynamicLossScale(init_scale=1024.0, growth_interval=3)
-    amp = ampgraph.convert(source, (torch.randn(4, 8),), policy=Policy(dtype=torch.float16, loss_scale=config))
+    policy = Policy(dtype=torch.float16, loss_scale=config)
+    amp = ampgraph.convert(source, (torch.randn(4, 8),), policy=policy)
     expected = run(reference, theirs, make(reference.parameters()), range(STEPS))
     assert run(amp, amp.scaler, make(amp.parameters()), range(STEPS)) == expected
     assert {i for i, (_, _, skipped) in enumerate(expected) if skipped} == BAD_STEPS
@@ -190,7 +193,7 @@ def test_update_takes_a_new_scale_within_bounds() -> None:
 
 
 def test_state_has_grad_scalers_keys_and_takes_its_state() -> None:
-    theirs = torch.amp.GradScaler("cpu", init_scale=128.0, growth_factor=4.0, backoff_factor=0.25, growth_interval=7)
+    theirs = torch.amp.GradScaler("cpu", 128.0, growth_factor=4.0, backoff_factor=0.25, growth_interval=7)
     theirs.load_state_dict({**theirs.state_dict(), "_growth_tracker": 5})
     scaler = scaler_for(DynamicLossScale())
     assert theirs.state_dict().keys() <= scaler.state_dict().keys()
@@ -208,7 +211,8 @@ def test_a_dead_scale_of_grad_scaler_comes_back_at_the_floor() -> None:
 
 def used_scaler() -> tuple[nn.Module, LossScaler]:
     config = DynamicLossScale(64.0, 4.0, 0.25, 5, 2.0, 256.0, 3, 2)
-    amp = ampgraph.convert(nn.Linear(2, 2), (torch.randn(1, 2),), policy=Policy(dtype=torch.float16, loss_scale=config))
+    policy = Policy(dtype=torch.float16, loss_scale=config)
+    amp = ampgraph.convert(nn.Linear(2, 2), (torch.randn(1, 2),), policy=policy)
     play(amp.scaler, "....." + "xxx" + "..")
     return amp, amp.scaler
 
