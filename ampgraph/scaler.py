@@ -25,6 +25,7 @@ from .loss_scale import DynamicLossScale, LossScale, NoLossScale, StaticLossScal
 log = logging.getLogger("ampgraph")
 
 INPUTS = "<inputs>"
+_MOST_CHECKS = 100
 STATE_NAMES = ("amp_scale", "amp_inverse", "amp_probe")
 
 
@@ -91,7 +92,8 @@ class LossScaler:
         self._stepped: list[Optimizer] = []
         self._pending: tuple[int, Tensor, Tensor] | None = None
         self._last_overflow: Overflow | None = None
-        self._watched_version: int | None = None
+        self._watched_values: Tensor | None = None
+        self._checks = 0
         self._in_use = self._told = False
 
     # -- the loop --------------------------------------------------------------------------------
@@ -267,13 +269,22 @@ class LossScaler:
         """Tells once that a loop steps its optimizer past an active scaler."""
         if self._told or self._in_use or self.state.probe.grad is None:
             return
+        if _is_capturing(self._found.device):
+            return
         if self._watched is None or not self._watched.requires_grad:
             self._watched = next((p for p in self._candidates if p.requires_grad), None)
-            self._watched_version = None
+            self._watched_values = None
         if self._watched is None:
             return
-        version, self._watched_version = self._watched_version, self._watched._version
-        if version is None or version == self._watched._version:
+        # Values, since fused optimizers do not raise the version counter. Only loops that never use the scaler
+        # come here often, so the wait for the device is theirs, and not for long.
+        self._checks += 1
+        before, values = self._watched_values, self._watched.detach().reshape(-1)[:64].clone()
+        self._watched_values = values
+        if self._checks > _MOST_CHECKS:
+            self._told = True
+            return
+        if before is None or before.shape != values.shape or torch.equal(before, values.to(before.device)):
             return
         self._told = True
         warnings.warn(
@@ -401,6 +412,10 @@ def _gated(optimizer: Optimizer, found: Tensor, take: Callable, args: tuple, kwa
         return take(*args, **kwargs)
     finally:
         del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
+
+
+def _is_capturing(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def _everywhere(flags: Tensor) -> Tensor:
