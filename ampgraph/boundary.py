@@ -96,7 +96,8 @@ def _times(tensors: list[Tensor], factor: Tensor) -> Sequence[Tensor]:
 def non_finite(tensors: Sequence[Tensor], slots: Sequence[int], size: int) -> Tensor:
     """Returns a float32 vector of ``size`` elements, 1 in the slots whose tensors are not all finite."""
     by_slot: dict[int, list[Tensor]] = {}
-    peaks = torch._foreach_norm([t.detach() for t in tensors], float("inf"))
+    values = [(t._values() if t.is_sparse else t).detach() for t in tensors]
+    peaks = torch._foreach_norm(values, float("inf"))
     for slot, peak in zip(slots, peaks, strict=True):
         by_slot.setdefault(slot, []).append((~peak.isfinite()).to(torch.float32))
     pieces, end = [], 0

@@ -207,7 +207,7 @@ class LossScaler:
 
     def _flags_of_gradients(self, optimizer: Optimizer) -> Tensor:
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        parameters = [p for p in parameters if not p.grad.is_sparse and p.grad.device == self._found.device]
+        parameters = [p for p in parameters if p.grad.device == self._found.device]
         if not parameters:
             return torch.zeros_like(self.state.probe, requires_grad=False)
         slots = [self._slots.get(id(p), len(self.names)) for p in parameters]
@@ -276,8 +276,8 @@ class LossScaler:
             self._watched_values = None
         if self._watched is None:
             return
-        # Values, since fused optimizers do not raise the version counter. Only loops that never use the scaler
-        # come here often, so the wait for the device is theirs, and not for long.
+        # Values, since fused optimizers do not raise the version counter. Only a loop that never uses the
+        # scaler comes here often, so the wait for the device is its own, and not for long.
         self._checks += 1
         before, values = self._watched_values, self._watched.detach().reshape(-1)[:64].clone()
         self._watched_values = values

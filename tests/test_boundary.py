@@ -271,6 +271,41 @@ def test_one_bad_input_among_several_is_reported() -> None:
         assert amp.scaler.state.probe.grad.tolist() == [1.0]
 
 
+def test_sparse_gradients() -> None:
+    source, x = nn.Sequential(nn.Embedding(50, 8, sparse=True), nn.Linear(8, 4)), torch.tensor([1, 3, 1])
+    amp, reference = pair(source, x)
+    for model in (amp, reference):
+        model(x).square().mean().backward()
+    assert source[0].weight.grad.is_sparse
+    dense = [[g.to_dense() for g in gradients(model)] for model in (amp, reference)]
+    assert_close(*dense)
+    assert not amp.scaler.state.probe.grad.any()
+    amp(x).backward(torch.full((3, 4), float("inf")))
+    assert amp.scaler.state.probe.grad[0] > 0
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("just_in_time", [False, True], ids=["ahead", "just-in-time"])
+def test_aliased_outputs_and_written_inputs(backend, just_in_time) -> None:
+    class Aliases(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 4)
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            x.add_(1)
+            h = self.linear(x)
+            return h, h.view(-1), h
+
+    x = torch.randn(4, 8)
+    amp, reference = pair(Aliases(), x.clone(), backend=backend, just_in_time=just_in_time)
+    inputs = [x.clone(), x.clone()]
+    for model, given in zip((amp, reference), inputs, strict=True):
+        sum(out.square().mean() for out in model(given)).backward()
+    assert torch.equal(*inputs)
+    assert_close(gradients(amp), gradients(reference))
+
+
 def test_in_place_on_an_output() -> None:
     x = torch.randn(4, 8)
     amp, reference = pair(Net(), x)
