@@ -6,6 +6,7 @@ from .errors import AmpGraphError, CaptureError, PassError, PolicyError, VerifyE
 from .explain import explain
 from .explanation import Explanation
 from .guards import fp16_guard, fp32_guard
+from .loss_scale import DynamicLossScale, NoLossScale, StaticLossScale
 from .module import AmpModule
 from .oplists import OpLists
 from .plan import Cast, Decision, Plan
@@ -20,12 +21,15 @@ __all__ = [
     "CaptureError",
     "Cast",
     "Decision",
+    "DynamicLossScale",
     "Explanation",
+    "NoLossScale",
     "OpLists",
     "PassError",
     "Plan",
     "Policy",
     "PolicyError",
+    "StaticLossScale",
     "VerifyError",
     "convert",
     "draw",
