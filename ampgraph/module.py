@@ -184,7 +184,8 @@ class AmpModule(nn.Module):
         if len(variants) == MANY_CAPTURES:
             log.warning(
                 "%s was captured %d times for different shapes; pass dynamic_shapes to ampgraph.convert.",
-                type(self.source).__name__, MANY_CAPTURES,
+                type(self.source).__name__,
+                MANY_CAPTURES,
             )
         return variant
 

@@ -82,7 +82,9 @@ class Policy:
         _check_choice("placement", self.placement, PLACEMENTS)
         _check_choice("objective", self.objective, OBJECTIVES)
         if self.dtype is not None and self.dtype not in LOW_DTYPES:
-            raise PolicyError(f"Policy: dtype={self.dtype!r} is not a low dtype; legal: {LOW_DTYPES} or None.")
+            raise PolicyError(
+                f"Policy: dtype={self.dtype!r} is not a low dtype; legal: {LOW_DTYPES} or None."
+            )
         if not isinstance(self.ops, OpLists):
             raise PolicyError(f"Policy: ops must be an OpLists, got {type(self.ops).__name__}.")
         if self.use_fp16_guard not in (True, False, None):
@@ -98,7 +100,9 @@ class Policy:
             raise PolicyError(f"Policy: rules must be a dict, got {type(self.rules).__name__}.")
         for pattern, value in self.rules.items():
             if not isinstance(pattern, str):
-                raise PolicyError(f"Policy: rule {pattern!r} must be a module path glob or a node name (str).")
+                raise PolicyError(
+                    f"Policy: rule {pattern!r} must be a module path glob or a node name (str)."
+                )
             _check_choice(f"rule {pattern!r}", value, RULE_VALUES)
         object.__setattr__(self, "rules", _Rules(self.rules))
 
@@ -149,7 +153,9 @@ class Policy:
 def _check_choice(what: str, value: object, legal: tuple[str, ...]) -> None:
     if value in legal:
         return
-    raise PolicyError(f"Policy: {what}={value!r} is not legal; legal: {', '.join(legal)}.{did_you_mean(str(value), legal)}")
+    raise PolicyError(
+        f"Policy: {what}={value!r} is not legal; legal: {', '.join(legal)}.{did_you_mean(str(value), legal)}"
+    )
 
 
 _DEFAULT: Policy | None = None

@@ -236,7 +236,10 @@ class LossScaler:
         self._last_overflow = Overflow(int(self._pending_steps), parameters, float(scale))
         log.warning(
             "step %d: non-finite gradients at loss scale %g, first in %s (%d parameters in all)",
-            self._last_overflow.step, self._last_overflow.scale, parameters[0], len(parameters),
+            self._last_overflow.step,
+            self._last_overflow.scale,
+            parameters[0],
+            len(parameters),
         )
 
     def _adapt(self, config: DynamicLossScale) -> None:
