@@ -60,6 +60,7 @@ def _state_inputs(graph_module: fx.GraphModule, scaler: LossScaler) -> tuple[str
     """Adds inputs for scale, inverse and probe: a constant in the graph would be baked in."""
     graph = graph_module.graph
     mode = fake_mode_of(graph)
+    assert mode is not None  # a graph with low ops has tensors
     names = []
     with graph.inserting_before(next(iter(graph.nodes))):
         for name, value in zip(STATE_NAMES, scaler.state.tensors(), strict=True):

@@ -47,6 +47,10 @@ class Overflow:
 class ScaleState(nn.Module):
     """What graphs read: ``scale``, ``inverse`` (0-dim float32) and ``probe`` (float32, one per parameter)."""
 
+    scale: Tensor
+    inverse: Tensor
+    probe: Tensor
+
     def __init__(self, scale: float, size: int, device: torch.device):
         super().__init__()
         self.set(torch.tensor(scale, dtype=torch.float32, device=device))
@@ -390,8 +394,10 @@ def _step(scalers: list[LossScaler], optimizer: Optimizer, take: Callable, *args
             scaler._observe()
         optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers warn of a step left out
         return None
-    gate = on_device and bad is not None
-    result = _gated(optimizer, bad, take, args, kwargs) if gate else take(*args, **kwargs)
+    if on_device and bad is not None:
+        result = _gated(optimizer, bad, take, args, kwargs)
+    else:
+        result = take(*args, **kwargs)
     if closure is not None:
         for scaler in scalers:
             scaler._find_rest(optimizer)
