@@ -94,7 +94,7 @@ class LossScaler:
         self._steps = 0
         self._attached: list[weakref.ref[Optimizer]] = []
         self._stepped: list[Optimizer] = []
-        self._pending: tuple[int, Tensor, Tensor] | None = None
+        self._pending: tuple[Tensor, Tensor, Tensor] | None = None
         self._last_overflow: Overflow | None = None
         self._watched_values: Tensor | None = None
         self._checks = 0
@@ -219,25 +219,21 @@ class LossScaler:
 
     def _note(self, flags: Tensor, found: Tensor) -> None:
         """Keeps an overflow for `last_overflow` without waiting for the device."""
+        new = torch.full_like(self._found, self._steps), flags, self.state.scale
         if self._pending is not None:
-            _, old_flags, old_scale = self._pending
-            bad = found > 0
-            flags, scale = torch.where(bad, flags, old_flags), torch.where(bad, self.state.scale, old_scale)
-            steps = torch.where(bad, torch.full_like(self._found, self._steps), self._pending_steps)
-        else:
-            scale, steps = self.state.scale, torch.full_like(self._found, self._steps)
-        self._pending, self._pending_steps = (self._steps, flags, scale), steps
+            new = tuple(torch.where(found > 0, n, old) for n, old in zip(new, self._pending, strict=True))  # type: ignore[assignment]
+        self._pending = new
 
     def _observe(self) -> None:
         if self._pending is None:
             return
-        (_, flags, scale), self._pending = self._pending, None
+        (steps, flags, scale), self._pending = self._pending, None
         slots = [i for i, flag in enumerate(flags.tolist()) if flag > 0]
         if not slots:
             return
         names = [*self.names, INPUTS]
         parameters = tuple(names[i] for i in sorted(slots, reverse=True) if i < len(self.names)) or (INPUTS,)
-        self._last_overflow = Overflow(int(self._pending_steps), parameters, float(scale))
+        self._last_overflow = Overflow(int(steps), parameters, float(scale))
         log.warning(
             "step %d: non-finite gradients at loss scale %g, first in %s (%d parameters in all)",
             self._last_overflow.step,
