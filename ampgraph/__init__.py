@@ -1,5 +1,6 @@
 """ampgraph: automatic mixed precision as a graph-compiler pass on torch.fx."""
 
+from . import testing
 from .convert import convert
 from .draw import draw, to_networkx
 from .errors import AmpGraphError, CaptureError, PassError, PolicyError, VerifyError
@@ -37,5 +38,6 @@ __all__ = [
     "export",
     "fp16_guard",
     "fp32_guard",
+    "testing",
     "to_networkx",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch import fx
 
 from ._compat import LocalSource, fake_mode_of
 from .capture.just_in_time import drop_values, lower_dynamo_graph
-from .errors import PolicyError, did_you_mean
+from .errors import CaptureError, PassError, PolicyError, did_you_mean
 from .passes import run_passes
 from .plan import Plan
 from .policy import Policy
@@ -37,8 +38,12 @@ def make_backend(
     """
 
     def backend(graph_module: fx.GraphModule, inputs: list, **_: Any) -> Callable:
-        lowered = lower_dynamo_graph(graph_module, inputs)
-        plan = rewrite(lowered, options.policy, options.low_dtype, modules, check_rules=bool(modules))
+        try:
+            lowered = lower_dynamo_graph(graph_module, inputs)
+            plan = rewrite(lowered, options.policy, options.low_dtype, modules, check_rules=bool(modules))
+        except (CaptureError, PassError) as error:
+            warnings.warn(f"ampgraph: a part of the model runs in its own dtypes: {error}", stacklevel=2)
+            return _next_backend(options.backend)(graph_module, inputs)
         drop_values(lowered)
         if record:
             record(lowered, plan)

@@ -6,6 +6,7 @@ import copy
 import inspect
 import logging
 import time
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -148,7 +149,9 @@ class AmpModule(nn.Module):
                 self.scaler.check_loop()
             try:
                 with warn_about_uncaptured_guards():
-                    return self._compiled(*args, **kwargs)
+                    result = self._compiled(*args, **kwargs)
+                self._warn_if_not_captured()
+                return result
             except RuntimeError as error:
                 # Dynamo wraps what a backend raises.
                 inner = getattr(error, "inner_exception", None)
@@ -156,6 +159,16 @@ class AmpModule(nn.Module):
                     raise inner from None
                 raise
         return self.variant_for(args, kwargs).run(*args, **kwargs)
+
+    def _warn_if_not_captured(self) -> None:
+        if self._variants or "_told" in self.__dict__:
+            return
+        self.__dict__["_told"] = True
+        warnings.warn(
+            f"{type(self.source).__name__} ran in its own dtypes: no graph of it was captured (torch.compile "
+            "skips nn.LSTM, nn.GRU and what is around them). Convert with example inputs to capture it whole.",
+            stacklevel=5,
+        )
 
     def variant_for(self, args: tuple, kwargs: dict[str, Any]) -> Variant:
         """Returns the variant that runs these arguments, captured now if there is none."""
