@@ -1,7 +1,7 @@
 """Converts every model of the zoo under several policies, runs it, and writes what came out.
 
 Usage:
-    python tools/zoo_check.py --output docs/zoo.md                 # everything, about 15 minutes
+    python tools/zoo_check.py --output docs/zoo.md                 # everything, 20 to 30 minutes
     python tools/zoo_check.py --family timm --modes eval
     python tools/zoo_check.py --names transformers/bert timm/resnet18
 
@@ -27,6 +27,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 import torch  # noqa: E402
 import zoo_report  # noqa: E402
 
+from ampgraph import AmpModule  # noqa: E402
 from tests.zoo import models as zoo  # noqa: E402
 from tests.zoo.measure import AUTOCAST, OPTIMAL, Subject, activation_cast_bytes  # noqa: E402
 
@@ -50,20 +51,23 @@ def ampgraphs_part(subject: Subject) -> Record:
     for run in RUNS[subject.mode]:
         level, name = run.split()
         amp = subject.convert(OPTIMAL[level], DTYPES[name])
-        variant, plan = amp._current, amp.plan
         if not record:
-            record |= {"capture_s": variant.capture_seconds, "nodes": len(plan.decisions)}
+            record |= {"capture_s": amp._current.capture_seconds, "nodes": len(amp.plan.decisions)}
         output_error, gradient_error = subject.errors(subject.run_converted(amp))
-        record[run] = {
-            "cast_bytes": activation_cast_bytes(amp.graph_module),
-            "casts": plan.cost.activation_casts,
-            "traffic": plan.cost.traffic,
-            "rewrite_s": variant.rewrite_seconds,
-            "output_error": output_error,
-            "gradient_error": gradient_error,
-            "proven": plan.optimal,
-        }
+        errors = {"output_error": output_error, "gradient_error": gradient_error}
+        record[run] = {**of_plan(amp), **errors}
     return record
+
+
+def of_plan(amp: AmpModule) -> Record:
+    """What a conversion decided, and how long it took."""
+    return {
+        "cast_bytes": activation_cast_bytes(amp.graph_module),
+        "casts": amp.plan.cost.activation_casts,
+        "traffic": amp.plan.cost.traffic,
+        "rewrite_s": amp._current.rewrite_seconds,
+        "proven": amp.plan.optimal,
+    }
 
 
 def default_part(subject: Subject) -> Record:
@@ -137,6 +141,17 @@ def measure_all(names: list[str], modes: list[str], path: Path) -> list[Record]:
     return [record for record in records if record["model"] in names and record["mode"] in modes]
 
 
+def refresh(record: Record) -> Record:
+    """Returns a record of eval mode with its float16 plans made anew; what was run stays as it was."""
+    if record["mode"] != "eval" or "failure" in record:
+        return record
+    subject = Subject.of(record["model"], "eval")
+    amps = {level: subject.convert(policy, torch.float16) for level, policy in OPTIMAL.items()}
+    print(f"{record['model']}: refreshed", flush=True)
+    new = {f"{level} float16": record[f"{level} float16"] | of_plan(amp) for level, amp in amps.items()}
+    return {**record, **new, "capture_s": amps["O1"]._current.capture_seconds}
+
+
 def parse(argv: list[str] | None) -> argparse.Namespace:
     """Reads the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -147,6 +162,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--records", type=Path, default=Path("zoo_records.jsonl"), help="default: %(default)s"
     )
+    parser.add_argument("--refresh", action="store_true", help="make the plans of existing records anew")
     parser.add_argument("--output", type=Path, help="where to write the report; default: print it")
     parser.add_argument("--readme", type=Path, help="README whose zoo section to fill as well")
     return parser.parse_args(argv)
@@ -159,6 +175,9 @@ def main(argv: list[str] | None = None) -> int:
     warnings.filterwarnings("ignore")
     names = options.names or zoo.names(options.family)
     records = measure_all(names, options.modes.split(","), options.records)
+    if options.refresh:
+        records = [refresh(record) for record in records]
+        options.records.write_text("".join(json.dumps(record) + "\n" for record in records))
     report = zoo_report.report(records)
     if options.output:
         options.output.write_text(report)

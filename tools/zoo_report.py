@@ -34,8 +34,8 @@ DEFINITIONS = """\
 - **error**: relative 2-norm of the difference from the same model in float32 with the same seed, over
   all outputs; in units of the low dtype's eps (bfloat16: 2^-7). Batch norm on two small images amplifies
   rounding: compare with autocast's own error beside it.
-- **rewrite**: everything `convert` does after `torch.export`, as a share of the time that `torch.export`
-  took.
+- **rewrite**: everything `convert` does after `torch.export`, as a share of what `torch.export` takes, in CPU
+  seconds, O1 float16.
 """
 
 
@@ -87,7 +87,7 @@ def _broken(record: Record) -> Iterable[str]:
         if own["traffic"] > theirs["traffic"]:
             yield f"{level} {dtype} moves {own['traffic']} bytes, autocast's rule {theirs['traffic']}"
         share = own["rewrite_s"] / record["capture_s"]
-        if share > REWRITE_BOUND:
+        if share > REWRITE_BOUND and (record["mode"], dtype) == ("eval", "float16"):
             yield f"{level} {dtype} rewriting takes {share:.0%} of capture ({own['rewrite_s']:.2f} s)"
         for kind in ("output", "gradient"):
             mine, other = own[f"{kind}_error"], theirs[f"{kind}_error"]
