@@ -166,7 +166,7 @@ class AmpModule(nn.Module):
         self.__dict__["_told"] = True
         warnings.warn(
             f"{type(self.source).__name__} ran in its own dtypes: no graph of it was captured (torch.compile "
-            "skips nn.LSTM, nn.GRU and what is around them). Convert with example inputs to capture it whole.",
+            "skips nn.LSTM, nn.GRU and what is around them). Convert with example inputs to capture it.",
             stacklevel=5,
         )
 

@@ -83,10 +83,10 @@ def _number_reason(node: Node, limits: torch.finfo, low_dtype: torch.dtype) -> s
 
 def _numbers(node: Node) -> Iterator[float]:
     """Yields the Python numbers that stand where the op takes a tensor or a scalar value."""
-    for position, argument in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
-        if str(argument.type) not in _NUMBER_TYPES:
+    for position, parameter in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
+        if str(parameter.type) not in _NUMBER_TYPES:
             continue
-        value = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)
+        value = node.args[position] if position < len(node.args) else node.kwargs.get(parameter.name)
         if isinstance(value, (int, float)) and not isinstance(value, bool):
             yield value
 
