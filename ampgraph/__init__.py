@@ -1,11 +1,13 @@
 """ampgraph: automatic mixed precision as a graph-compiler pass on torch.fx."""
 
+from . import testing
 from .convert import convert
 from .draw import draw, to_networkx
 from .errors import AmpGraphError, CaptureError, PassError, PolicyError, VerifyError
 from .explain import explain
 from .explanation import Explanation
 from .guards import fp16_guard, fp32_guard
+from .loss_scale import DynamicLossScale, NoLossScale, StaticLossScale
 from .module import AmpModule
 from .oplists import OpLists
 from .plan import Cast, Decision, Plan
@@ -20,12 +22,15 @@ __all__ = [
     "CaptureError",
     "Cast",
     "Decision",
+    "DynamicLossScale",
     "Explanation",
+    "NoLossScale",
     "OpLists",
     "PassError",
     "Plan",
     "Policy",
     "PolicyError",
+    "StaticLossScale",
     "VerifyError",
     "convert",
     "draw",
@@ -33,5 +38,6 @@ __all__ = [
     "export",
     "fp16_guard",
     "fp32_guard",
+    "testing",
     "to_networkx",
 ]

@@ -6,8 +6,9 @@ import copy
 import inspect
 import logging
 import time
+import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,7 +22,9 @@ from .guards import warn_about_uncaptured_guards
 from .plan import Plan
 from .policy import Policy
 from .rewrite import rewrite
+from .scaler import LossScaler
 from .signature import Signature, accepted_shapes, changed_dims, fits, signature_of
+from .variant import Variant
 
 log = logging.getLogger("ampgraph")
 
@@ -46,20 +49,6 @@ class Options:
     just_in_time: bool = False
 
 
-@dataclass
-class Variant:
-    """One captured and rewritten graph: for one training mode and one family of arguments."""
-
-    graph_module: fx.GraphModule
-    plan: Plan
-    run: Callable
-    shapes: list[tuple] = field(default_factory=list)
-    seen: tuple[tuple[int, ...], ...] = ()
-    constants: dict[str, torch.Tensor] = field(default_factory=dict)
-    capture_seconds: float = 0.0
-    rewrite_seconds: float = 0.0
-
-
 class AmpModule(nn.Module):
     """A converted model; made by `ampgraph.convert`.
 
@@ -70,6 +59,7 @@ class AmpModule(nn.Module):
     Attributes:
         source: The model it was made from, unchanged.
         policy: The policy, with its dtype filled in.
+        scaler: The loss scaler; does nothing where the policy asks for no loss scale.
     """
 
     def __init__(self, source: nn.Module, options: Options):
@@ -80,6 +70,7 @@ class AmpModule(nn.Module):
         self.__dict__["_variants"] = {}
         self.__dict__["_current"] = None
         self.__dict__["_all_modules"] = tuple(source.modules())
+        self.__dict__["scaler"] = LossScaler(options.policy.active_loss_scale(), source, device_of(source))
         self.__dict__["forward"] = self._make_forward()
         if options.just_in_time:
             self.__dict__["_compiled"] = self._compile_just_in_time()
@@ -92,13 +83,18 @@ class AmpModule(nn.Module):
 
     @property
     def graph_module(self) -> fx.GraphModule:
-        """The rewritten graph that ran last (or was captured last), of the current training mode if there is one."""
+        """The rewritten graph that ran or was captured last, of the current training mode if there is one."""
         return self._variant().graph_module
 
     @property
     def graph_modules(self) -> list[fx.GraphModule]:
         """All rewritten graphs so far; with graph breaks, one call runs several."""
         return [v.graph_module for variants in self._variants.values() for v in variants]
+
+    @property
+    def training_graph(self) -> fx.GraphModule:
+        """`graph_module` with the loss-scaling boundary: what runs with gradients under a loss scale."""
+        return self._variant().training_graph
 
     @property
     def plan(self) -> Plan:
@@ -149,9 +145,13 @@ class AmpModule(nn.Module):
 
     def _call(self, args: tuple, kwargs: dict[str, Any]) -> Any:
         if "_compiled" in self.__dict__:
+            if torch.is_grad_enabled():
+                self.scaler.check_loop()
             try:
                 with warn_about_uncaptured_guards():
-                    return self._compiled(*args, **kwargs)
+                    result = self._compiled(*args, **kwargs)
+                self._warn_if_not_captured()
+                return result
             except RuntimeError as error:
                 # Dynamo wraps what a backend raises.
                 inner = getattr(error, "inner_exception", None)
@@ -159,6 +159,16 @@ class AmpModule(nn.Module):
                     raise inner from None
                 raise
         return self.variant_for(args, kwargs).run(*args, **kwargs)
+
+    def _warn_if_not_captured(self) -> None:
+        if self._variants or "_told" in self.__dict__:
+            return
+        self.__dict__["_told"] = True
+        warnings.warn(
+            f"{type(self.source).__name__} ran in its own dtypes: no graph of it was captured (torch.compile "
+            "skips nn.LSTM, nn.GRU and what is around them). Convert with example inputs to capture it.",
+            stacklevel=5,
+        )
 
     def variant_for(self, args: tuple, kwargs: dict[str, Any]) -> Variant:
         """Returns the variant that runs these arguments, captured now if there is none."""
@@ -174,7 +184,9 @@ class AmpModule(nn.Module):
     def _flags(self) -> tuple[bool, ...]:
         return tuple([m.training for m in self._all_modules])
 
-    def _capture(self, args: tuple, kwargs: dict[str, Any], signature: Signature, flags: tuple[bool, ...]) -> Variant:
+    def _capture(
+        self, args: tuple, kwargs: dict[str, Any], signature: Signature, flags: tuple[bool, ...]
+    ) -> Variant:
         variants = self._variants.get((flags, signature.kind), [])
         start = time.perf_counter()
         program = self._export(args, kwargs, signature, variants)
@@ -185,17 +197,21 @@ class AmpModule(nn.Module):
         if len(variants) == MANY_CAPTURES:
             log.warning(
                 "%s was captured %d times for different shapes; pass dynamic_shapes to ampgraph.convert.",
-                type(self.source).__name__, MANY_CAPTURES,
+                type(self.source).__name__,
+                MANY_CAPTURES,
             )
         return variant
 
-    def _export(self, args: tuple, kwargs: dict, signature: Signature, variants: list[Variant]) -> ExportedProgram:
+    def _export(
+        self, args: tuple, kwargs: dict, signature: Signature, variants: list[Variant]
+    ) -> ExportedProgram:
         dynamic_shapes = self.options.dynamic_shapes
         if variants and dynamic_shapes is None:
             dims = changed_dims(signature.shapes, [v.seen for v in variants])
             try:
                 shapes = _dynamic(args, kwargs, dims)
-                return capture_program(self.source, args, kwargs, shapes.dynamic_shapes(self.source, args, kwargs))
+                dynamic = shapes.dynamic_shapes(self.source, args, kwargs)
+                return capture_program(self.source, args, kwargs, dynamic)
             except (CaptureError, ValueError) as error:
                 log.info("capturing with static shapes: %s", error)
         return capture_program(self.source, args, kwargs, dynamic_shapes if not variants else None)
@@ -205,22 +221,22 @@ class AmpModule(nn.Module):
         graph_module, constants = unlift(program, self.source)
         modules = [name for name, _ in self.source.named_modules()]
         plan = rewrite(graph_module, self.policy, self.options.low_dtype, modules)
-        run = _runner(graph_module, self.options)
-        return Variant(
-            graph_module, plan, run, accepted_shapes(graph_module), signature.shapes, constants,
-            capture_seconds, time.perf_counter() - start,
-        )
+        shapes = accepted_shapes(graph_module)
+        seconds = time.perf_counter() - start
+        variant = Variant(graph_module, plan, self.options, self.scaler, shapes, signature.shapes, constants)
+        variant.capture_seconds, variant.rewrite_seconds = capture_seconds, seconds
+        return variant
 
     def _compile_just_in_time(self) -> Callable:
         from .backends import make_backend
 
         def record(graph_module: fx.GraphModule, plan: Plan) -> None:
-            variant = Variant(graph_module, plan, graph_module)
+            variant = Variant(graph_module, plan, self.options, self.scaler)
             self._variants.setdefault((self._flags(), "just in time"), []).append(variant)
             self.__dict__["_current"], self.__dict__["_current_flags"] = variant, self._flags()
 
         modules = tuple(name for name, _ in self.source.named_modules())
-        return torch.compile(self.source, backend=make_backend(self.options, modules, record))
+        return torch.compile(self.source, backend=make_backend(self.options, modules, record, self.scaler))
 
     # -- being a module --------------------------------------------------------------------------
 
@@ -244,11 +260,10 @@ class AmpModule(nn.Module):
 
     def _apply(self, fn: Callable, recurse: bool = True) -> AmpModule:
         self.source._apply(fn, recurse)
+        self.scaler.move(device_of(self.source))
         for variants in self._variants.values():
             for variant in variants:
-                for name, value in variant.constants.items():
-                    variant.constants[name] = fn(value)
-                    object.__setattr__(variant.graph_module, name, variant.constants[name])
+                variant.apply(fn)
         return self
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
@@ -263,14 +278,21 @@ class AmpModule(nn.Module):
         self.source._load_from_state_dict(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict) -> AmpModule:
-        return _rebuild(copy.deepcopy(self.source, memo), self.options)
+        return _rebuild(copy.deepcopy(self.source, memo), self.options, self.scaler.state_dict())
 
     def __reduce__(self) -> tuple:
-        return _rebuild, (self.source, self.options)
+        return _rebuild, (self.source, self.options, self.scaler.state_dict())
 
 
-def _rebuild(source: nn.Module, options: Options) -> AmpModule:
-    return AmpModule(source, options)
+def _rebuild(source: nn.Module, options: Options, scaler_state: dict[str, Any]) -> AmpModule:
+    amp = AmpModule(source, options)
+    amp.scaler.load_state_dict(scaler_state)
+    return amp
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Returns the device of the model's first parameter or buffer."""
+    return next((t.device for t in (*model.parameters(), *model.buffers())), torch.device("cpu"))
 
 
 def _dynamic(args: tuple, kwargs: dict[str, Any], dims: list[set[int]]) -> ShapesCollection:
@@ -281,12 +303,3 @@ def _dynamic(args: tuple, kwargs: dict[str, Any], dims: list[set[int]]) -> Shape
         if changed:
             shapes[leaf] = dict.fromkeys(changed, Dim.AUTO)
     return shapes
-
-
-def _runner(graph_module: fx.GraphModule, options: Options) -> Callable:
-    if options.backend == "eager":
-        return graph_module
-    try:
-        return torch.compile(graph_module, backend=options.backend, mode=options.mode, fullgraph=True)
-    except (RuntimeError, ValueError) as error:
-        raise AmpGraphError(f"backend={options.backend!r}: {error}") from error

@@ -82,6 +82,13 @@ LIKES: frozenset[str] = _names(
     new_empty new_zeros new_ones new_full new_empty_strided"""
 )
 
+# With this argument set, the gradient of the weight is sparse, and a cast has no backward for that.
+SPARSE_GRADIENT: Mapping[str, str] = {
+    "embedding": "sparse",
+    "embedding_bag": "sparse",
+    "_embedding_bag": "sparse",
+}
+
 # Additive masks: what is too large for the low dtype only says "hidden", so it may be clamped on its way.
 MASK_SLOTS: Mapping[str, tuple[str, ...]] = {"scaled_dot_product_attention": ("attn_mask",)}
 
@@ -221,6 +228,12 @@ def follow_slots(target: OpOverload) -> tuple[str, ...] | None:
 def any_slots(target: OpOverload) -> tuple[str, ...]:
     """Returns the arguments that take any floating dtype without a say in the result's."""
     return _row(ANY_SLOTS, target) or ()
+
+
+@cache
+def sparse_gradient_arg(target: OpOverload) -> str | None:
+    """Returns the argument that makes the gradient of the op's weight sparse, if it has one."""
+    return _row(SPARSE_GRADIENT, target)
 
 
 @cache

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, fields
 import torch
 
 from .errors import PolicyError, did_you_mean
+from .loss_scale import DynamicLossScale, LossScale, NoLossScale
 from .oplists import OpLists
 
 LEVELS = ("O0", "O1", "O2", "O3")
@@ -58,6 +59,8 @@ class Policy:
         placement: ``"optimal"`` (minimum cut) or ``"autocast"`` (the rule of ``torch.autocast``).
         objective: What the optimal placement minimises: ``"traffic"`` (bytes all kernels and casts
             read and write), ``"cast_bytes"`` or ``"casts"``.
+        loss_scale: `NoLossScale`, `StaticLossScale` or `DynamicLossScale`. None means dynamic for
+            float16 and none for bfloat16.
         keep_io_dtypes: Whether graph outputs keep the dtypes of the source model.
 
     Raises:
@@ -71,6 +74,7 @@ class Policy:
     use_fp16_guard: bool | None = None
     placement: str = "optimal"
     objective: str = "traffic"
+    loss_scale: LossScale | None = None
     keep_io_dtypes: bool = True
 
     def __post_init__(self) -> None:
@@ -78,18 +82,27 @@ class Policy:
         _check_choice("placement", self.placement, PLACEMENTS)
         _check_choice("objective", self.objective, OBJECTIVES)
         if self.dtype is not None and self.dtype not in LOW_DTYPES:
-            raise PolicyError(f"Policy: dtype={self.dtype!r} is not a low dtype; legal: {LOW_DTYPES} or None.")
+            raise PolicyError(
+                f"Policy: dtype={self.dtype!r} is not a low dtype; legal: {LOW_DTYPES} or None."
+            )
         if not isinstance(self.ops, OpLists):
             raise PolicyError(f"Policy: ops must be an OpLists, got {type(self.ops).__name__}.")
         if self.use_fp16_guard not in (True, False, None):
             raise PolicyError(f"Policy: use_fp16_guard={self.use_fp16_guard!r}; legal: True, False, None.")
+        if self.loss_scale is not None and not isinstance(self.loss_scale, LossScale):
+            raise PolicyError(
+                f"Policy: loss_scale={self.loss_scale!r}; legal: NoLossScale(), StaticLossScale(value), "
+                "DynamicLossScale(...) or None."
+            )
         if not isinstance(self.keep_io_dtypes, bool):
             raise PolicyError(f"Policy: keep_io_dtypes={self.keep_io_dtypes!r}; legal: True, False.")
         if not isinstance(self.rules, Mapping):
             raise PolicyError(f"Policy: rules must be a dict, got {type(self.rules).__name__}.")
         for pattern, value in self.rules.items():
             if not isinstance(pattern, str):
-                raise PolicyError(f"Policy: rule {pattern!r} must be a module path glob or a node name (str).")
+                raise PolicyError(
+                    f"Policy: rule {pattern!r} must be a module path glob or a node name (str)."
+                )
             _check_choice(f"rule {pattern!r}", value, RULE_VALUES)
         object.__setattr__(self, "rules", _Rules(self.rules))
 
@@ -125,6 +138,12 @@ class Policy:
             return self.dtype
         return torch.float16 if torch.device(device).type == "cuda" else torch.bfloat16
 
+    def active_loss_scale(self) -> LossScale:
+        """Returns the loss scale to train with, by the dtype where the policy does not say."""
+        if self.loss_scale is not None:
+            return self.loss_scale
+        return DynamicLossScale() if self.dtype == torch.float16 and self.level != "O0" else NoLossScale()
+
     def __repr__(self) -> str:
         default = {f.name: getattr(_DEFAULT, f.name) for f in fields(self)} if _DEFAULT else {}
         given = ((f.name, getattr(self, f.name)) for f in fields(self))
@@ -134,7 +153,9 @@ class Policy:
 def _check_choice(what: str, value: object, legal: tuple[str, ...]) -> None:
     if value in legal:
         return
-    raise PolicyError(f"Policy: {what}={value!r} is not legal; legal: {', '.join(legal)}.{did_you_mean(str(value), legal)}")
+    raise PolicyError(
+        f"Policy: {what}={value!r} is not legal; legal: {', '.join(legal)}.{did_you_mean(str(value), legal)}"
+    )
 
 
 _DEFAULT: Policy | None = None

@@ -7,6 +7,7 @@ import torch
 from ampgraph.policy import Policy
 
 from .base import Hook, Pass, Workspace, run_passes, workspace
+from .boundary import ScaleLoss, is_boundary
 from .classify import ClassifyOps
 from .clean_casts import CleanCasts
 from .inline_regions import InlineRegions
@@ -26,9 +27,11 @@ __all__ = [
     "Pass",
     "PlaceCasts",
     "PropagatePins",
+    "ScaleLoss",
     "Verify",
     "Workspace",
     "default_pipeline",
+    "is_boundary",
     "is_inserted_cast",
     "run_passes",
     "workspace",

@@ -77,7 +77,7 @@ def _refresh_written_sets(modified: list[Node], aliases: AliasSets, mode: FakeTe
 
 
 def _functional(node: Node) -> OpOverload | None:
-    """Returns the functional form of an in-place op: same overload and arguments, no underscore at the end."""
+    """Returns the functional form of an in-place op: same overload and arguments, no underscore."""
     name = node.target._schema.name.split("::")[1]  # type: ignore[union-attr]
     if not name.endswith("_") or node.target.namespace != "aten":  # type: ignore[union-attr]
         return None

@@ -30,7 +30,7 @@ from ampgraph.oplists import OpClass
 from ampgraph.policy import Policy
 
 from .base import Pass, workspace
-from .classify import Facts, NodeFacts, SlotKind, tensors
+from .classify import Facts, NodeFacts, SlotKind, argument, tensors
 from .ranges import find_range_pins
 
 
@@ -129,6 +129,8 @@ class PropagatePins(Pass):
             return Variable(source_low, "kernel", "not an ATen op")
         if op_facts.fp32_only(node.target, tensors(node)[0].device.type):
             return Variable(False, "kernel", "no low-precision kernel")
+        if (sparse := op_facts.sparse_gradient_arg(node.target)) and argument(node, sparse):
+            return Variable(source_low, "kernel", "the gradient of its weight is sparse")
         if range_reason:
             return Variable(False, "range", range_reason)
         if not any(s.follow for s in fact.slots):

@@ -18,7 +18,7 @@ from ampgraph._compat import FakeTensor, OpOverload
 from ampgraph.oplists import OpClass
 
 from .alias import SOURCES
-from .classify import Facts, Slot, SlotKind, argument_name
+from .classify import Facts, Slot, SlotKind, argument, argument_name
 
 _NUMBER_TYPES = ("Tensor", "number", "Optional[number]", "Optional[Tensor]")
 
@@ -67,6 +67,10 @@ def _keeps_size(node: Node, op_class: OpClass | None) -> bool:
 
 
 def _number_reason(node: Node, limits: torch.finfo, low_dtype: torch.dtype) -> str | None:
+    eps = argument(node, "eps")
+    # A norm whose statistics are low saves 1/sqrt(variance + eps) for its backward.
+    if isinstance(eps, float) and 0 < eps < limits.max**-2 and not op_facts.fp32_slots(node.target):
+        return f"1/sqrt(eps) with eps={eps:.4g} is not held by {low_dtype}"
     for number in _numbers(node):
         if not math.isfinite(number) or number == 0:
             continue
@@ -79,10 +83,10 @@ def _number_reason(node: Node, limits: torch.finfo, low_dtype: torch.dtype) -> s
 
 def _numbers(node: Node) -> Iterator[float]:
     """Yields the Python numbers that stand where the op takes a tensor or a scalar value."""
-    for position, argument in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
-        if str(argument.type) not in _NUMBER_TYPES:
+    for position, parameter in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
+        if str(parameter.type) not in _NUMBER_TYPES:
             continue
-        value = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)
+        value = node.args[position] if position < len(node.args) else node.kwargs.get(parameter.name)
         if isinstance(value, (int, float)) and not isinstance(value, bool):
             yield value
 

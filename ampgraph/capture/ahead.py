@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import traceback
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -45,7 +46,7 @@ def capture_program(
             "convert the nn.Module it was made from."
         )
     try:
-        with capturing():
+        with capturing(), _warn_about_custom_functions(type(model).__name__):
             return torch.export.export(model, args, kwargs or {}, dynamic_shapes=dynamic_shapes, strict=False)
     except Exception as error:
         raise CaptureError(_explain(model, error)) from error
@@ -56,6 +57,30 @@ def capturing() -> Iterator[None]:
     """The state in which a capture runs: metadata kept, gradients on, no autocast, one at a time."""
     with capture_lock, fx_traceback.preserve_node_meta(), torch.enable_grad(), no_ambient_autocast():
         yield
+
+
+@contextlib.contextmanager
+def _warn_about_custom_functions(model: str) -> Iterator[None]:
+    """Says so when export inlines an ``autograd.Function`` of the user's and so drops its backward."""
+    apply = torch.autograd.Function.__dict__["apply"]
+    seen: dict[str, None] = {}
+
+    def watched(cls: type, *args: Any, **kwargs: Any) -> Any:
+        if not cls.__module__.startswith("torch."):
+            seen[cls.__qualname__] = None
+        return apply.__get__(None, cls)(*args, **kwargs)
+
+    torch.autograd.Function.apply = classmethod(watched)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.autograd.Function.apply = apply  # type: ignore[method-assign]
+    if seen:
+        warnings.warn(
+            f"{model}: capture ahead of time takes only the forward of {', '.join(seen)}; gradients are then "
+            "those of that forward, not of the custom backward. Convert without example inputs to keep it.",
+            stacklevel=5,
+        )
 
 
 def _explain(model: nn.Module, error: Exception) -> str:

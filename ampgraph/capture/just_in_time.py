@@ -10,6 +10,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from .._compat import FakeTensor, FakeTensorMode, accept_real_constants, evaluate
+from ..errors import CaptureError
 from .ahead import capturing
 
 _CARRIED = ("_dynamo_source", "tensor_dict", "grapharg")
@@ -25,17 +26,23 @@ def lower_dynamo_graph(graph_module: fx.GraphModule, inputs: list) -> fx.GraphMo
     Returns:
         A graph module with the same placeholders; ``meta["ampgraph_parameter"]`` marks those that are
         parameters, and ``meta["ampgraph_value"]`` holds their real tensors until analysis has read them.
+
+    Raises:
+        CaptureError: The graph has something that cannot be lowered.
     """
     placeholders = graph_module.graph.find_nodes(op="placeholder")
     fakes = [node.meta["example_value"] for node in placeholders]
     mode = next((f.fake_mode for f in fakes if isinstance(f, FakeTensor)), None)
-    with capturing(), accept_real_constants(mode):
-        lowered = make_fx(
-            lambda *values: _Lowering(graph_module).run(*values),
-            pre_dispatch=True,
-            tracing_mode="real",
-            _allow_non_fake_inputs=True,
-        )(*fakes)
+    try:
+        with capturing(), accept_real_constants(mode):
+            lowered = make_fx(
+                lambda *values: _Lowering(graph_module).run(*values),
+                pre_dispatch=True,
+                tracing_mode="real",
+                _allow_non_fake_inputs=True,
+            )(*fakes)
+    except Exception as error:
+        raise CaptureError(f"it cannot be lowered to ATen: {type(error).__name__}: {error}") from error
     lowered.meta.update(graph_module.meta)
     for old, new, value in zip(placeholders, lowered.graph.find_nodes(op="placeholder"), inputs, strict=True):
         new.meta.update({key: old.meta[key] for key in _CARRIED if key in old.meta})
@@ -56,6 +63,8 @@ class _Lowering(fx.Interpreter):
     """
 
     def call_function(self, target: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        if getattr(target, "__name__", "") == "autograd_function_apply":
+            raise NotImplementedError("a custom autograd.Function, whose backward tracing would lose")
         if target is not torch.ops.higher_order.tag_activation_checkpoint:
             return super().call_function(target, args, kwargs)
         body, *operands = args

@@ -1,0 +1,133 @@
+"""One captured and rewritten graph, and what runs it."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx
+
+from .errors import AmpGraphError
+from .passes import ScaleLoss, run_passes
+from .plan import Plan
+from .scaler import LossScaler
+
+if TYPE_CHECKING:
+    from .module import Options
+
+
+@dataclass
+class Variant:
+    """A graph for one training mode and one family of arguments.
+
+    Attributes:
+        graph_module: The rewritten graph, casts and all, as it runs without gradients.
+        plan: Its plan.
+        options: Backend and mode.
+        scaler: The model's loss scaler.
+        shapes: Sizes it accepts, see `ampgraph.signature.accepted_shapes`.
+        seen: Sizes it was captured for.
+        constants: Tensors that only the capture knows, by attribute name.
+        capture_seconds: Wall time of the capture.
+        rewrite_seconds: Wall time of everything after it, compilation not included.
+    """
+
+    graph_module: fx.GraphModule
+    plan: Plan
+    options: Options
+    scaler: LossScaler
+    shapes: list[tuple] = field(default_factory=list)
+    seen: tuple[tuple[int, ...], ...] = ()
+    constants: dict[str, torch.Tensor] = field(default_factory=dict)
+    capture_seconds: float = 0.0
+    rewrite_seconds: float = 0.0
+    _training_graph: fx.GraphModule | None = None
+    _inference: Callable | None = None
+    _training: Callable | None = None
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the graph; with gradients on, and a loss scale, the one with the boundary."""
+        if self.scaler.is_enabled() and torch.is_grad_enabled():
+            self.scaler.check_loop()
+            if self._training is None:
+                self._training = _runner(self.training_graph, self.options)
+            return self._training(*args, **kwargs)
+        if self._inference is None:
+            self._inference = _runner(self.graph_module, self.options)
+        return self._inference(*args, **kwargs)
+
+    @property
+    def training_graph(self) -> fx.GraphModule:
+        """The graph that runs with gradients: `graph_module` with the loss-scaling boundary around it."""
+        if self._training_graph is None:
+            self._training_graph = self._with_boundary()
+        return self._training_graph
+
+    def apply(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Applies ``function`` to the constants, as ``nn.Module.to`` does to buffers."""
+        for name, value in self.constants.items():
+            self.constants[name] = function(value)
+            for graph_module in filter(None, (self.graph_module, self._training_graph)):
+                object.__setattr__(graph_module, name, self.constants[name])
+
+    def _with_boundary(self) -> fx.GraphModule:
+        if not self.scaler.is_enabled() or not has_low(self.plan):
+            return self.graph_module
+        graph_module = _copy(self.graph_module)
+        object.__setattr__(graph_module, "_amp", self.scaler.state)
+        run_passes(graph_module, (boundary_pass(self.scaler, _attributes(graph_module)),))
+        return graph_module
+
+
+def has_low(plan: Plan) -> bool:
+    """Whether anything in the plan runs low; without that there is nothing to scale."""
+    return any(d.dtype == plan.low_dtype for d in plan.decisions.values())
+
+
+def boundary_pass(
+    scaler: LossScaler, values: Iterator[tuple[str, object]], state: tuple[str, str, str] | None = None
+) -> ScaleLoss:
+    """Returns the boundary pass for a graph whose nodes, by name, hold the given live values."""
+    slots = tuple((name, slot) for name, value in values if (slot := scaler.slot_of(value)) is not None)
+    size = scaler.state.probe.shape[0]
+    return ScaleLoss(slots, size, state) if state else ScaleLoss(slots, size)
+
+
+def _attributes(graph_module: fx.GraphModule) -> Iterator[tuple[str, object]]:
+    for node in graph_module.graph.find_nodes(op="get_attr"):
+        yield node.name, operator.attrgetter(node.target)(graph_module)
+
+
+def _copy(graph_module: fx.GraphModule) -> fx.GraphModule:
+    """Returns a graph module with a graph of its own over the same live modules and tensors."""
+    copied = fx.GraphModule({}, fx.Graph())
+    for name in ("_parameters", "_buffers", "_modules"):
+        copied.__dict__[name] = graph_module.__dict__[name]
+    for name, value in graph_module.__dict__.items():
+        if name.startswith("_constant_"):
+            copied.__dict__[name] = value
+    copied.graph = copy_graph(graph_module.graph)
+    return copied
+
+
+def copy_graph(graph: fx.Graph) -> fx.Graph:
+    """Returns a graph of its own nodes, with the same signature; ``copy.deepcopy`` warns and copies more."""
+    copied = fx.Graph()
+    values: dict[fx.Node, fx.Node] = {}
+    result = copied.graph_copy(graph, values)
+    node = copied.output(result)
+    node.meta.update(graph.output_node().meta)
+    copied.set_codegen(graph._codegen)
+    return copied
+
+
+def _runner(graph_module: fx.GraphModule, options: Options) -> Callable:
+    if options.backend == "eager":
+        return graph_module
+    try:
+        return torch.compile(graph_module, backend=options.backend, mode=options.mode, fullgraph=True)
+    except (RuntimeError, ValueError) as error:
+        raise AmpGraphError(f"backend={options.backend!r}: {error}") from error

@@ -1,0 +1,101 @@
+"""What a capture cannot carry is said, and never silently wrong."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import ampgraph
+
+X = torch.randn(3, 8)
+
+
+class StraightThrough(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.sign()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+
+class Signed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return StraightThrough.apply(self.linear(x))
+
+
+def test_custom_backward_ahead_of_time_is_reported():
+    apply = torch.autograd.Function.__dict__["apply"]
+    with pytest.warns(UserWarning, match="only the forward of StraightThrough"):
+        ampgraph.convert(Signed(), (X,))
+    assert torch.autograd.Function.__dict__["apply"] is apply
+
+
+@pytest.mark.filterwarnings("ignore:Signed ran in its own dtypes")
+def test_custom_backward_just_in_time_is_kept():
+    model = Signed()
+    amp = ampgraph.convert(model)
+    with pytest.warns(UserWarning, match=r"custom autograd\.Function"):
+        amp(X).sum().backward()
+    assert model.linear.weight.grad.abs().sum() > 0
+
+
+def test_nothing_captured_is_reported_once(recwarn):
+    class Tagger(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.rnn, self.head = nn.GRU(8, 8), nn.Linear(8, 2)
+
+        def forward(self, x):
+            return self.head(self.rnn(x)[0])
+
+    amp = ampgraph.convert(Tagger())
+    amp(X[None])
+    amp(X[None])
+    assert sum("ran in its own dtypes" in str(w.message) for w in recwarn) == 1
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_sparse_gradients_reach_the_table(level):
+    class Bag(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table, self.head = nn.Embedding(20, 8, sparse=True), nn.Linear(8, 3)
+
+        def forward(self, i):
+            return self.head(self.table(i).mean(1))
+
+    model = Bag()
+    ids = torch.randint(0, 20, (4, 5))
+    ampgraph.convert(model, (ids,), policy=level, dtype=torch.bfloat16)(ids).sum().backward()
+    assert model.table.weight.grad.layout == torch.sparse_coo
+
+
+@pytest.mark.parametrize(("eps", "dtype"), [(1e-12, torch.float32), (1e-5, torch.float16)])
+def test_norm_whose_reciprocal_root_does_not_fit(eps, dtype):
+    model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8, eps=eps), nn.Linear(8, 8))
+    amp = ampgraph.convert(model, (X,), dtype=torch.float16)
+    ampgraph.testing.assert_dtype(amp, "layer_norm", dtype)
+
+
+def test_grad_mode_of_the_caller_survives_a_region():
+    class Region(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x):
+            with torch.no_grad():
+                gate = self.a(x)
+            return self.b(x) * gate
+
+    amp = ampgraph.convert(Region(), (X,))
+    with torch.no_grad():
+        assert not amp(X).requires_grad
+    assert amp(X).requires_grad
