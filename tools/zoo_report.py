@@ -41,13 +41,14 @@ DEFINITIONS = """\
 CAUSES = """\
 What is behind those that were looked into:
 
-- Errors and gradients at O1 (maxvit_rmlp; albert and convnextv2 are within the bound): the default lists let
-  `aten.layer_norm` follow a low input, where autocast returns float32. With
+- Errors and gradients at O1 (maxvit_rmlp; albert and convnextv2 are within the bound): the default lists
+  let `aten.layer_norm` follow a low input, where autocast returns float32. With
   `OpLists.default().with_black("aten.layer_norm")` the error is autocast's, and so are the cast bytes.
-- Gradients at O2 (blip, bart): the loss here is the mean square of the outputs, whose gradient nearly cancels
-  behind a layer norm, so that rounding the norm's output shows. With `aten.layer_norm` black the gradient error
-  of blip falls from 11.4 to 0.3 eps, that of bart from 2.0 to 0.2.
-- Rewriting (lstm, gru): a graph of a few nodes, in which FakeTensor runs a whole recurrent network to tell the dtype of its result.
+- Gradients at O2 (blip, bart): the loss here is the mean square of the outputs, whose gradient nearly
+  cancels behind a layer norm, so that rounding the norm's output shows. With `aten.layer_norm` black the
+  gradient error of blip falls from 11.4 to 0.3 eps, that of bart from 2.0 to 0.2.
+- Rewriting (lstm, gru): a graph of a few nodes, in which FakeTensor runs a whole recurrent network to
+  tell the dtype of its result.
 """
 
 
