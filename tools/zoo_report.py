@@ -142,7 +142,7 @@ def summary(records: list[Record]) -> str:
     capture = sum(record["capture_s"] for record in evals)
     share = {level: sum(r[f"{level} float16"]["rewrite_s"] for r in evals) / capture for level in LEVELS}
     return (
-        f"- {len(evals)} models (timm, torchvision, transformers), forward and backward, train and eval, "
+        f"- {len(evals)} models (timm, torchvision, transformers, four of our own), forward and backward, train and eval, "
         f"float16 and bfloat16: {failed} failures\n"
         f"- bytes moved by casts of activations, against torch's CUDA autocast (geometric mean): "
         f"O1 {casts['O1']:.2f}, O2 {casts['O2']:.2f}\n"
