@@ -142,8 +142,8 @@ def summary(records: list[Record]) -> str:
     capture = sum(record["capture_s"] for record in evals)
     share = {level: sum(r[f"{level} float16"]["rewrite_s"] for r in evals) / capture for level in LEVELS}
     return (
-        f"- {len(evals)} models (timm, torchvision, transformers, four of our own), forward and backward, train and eval, "
-        f"float16 and bfloat16: {failed} failures\n"
+        f"- {len(evals)} models (timm, torchvision, transformers, four of our own), forward and backward, "
+        f"train and eval, float16 and bfloat16: {failed} failures\n"
         f"- bytes moved by casts of activations, against torch's CUDA autocast (geometric mean): "
         f"O1 {casts['O1']:.2f}, O2 {casts['O2']:.2f}\n"
         f"- models that cast more bytes than autocast: O1 {above['O1']}, O2 {above['O2']}\n"
