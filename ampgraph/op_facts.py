@@ -82,6 +82,12 @@ LIKES: frozenset[str] = _names(
     new_empty new_zeros new_ones new_full new_empty_strided"""
 )
 
+# On CPU these save their statistics for the backward in the dtype of weight and bias, and take float32 ones
+# beside a low input.
+STATISTICS_SLOTS: Mapping[str, tuple[str, ...]] = dict.fromkeys(
+    ("layer_norm", "group_norm"), ("weight", "bias")
+)
+
 # With this argument set, the gradient of the weight is sparse, and a cast has no backward for that.
 SPARSE_GRADIENT: Mapping[str, str] = {
     "embedding": "sparse",
@@ -228,6 +234,12 @@ def follow_slots(target: OpOverload) -> tuple[str, ...] | None:
 def any_slots(target: OpOverload) -> tuple[str, ...]:
     """Returns the arguments that take any floating dtype without a say in the result's."""
     return _row(ANY_SLOTS, target) or ()
+
+
+@cache
+def statistics_slots(target: OpOverload) -> tuple[str, ...]:
+    """Returns the arguments whose dtype decides, on CPU, in which dtype a norm saves its statistics."""
+    return _row(STATISTICS_SLOTS, target) or ()
 
 
 @cache

@@ -147,7 +147,7 @@ class ClassifyOps(Pass):
         name = argument_name(node, path)
         if is_cast(node) or target in _CASTS_LIKE or name in op_facts.any_slots(target):
             return SlotKind.ANY
-        if name in op_facts.fp32_slots(target):
+        if name in op_facts.fp32_slots(target) or self._holds_statistics(node, name):
             return SlotKind.KEEP
         if written := written_args(node):
             return SlotKind.ANY if op_facts.promotes(target) and tensor not in written else SlotKind.KEEP
@@ -160,6 +160,9 @@ class ClassifyOps(Pass):
         if op_facts.dtype_arg(target):
             return SlotKind.DTYPE_ARG
         return SlotKind.COMPUTE
+
+    def _holds_statistics(self, node: Node, name: str) -> bool:
+        return name in op_facts.statistics_slots(node.target) and saves_large_statistics(node, self.low_dtype)
 
     def _only_tells(self, node: Node) -> bool:
         """Whether the op answers with integers or booleans and takes its operands in any dtype."""
@@ -199,6 +202,17 @@ def argument(node: Node, name: str) -> Any:
     names = [a.name for a in node.target._schema.arguments]  # type: ignore[union-attr]
     position = names.index(name) if name in names else len(node.args)
     return node.args[position] if position < len(node.args) else None
+
+
+def saves_large_statistics(node: Node, low_dtype: torch.dtype) -> bool:
+    """Whether a norm would save 1/sqrt(variance + eps), for its backward, in a dtype that cannot hold it.
+
+    The CPU kernels save their statistics in the dtype of weight and bias, the CUDA kernels in float32.
+    """
+    if not op_facts.statistics_slots(node.target) or tensors(node)[0].device.type != "cpu":  # type: ignore[arg-type]
+        return False
+    eps = argument(node, "eps")
+    return isinstance(eps, float) and 0 < eps < torch.finfo(low_dtype).max ** -2
 
 
 def is_cast(node: Node) -> bool:

@@ -18,7 +18,7 @@ from ampgraph._compat import FakeTensor, OpOverload
 from ampgraph.oplists import OpClass
 
 from .alias import SOURCES
-from .classify import Facts, Slot, SlotKind, argument, argument_name
+from .classify import Facts, Slot, SlotKind, argument, argument_name, saves_large_statistics
 
 _NUMBER_TYPES = ("Tensor", "number", "Optional[number]", "Optional[Tensor]")
 
@@ -67,10 +67,8 @@ def _keeps_size(node: Node, op_class: OpClass | None) -> bool:
 
 
 def _number_reason(node: Node, limits: torch.finfo, low_dtype: torch.dtype) -> str | None:
-    eps = argument(node, "eps")
-    # A norm whose statistics are low saves 1/sqrt(variance + eps) for its backward.
-    if isinstance(eps, float) and 0 < eps < limits.max**-2 and not op_facts.fp32_slots(node.target):
-        return f"1/sqrt(eps) with eps={eps:.4g} is not held by {low_dtype}"
+    if saves_large_statistics(node, low_dtype) and argument(node, "weight") is None:
+        return f"1/sqrt(eps) with eps={argument(node, 'eps'):.4g} is not held by {low_dtype}"
     for number in _numbers(node):
         if not math.isfinite(number) or number == 0:
             continue

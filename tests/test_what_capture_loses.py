@@ -77,11 +77,32 @@ def test_sparse_gradients_reach_the_table(level):
     assert model.table.weight.grad.layout == torch.sparse_coo
 
 
-@pytest.mark.parametrize(("eps", "dtype"), [(1e-12, torch.float32), (1e-5, torch.float16)])
-def test_norm_whose_reciprocal_root_does_not_fit(eps, dtype):
-    model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8, eps=eps), nn.Linear(8, 8))
+@pytest.mark.parametrize("eps", [1e-12, 1e-5])
+def test_norm_of_constant_rows_has_finite_gradients(eps):
+    """1/sqrt(1e-12) is no float16 number: the norm keeps its statistics, not itself, in float32."""
+    norm = nn.LayerNorm(8, eps=eps)
+
+    class Padded(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.norm = nn.Linear(8, 8), norm
+
+        def forward(self, x):
+            return self.norm(self.a(x) * 0)
+
+    policy = ampgraph.Policy(loss_scale=ampgraph.StaticLossScale(8.0))
+    amp = ampgraph.convert(Padded(), (X,), policy=policy, dtype=torch.float16)
+    ampgraph.testing.assert_dtype(amp, "layer_norm", torch.float16)
+    amp(X).sum().backward()
+    assert norm.weight.grad.isfinite().all()
+
+
+def test_norm_without_weight_stays_float32_where_its_statistics_do_not_fit():
+    model = nn.Sequential(
+        nn.Linear(8, 8), nn.LayerNorm(8, eps=1e-12, elementwise_affine=False), nn.Linear(8, 8)
+    )
     amp = ampgraph.convert(model, (X,), dtype=torch.float16)
-    ampgraph.testing.assert_dtype(amp, "layer_norm", dtype)
+    ampgraph.testing.assert_dtype(amp, "layer_norm", torch.float32)
 
 
 def test_grad_mode_of_the_caller_survives_a_region():
