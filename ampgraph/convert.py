@@ -11,7 +11,7 @@ from torch.export import ExportedProgram
 
 from .backends import default_backend
 from .errors import CaptureError, PolicyError, did_you_mean
-from .module import AmpModule, Options
+from .module import AmpModule, Options, device_of
 from .policy import Policy
 from .program import convert_program
 
@@ -78,7 +78,7 @@ def convert(
             )
         return convert_program(model, policy)
     source = _checked_model(model)
-    device = next((t.device for t in (*source.parameters(), *source.buffers())), _device_of(args, kwargs))
+    device = device_of(source, _device_of(args, kwargs))
     policy = policy.replace(dtype=policy.low_dtype(device))
     _check_backend(backend)
     if args is not None and not isinstance(args, tuple):

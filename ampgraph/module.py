@@ -290,9 +290,9 @@ def _rebuild(source: nn.Module, options: Options, scaler_state: dict[str, Any]) 
     return amp
 
 
-def device_of(model: nn.Module) -> torch.device:
-    """Returns the device of the model's first parameter or buffer."""
-    return next((t.device for t in (*model.parameters(), *model.buffers())), torch.device("cpu"))
+def device_of(model: nn.Module, default: torch.device = torch.device("cpu")) -> torch.device:  # noqa: B008
+    """Returns the device of the model's first parameter or buffer, or ``default`` if it has none."""
+    return next((t.device for t in (*model.parameters(), *model.buffers())), default)
 
 
 def _dynamic(args: tuple, kwargs: dict[str, Any], dims: list[set[int]]) -> ShapesCollection:
