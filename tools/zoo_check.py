@@ -29,10 +29,11 @@ import zoo_report  # noqa: E402
 
 from ampgraph import AmpModule  # noqa: E402
 from tests.zoo import models as zoo  # noqa: E402
-from tests.zoo.measure import AUTOCAST, OPTIMAL, Subject, activation_cast_bytes  # noqa: E402
+from tests.zoo.measure import AUTOCAST, DRAWS, OPTIMAL, Subject, activation_cast_bytes, holds  # noqa: E402
 
 Record = dict[str, Any]
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
+ERRORS = ("output_error", "gradient_error")
 RUNS = {
     "eval": ("O1 float16", "O1 bfloat16", "O2 float16", "O2 bfloat16"),
     "train": ("O1 float16", "O1 bfloat16", "O2 bfloat16"),
@@ -101,6 +102,24 @@ def autocasts_part(subject: Subject) -> Record:
     return record
 
 
+def repeated(subject: Subject, record: Record) -> Record:
+    """Replaces the errors of runs that break the bound on one batch by those over several batches."""
+    found: Record = {}
+    for run in RUNS[subject.mode]:
+        level, name = run.split()
+        own, theirs = record[run], record[f"autocast {name}"]
+        if holds(level, DTYPES[name], _errors(own), _errors(theirs)):
+            continue
+        amps = [subject.convert(policy, DTYPES[name]) for policy in (OPTIMAL[level], AUTOCAST)]
+        pairs = [dict(zip(ERRORS, e, strict=True)) for e in subject.errors_over_draws(*amps)]
+        found[run] = own | pairs[0] | {"over_draws": {"draws": DRAWS, "autocast": pairs[1]}}
+    return found
+
+
+def _errors(figures: Record) -> list[float]:
+    return [figures[kind] for kind in ERRORS]
+
+
 GROUPS: tuple[Callable[[Subject], Record], ...] = (
     identity,
     ampgraphs_part,
@@ -113,7 +132,8 @@ def measure(name: str, mode: str) -> Record:
     """Returns the record of one model in one mode; one that fails says why."""
     try:
         subject = Subject.of(name, mode)
-        return {key: value for group in GROUPS for key, value in group(subject).items()}
+        record = {key: value for group in GROUPS for key, value in group(subject).items()}
+        return record | repeated(subject, record)
     except Exception as error:
         first_line = (str(error).splitlines() or [""])[0]
         return {"model": name, "mode": mode, "failure": f"{type(error).__name__}: {first_line}"}

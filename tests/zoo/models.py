@@ -18,10 +18,11 @@ Family = Literal["timm", "transformers", "torchvision", "own"]
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
 
-def squares(output: Any) -> Tensor:
-    """Returns the sum, over the floating-point tensors of any output, of their mean square.
+def projection(output: Any) -> Tensor:
+    """Returns the mean over a fixed random direction, summed over the floating-point tensors of any output.
 
-    A plain sum would have zero gradients wherever a model ends in a normalisation.
+    A plain sum, or a sum of squares, has gradients that cancel wherever a model ends in a normalisation; what
+    is left of them is rounding.
 
     Args:
         output: A tensor, or any pytree of tensors; Hugging Face's outputs are pytrees.
@@ -29,8 +30,10 @@ def squares(output: Any) -> Tensor:
     import torch
     from torch.utils._pytree import tree_leaves
 
+    generator = torch.Generator().manual_seed(0)
     tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
-    return sum(leaf.float().square().mean() for leaf in tensors if leaf.is_floating_point())
+    floating = [leaf.float() for leaf in tensors if leaf.is_floating_point()]
+    return sum((leaf * torch.randn(leaf.shape, generator=generator)).mean() for leaf in floating)
 
 
 @dataclass(frozen=True)
@@ -52,7 +55,7 @@ class ZooModel:
     kind: str
     build: Callable[[], nn.Module]
     inputs: Callable[[], Inputs]
-    loss: Callable[[Any], Tensor] = squares
+    loss: Callable[[Any], Tensor] = projection
 
     def seeded(self, seed: int = 0) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
         """Returns the model with its positional and keyword inputs, the same for the same seed.
