@@ -44,13 +44,23 @@ def fake_mode_of(graph: Graph) -> FakeTensorMode | None:
     return None
 
 
-def evaluate(node: Node, mode: FakeTensorMode | None) -> Any:
-    """Runs one call_function node on its arguments' fake values; the authority on dtypes and shapes."""
+def evaluate(node: Node, mode: FakeTensorMode | None, one_step: bool = False) -> Any:
+    """Runs one call_function node on its arguments' fake values; the authority on dtypes and shapes.
+
+    With ``one_step``, recurrent layers run over one element of their sequence: enough to tell dtypes.
+    """
     args, kwargs = tree_map_only(Node, lambda n: n.meta["val"], (node.args, dict(node.kwargs)))
     shape_env = mode.shape_env if mode else None
     fresh = shape_env.ignore_fresh_unbacked_symbols() if shape_env else contextlib.nullcontext()
     with mode or contextlib.nullcontext(), fresh, no_ambient_autocast():
+        if one_step and node.target in _RECURRENT:
+            batch_first = args[-1]
+            args = (args[0].narrow(1 if batch_first else 0, 0, 1), *args[1:])
         return node.target(*args, **kwargs)  # type: ignore[operator]
+
+
+_aten = torch.ops.aten
+_RECURRENT = (_aten.lstm.input, _aten.gru.input, _aten.rnn_tanh.input, _aten.rnn_relu.input)
 
 
 _dtype_cache: dict[Any, tuple[torch.dtype | None, ...]] = {}
@@ -70,7 +80,7 @@ def result_dtypes(node: Node, mode: FakeTensorMode | None) -> tuple[torch.dtype 
     if key not in _dtype_cache:
         # A dtype has nothing to do with gradients; a parameter written under no_grad must be allowed to be.
         with torch.no_grad():
-            values = evaluate(node, mode)
+            values = evaluate(node, mode, one_step=True)
         values = values if isinstance(values, (list, tuple)) else (values,)
         _dtype_cache[key] = tuple(v.dtype if isinstance(v, torch.Tensor) else None for v in values)
     return _dtype_cache[key]

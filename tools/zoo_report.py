@@ -235,7 +235,8 @@ def _precision(records: list[Record]) -> str:
         "times the error of autocast's rule on the same model and seed, whichever is more;\n"
         "`tests/zoo/measure.py` says why. Where a ratio is large within the bound, autocast's own error is "
         "far below one eps. Where one batch broke the bound, the root mean square over "
-        f"{DRAWS} batches stands instead, for both; output and gradient error in eps, autocast's in brackets:\n\n"
+        f"{DRAWS} batches stands instead, for both; output and gradient error in eps, "
+        "autocast's in brackets:\n\n"
         f"{''.join(over_draws(records)) or 'none.'}"
     )
 

@@ -46,8 +46,8 @@ AUTOCAST = Policy("O1", ops=OpLists.torch(), placement="autocast", **_LIKE_FOR_L
 # factor of sqrt(3), rounded up).
 FLOOR = 2.0
 FACTORS = {"O1": 1.5, "O2": 2.0}
-# Models that amplify rounding (batch norm on two images, fifty blocks) have errors that are luck on one batch.
-# Where one batch breaks the bound, the root mean square over so many batches decides, for both alike.
+# Models that amplify rounding (batch norm on two images, fifty blocks) have errors that are luck on one
+# batch. Where one batch breaks the bound, the root mean square over so many decides, for both alike.
 DRAWS = 6
 
 # Tried in turn until all gradients are finite, as a dynamic loss scale would.
