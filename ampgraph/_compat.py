@@ -25,6 +25,7 @@ __all__ = [
     "evaluate",
     "fake_mode_of",
     "keep_dynamo_out",
+    "keep_versions",
     "no_ambient_autocast",
     "result_dtypes",
     "set_calling_convention",
@@ -138,6 +139,11 @@ def no_ambient_autocast() -> Iterator[None]:
     """Hides every enabled ``torch.autocast`` from the code inside."""
     with torch._C._DisableAutocast():
         yield
+
+
+def keep_versions(tensors: list[torch.Tensor]) -> contextlib.AbstractContextManager:
+    """Lets ``tensors`` be written inside without autograd's version counters moving."""
+    return torch.autograd._unsafe_preserve_version_counter(tuple(tensors))
 
 
 def keep_dynamo_out(function: Callable) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,12 +13,13 @@ from torch import fx
 from ._compat import LocalSource, fake_mode_of
 from .capture.just_in_time import drop_values, lower_dynamo_graph
 from .errors import CaptureError, PassError, PolicyError, did_you_mean
-from .passes import run_passes
+from .passes import Pass, ReadShadows, run_passes
 from .plan import Plan
 from .policy import Policy
 from .rewrite import rewrite
 from .scaler import STATE_NAMES, LossScaler
-from .variant import boundary_pass, copy_graph, has_low
+from .shadow import ShadowWeights
+from .variant import boundary_pass, copy_graph, has_low, shadowed
 
 Record = Callable[[fx.GraphModule, Plan], None]
 
@@ -27,6 +29,7 @@ def make_backend(
     modules: tuple[str, ...] = (),
     record: Record | None = None,
     scaler: LossScaler | None = None,
+    shadows: ShadowWeights | None = None,
 ) -> Callable:
     """Returns a ``torch.compile`` backend that rewrites each graph and hands it to the next backend.
 
@@ -35,6 +38,7 @@ def make_backend(
         modules: Module paths that rules may name.
         record: Called with each rewritten graph and its plan.
         scaler: Owner of the loss scale; None for no loss scaling.
+        shadows: Low copies of parameters; None for casts in the graph.
     """
 
     def backend(graph_module: fx.GraphModule, inputs: list, **_: Any) -> Callable:
@@ -48,32 +52,76 @@ def make_backend(
         if record:
             record(lowered, plan)
         compile_next = _next_backend(options.backend)
-        if not (scaler and scaler.is_enabled() and has_low(plan) and torch.is_grad_enabled()):
+        scales = scaler is not None and scaler.is_enabled() and has_low(plan) and torch.is_grad_enabled()
+        masters = _masters(lowered, inputs, shadows) if shadows is not None else {}
+        if not (scales or masters):
             return compile_next(lowered, inputs)
-        names = [n.name for n in lowered.graph.find_nodes(op="placeholder")]
-        scaled = fx.GraphModule(lowered, copy_graph(lowered.graph))
-        scaled.meta.update(lowered.meta)
-        state = _state_inputs(scaled, scaler)
-        run_passes(scaled, (boundary_pass(scaler, zip(names, inputs, strict=True), state),))
-        compiled = compile_next(scaled, [*scaler.state.tensors(), *inputs])
-        return lambda *args: compiled(*scaler.state.tensors(), *args)
+        bounded = fx.GraphModule(lowered, copy_graph(lowered.graph))
+        bounded.meta.update(lowered.meta)
+        extra = _Extra(scaler if scales else None, shadows, tuple(masters.values()))
+        _add_boundary(bounded, inputs, extra, masters)
+        compiled = compile_next(bounded, [*extra.tensors(inputs), *inputs])
+        return lambda *args: compiled(*extra.tensors(args), *args)
 
     return backend
 
 
-def _state_inputs(graph_module: fx.GraphModule, scaler: LossScaler) -> tuple[str, str, str]:
-    """Adds inputs for scale, inverse and probe: a constant in the graph would be baked in."""
-    graph = graph_module.graph
+@dataclass(frozen=True)
+class _Extra:
+    """What a graph reads besides its inputs. As constants in the graph they would be baked in.
+
+    Attributes:
+        scaler: Owner of scale, inverse and probe, or None.
+        shadows: The shadow weights.
+        masters: Which inputs are parameters with a shadow.
+    """
+
+    scaler: LossScaler | None
+    shadows: ShadowWeights | None
+    masters: tuple[int, ...]
+
+    def tensors(self, inputs: Sequence[Any]) -> list[torch.Tensor]:
+        """Returns the current values, shadows fresh."""
+        state = list(self.scaler.state.tensors()) if self.scaler else []
+        if self.shadows is None or not self.masters:
+            return state
+        found = [self.shadows.of(inputs[index]) for index in self.masters]
+        self.shadows.refresh()
+        return [*state, *found]
+
+
+def _masters(graph_module: fx.GraphModule, inputs: Sequence[Any], shadows: ShadowWeights) -> dict[str, int]:
+    """Returns the position of each input that is a parameter with a shadow, by node name."""
+    names = [node.name for node in graph_module.graph.find_nodes(op="placeholder")]
+    found = shadowed(graph_module.graph, dict(zip(names, inputs, strict=True)), shadows)
+    return {name: index for index, name in enumerate(names) if name in found}
+
+
+def _add_boundary(graph_module: fx.GraphModule, inputs: Sequence[Any], extra: _Extra, masters: dict) -> None:
+    names = [node.name for node in graph_module.graph.find_nodes(op="placeholder")]
+    holders = [*(STATE_NAMES if extra.scaler else ()), *(f"amp_shadow_{name}" for name in masters)]
+    added = _add_inputs(graph_module.graph, dict(zip(holders, extra.tensors(inputs), strict=True)))
+    passes: list[Pass] = []
+    if masters:
+        shadows = dict(zip(masters, added[-len(masters) :], strict=True))
+        passes.append(ReadShadows(shadows, differentiable=torch.is_grad_enabled()))
+    if extra.scaler:
+        values = zip(names, inputs, strict=True)
+        passes.append(boundary_pass(extra.scaler, values, (added[0], added[1], added[2])))
+    run_passes(graph_module, tuple(passes))
+
+
+def _add_inputs(graph: fx.Graph, values: dict[str, torch.Tensor]) -> list[str]:
     mode = fake_mode_of(graph)
     assert mode is not None  # a graph with low ops has tensors
     names = []
     with graph.inserting_before(next(iter(graph.nodes))):
-        for name, value in zip(STATE_NAMES, scaler.state.tensors(), strict=True):
+        for name, value in values.items():
             node = graph.placeholder(name)
             source = LocalSource(name)
             node.meta.update({"val": mode.from_tensor(value, source=source), "_dynamo_source": source})
             names.append(node.name)
-    return tuple(names)  # type: ignore[return-value]
+    return names
 
 
 def ampgraph_backend(graph_module: fx.GraphModule, inputs: list, **given: Any) -> Callable:
@@ -99,7 +147,8 @@ def ampgraph_backend(graph_module: fx.GraphModule, inputs: list, **given: Any) -
     policy = policy.replace(**given)
     device = next((i.device for i in inputs if isinstance(i, torch.Tensor)), torch.device("cpu"))
     options = Options(policy, policy.low_dtype(device), backend or default_backend(device))
-    return make_backend(options)(graph_module, inputs)
+    shadows = ShadowWeights(None, options.low_dtype) if policy.level in ("O2", "O3") else None
+    return make_backend(options, shadows=shadows)(graph_module, inputs)
 
 
 def default_backend(device: torch.device) -> str:

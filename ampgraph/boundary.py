@@ -1,5 +1,7 @@
 """The boundary of a converted graph: where gradients are scaled on entry, and unscaled and checked on exit.
 
+A parameter with a low copy (`ampgraph.shadow`) is read through the boundary too.
+
 Both are plain ``autograd.Function`` calls that stand as nodes in the graph, so the same arithmetic runs
 in eager and is traced by AOTAutograd into the backward graph of every backend: ``tangent * scale`` at
 each output, ``gradient * inverse`` and a finite check at each parameter and differentiable input.
@@ -110,6 +112,24 @@ def non_finite(tensors: Sequence[Tensor], slots: Sequence[int], size: int) -> Te
     if end < size:
         pieces.append(pieces[0].new_zeros(size - end))
     return torch.cat(pieces)
+
+
+class ShadowWeight(Function):
+    """Returns a parameter's low copy; its gradient, in the parameter's dtype, is the parameter's."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: Tensor, shadow: Tensor) -> Tensor:
+        ctx.dtype = parameter.dtype
+        return shadow.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad.to(ctx.dtype), None
+
+
+def shadow_weight(parameter: Tensor, shadow: Tensor) -> Tensor:
+    """The node at a parameter with a low copy; see `ShadowWeight`."""
+    return ShadowWeight.apply(parameter, shadow)
 
 
 def scale_gradients(scale: Tensor, *outputs: Tensor) -> tuple[Tensor, ...]:

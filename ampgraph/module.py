@@ -23,6 +23,7 @@ from .plan import Plan
 from .policy import Policy
 from .rewrite import rewrite
 from .scaler import LossScaler
+from .shadow import ShadowWeights
 from .signature import Signature, accepted_shapes, changed_dims, fits, signature_of
 from .variant import Variant
 
@@ -71,6 +72,8 @@ class AmpModule(nn.Module):
         self.__dict__["_current"] = None
         self.__dict__["_all_modules"] = tuple(source.modules())
         self.__dict__["scaler"] = LossScaler(options.policy.active_loss_scale(), source, device_of(source))
+        has_shadows = options.policy.level in ("O2", "O3")
+        self.__dict__["_shadows"] = ShadowWeights(source, options.low_dtype) if has_shadows else None
         self.__dict__["forward"] = self._make_forward()
         if options.just_in_time:
             self.__dict__["_compiled"] = self._compile_just_in_time()
@@ -225,6 +228,7 @@ class AmpModule(nn.Module):
         seconds = time.perf_counter() - start
         variant = Variant(graph_module, plan, self.options, self.scaler, shapes, signature.shapes, constants)
         variant.capture_seconds, variant.rewrite_seconds = capture_seconds, seconds
+        variant.shadows = self._shadows
         return variant
 
     def _compile_just_in_time(self) -> Callable:
@@ -236,7 +240,8 @@ class AmpModule(nn.Module):
             self.__dict__["_current"], self.__dict__["_current_flags"] = variant, self._flags()
 
         modules = tuple(name for name, _ in self.source.named_modules())
-        return torch.compile(self.source, backend=make_backend(self.options, modules, record, self.scaler))
+        backend = make_backend(self.options, modules, record, self.scaler, self._shadows)
+        return torch.compile(self.source, backend=backend)
 
     # -- being a module --------------------------------------------------------------------------
 

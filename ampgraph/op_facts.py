@@ -82,8 +82,8 @@ LIKES: frozenset[str] = _names(
     new_empty new_zeros new_ones new_full new_empty_strided"""
 )
 
-# On CPU these save their statistics for the backward in the dtype of weight and bias, and take float32 ones
-# beside a low input.
+# On CPU these take float32 weights beside a low input, and save their statistics for the backward in the
+# dtype of the weights. On CUDA all must have one dtype.
 STATISTICS_SLOTS: Mapping[str, tuple[str, ...]] = dict.fromkeys(
     ("layer_norm", "group_norm"), ("weight", "bias")
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -11,9 +11,11 @@ import torch
 from torch import fx
 
 from .errors import AmpGraphError
-from .passes import ScaleLoss, run_passes
+from .passes import Pass, ReadShadows, ScaleLoss, run_passes
+from .passes.shadow import casts_of
 from .plan import Plan
 from .scaler import LossScaler
+from .shadow import ShadowWeights
 
 if TYPE_CHECKING:
     from .module import Options
@@ -33,6 +35,7 @@ class Variant:
         constants: Tensors that only the capture knows, by attribute name.
         capture_seconds: Wall time of the capture.
         rewrite_seconds: Wall time of everything after it, compilation not included.
+        shadows: The model's shadow weights, at levels that have them.
     """
 
     graph_module: fx.GraphModule
@@ -44,42 +47,73 @@ class Variant:
     constants: dict[str, torch.Tensor] = field(default_factory=dict)
     capture_seconds: float = 0.0
     rewrite_seconds: float = 0.0
-    _training_graph: fx.GraphModule | None = None
-    _inference: Callable | None = None
-    _training: Callable | None = None
+    shadows: ShadowWeights | None = None
+    _graphs: dict[bool, fx.GraphModule] = field(default_factory=dict)
+    _runners: dict[bool, Callable] = field(default_factory=dict)
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the graph; with gradients on, and a loss scale, the one with the boundary."""
-        if self.scaler.is_enabled() and torch.is_grad_enabled():
+        """Runs the graph; with gradients on, the one with the boundary."""
+        training = torch.is_grad_enabled()
+        if training and self.scaler.is_enabled():
             self.scaler.check_loop()
-            if self._training is None:
-                self._training = _runner(self.training_graph, self.options)
-            return self._training(*args, **kwargs)
-        if self._inference is None:
-            self._inference = _runner(self.graph_module, self.options)
-        return self._inference(*args, **kwargs)
+        if training not in self._runners:
+            self._runners[training] = self._runner(training)
+        if self.shadows is not None:
+            self.shadows.refresh()
+        return self._runners[training](*args, **kwargs)
 
     @property
     def training_graph(self) -> fx.GraphModule:
-        """The graph that runs with gradients: `graph_module` with the loss-scaling boundary around it."""
-        if self._training_graph is None:
-            self._training_graph = self._with_boundary()
-        return self._training_graph
+        """The graph that runs with gradients: `graph_module`, shadow weights, loss-scaling boundary."""
+        return self._graph(training=True)
+
+    @property
+    def inference_graph(self) -> fx.GraphModule:
+        """The graph that runs without gradients: `graph_module`, shadow weights."""
+        return self._graph(training=False)
 
     def apply(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Applies ``function`` to the constants, as ``nn.Module.to`` does to buffers."""
         for name, value in self.constants.items():
             self.constants[name] = function(value)
-            for graph_module in filter(None, (self.graph_module, self._training_graph)):
+            for graph_module in (self.graph_module, *self._graphs.values()):
                 object.__setattr__(graph_module, name, self.constants[name])
 
-    def _with_boundary(self) -> fx.GraphModule:
-        if not self.scaler.is_enabled() or not has_low(self.plan):
+    def _runner(self, training: bool) -> Callable:
+        other = self._runners.get(not training)
+        if other is not None and self._graph(True) is self._graph(False):
+            return other
+        return _compiled(self._graph(training), self.options)
+
+    def _graph(self, training: bool) -> fx.GraphModule:
+        if training not in self._graphs:
+            self._graphs[training] = self._with_boundary(training)
+        return self._graphs[training]
+
+    def _with_boundary(self, training: bool) -> fx.GraphModule:
+        values = dict(_attributes(self.graph_module))
+        passes: list[Pass] = []
+        if self.shadows is not None:
+            masters = shadowed(self.graph_module.graph, values, self.shadows)
+            names = {name: f"_shadows.{self.shadows.name_of(master)}" for name, master in masters.items()}
+            passes.append(ReadShadows(names, differentiable=training))
+        if training and self.scaler.is_enabled() and has_low(self.plan):
+            passes.append(boundary_pass(self.scaler, values.items()))
+        if not passes:
             return self.graph_module
         graph_module = _copy(self.graph_module)
         object.__setattr__(graph_module, "_amp", self.scaler.state)
-        run_passes(graph_module, (boundary_pass(self.scaler, _attributes(graph_module)),))
+        object.__setattr__(graph_module, "_shadows", self.shadows)
+        run_passes(graph_module, tuple(passes))
         return graph_module
+
+
+def shadowed(
+    graph: fx.Graph, values: Mapping[str, object], shadows: ShadowWeights
+) -> dict[str, torch.Tensor]:
+    """Returns the parameters, by node name, that the graph casts and can read as low copies instead."""
+    nodes = [node for node in graph.nodes if shadows.accepts(values.get(node.name)) and casts_of(node)]
+    return {node.name: values[node.name] for node in nodes}  # type: ignore[misc]
 
 
 def has_low(plan: Plan) -> bool:
@@ -88,7 +122,7 @@ def has_low(plan: Plan) -> bool:
 
 
 def boundary_pass(
-    scaler: LossScaler, values: Iterator[tuple[str, object]], state: tuple[str, str, str] | None = None
+    scaler: LossScaler, values: Iterable[tuple[str, object]], state: tuple[str, str, str] | None = None
 ) -> ScaleLoss:
     """Returns the boundary pass for a graph whose nodes, by name, hold the given live values."""
     slots = tuple((name, slot) for name, value in values if (slot := scaler.slot_of(value)) is not None)
@@ -124,7 +158,7 @@ def copy_graph(graph: fx.Graph) -> fx.Graph:
     return copied
 
 
-def _runner(graph_module: fx.GraphModule, options: Options) -> Callable:
+def _compiled(graph_module: fx.GraphModule, options: Options) -> Callable:
     if options.backend == "eager":
         return graph_module
     try:

@@ -15,6 +15,7 @@ from .insert_casts import InsertCasts, is_inserted_cast
 from .normalize import Normalize
 from .place import PlaceCasts
 from .propagate import PropagatePins
+from .shadow import ReadShadows
 from .verify import Verify
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "Pass",
     "PlaceCasts",
     "PropagatePins",
+    "ReadShadows",
     "ScaleLoss",
     "Verify",
     "Workspace",

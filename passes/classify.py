@@ -147,7 +147,7 @@ class ClassifyOps(Pass):
         name = argument_name(node, path)
         if is_cast(node) or target in _CASTS_LIKE or name in op_facts.any_slots(target):
             return SlotKind.ANY
-        if name in op_facts.fp32_slots(target) or self._holds_statistics(node, name):
+        if name in op_facts.fp32_slots(target) or _holds_statistics(node, name, tensor):
             return SlotKind.KEEP
         if written := written_args(node):
             return SlotKind.ANY if op_facts.promotes(target) and tensor not in written else SlotKind.KEEP
@@ -160,9 +160,6 @@ class ClassifyOps(Pass):
         if op_facts.dtype_arg(target):
             return SlotKind.DTYPE_ARG
         return SlotKind.COMPUTE
-
-    def _holds_statistics(self, node: Node, name: str) -> bool:
-        return name in op_facts.statistics_slots(node.target) and saves_large_statistics(node, self.low_dtype)
 
     def _only_tells(self, node: Node) -> bool:
         """Whether the op answers with integers or booleans and takes its operands in any dtype."""
@@ -204,12 +201,23 @@ def argument(node: Node, name: str) -> Any:
     return node.args[position] if position < len(node.args) else None
 
 
+def _holds_statistics(node: Node, name: str, tensor: Node) -> bool:
+    """Whether an argument of a CPU norm stays float32 beside a low input; CUDA's kernels want one dtype."""
+    if name not in op_facts.statistics_slots(node.target) or not _is_on_cpu(node):  # type: ignore[arg-type]
+        return False
+    return tensors(tensor)[0].dtype == torch.float32
+
+
+def _is_on_cpu(node: Node) -> bool:
+    return tensors(node)[0].device.type == "cpu"
+
+
 def saves_large_statistics(node: Node, low_dtype: torch.dtype) -> bool:
     """Whether a norm would save 1/sqrt(variance + eps), for its backward, in a dtype that cannot hold it.
 
     The CPU kernels save their statistics in the dtype of weight and bias, the CUDA kernels in float32.
     """
-    if not op_facts.statistics_slots(node.target) or tensors(node)[0].device.type != "cpu":  # type: ignore[arg-type]
+    if not op_facts.statistics_slots(node.target) or not _is_on_cpu(node):  # type: ignore[arg-type]
         return False
     eps = argument(node, "eps")
     return isinstance(eps, float) and 0 < eps < torch.finfo(low_dtype).max ** -2
