@@ -25,6 +25,7 @@ from .rewrite import rewrite
 from .scaler import LossScaler
 from .shadow import ShadowWeights
 from .signature import Signature, accepted_shapes, changed_dims, fits, signature_of
+from .stored import StoredLow
 from .variant import Variant
 
 log = logging.getLogger("ampgraph")
@@ -63,9 +64,11 @@ class AmpModule(nn.Module):
         scaler: The loss scaler; does nothing where the policy asks for no loss scale.
     """
 
-    def __init__(self, source: nn.Module, options: Options):
+    def __init__(self, source: nn.Module, options: Options, stored_low: tuple[str, ...] = ()):
         self.__dict__["source"] = source
+        training = source.training
         super().__init__()
+        source.training = training  # nn.Module's own __init__ sets it
         self.__dict__.update({name: source.__dict__[name] for name in _SHARED})
         self.__dict__["options"] = options
         self.__dict__["_variants"] = {}
@@ -74,6 +77,7 @@ class AmpModule(nn.Module):
         self.__dict__["scaler"] = LossScaler(options.policy.active_loss_scale(), source, device_of(source))
         has_shadows = options.policy.level in ("O2", "O3")
         self.__dict__["_shadows"] = ShadowWeights(source, options.low_dtype) if has_shadows else None
+        self.__dict__["_stored"] = StoredLow(source, options.low_dtype, stored_low)
         self.__dict__["forward"] = self._make_forward()
         if options.just_in_time:
             self.__dict__["_compiled"] = self._compile_just_in_time()
@@ -96,8 +100,13 @@ class AmpModule(nn.Module):
 
     @property
     def training_graph(self) -> fx.GraphModule:
-        """`graph_module` with the loss-scaling boundary: what runs with gradients under a loss scale."""
+        """What runs with gradients: `graph_module` with shadow weights and loss-scaling boundary, if any."""
         return self._variant().training_graph
+
+    @property
+    def inference_graph(self) -> fx.GraphModule:
+        """What runs without gradients: `graph_module` with shadow weights, if any."""
+        return self._variant().inference_graph
 
     @property
     def plan(self) -> Plan:
@@ -192,8 +201,11 @@ class AmpModule(nn.Module):
     ) -> Variant:
         variants = self._variants.get((flags, signature.kind), [])
         start = time.perf_counter()
-        program = self._export(args, kwargs, signature, variants)
-        variant = self._rewrite(program, signature, time.perf_counter() - start)
+        with self._stored.as_float32():
+            program = self._export(args, kwargs, signature, variants)
+            variant = self._rewrite(program, signature, time.perf_counter() - start)
+        if self.policy.level == "O3":
+            self._store_low(variant)
         variants.append(variant)
         self._variants[(flags, signature.kind)] = variants
         self.__dict__["_current"], self.__dict__["_current_flags"] = variant, flags
@@ -230,6 +242,13 @@ class AmpModule(nn.Module):
         variant.capture_seconds, variant.rewrite_seconds = capture_seconds, seconds
         variant.shadows = self._shadows
         return variant
+
+    def _store_low(self, variant: Variant) -> None:
+        """Gives up the float32 memory of parameters; at the first capture, in evaluation mode, only."""
+        freed = [] if self._variants or self.training else self._stored.add(variant.graph_module)
+        variant.plan = self._stored.read(variant.graph_module, variant.plan)
+        for parameter in freed:
+            parameter.data = parameter.data.to(self.options.low_dtype)
 
     def _compile_just_in_time(self) -> Callable:
         from .backends import make_backend
@@ -283,14 +302,17 @@ class AmpModule(nn.Module):
         self.source._load_from_state_dict(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict) -> AmpModule:
-        return _rebuild(copy.deepcopy(self.source, memo), self.options, self.scaler.state_dict())
+        return _rebuild(copy.deepcopy(self.source, memo), *self.__reduce__()[1][1:])
 
     def __reduce__(self) -> tuple:
-        return _rebuild, (self.source, self.options, self.scaler.state_dict())
+        stored_low = self._stored.names(self.source)
+        return _rebuild, (self.source, self.options, self.scaler.state_dict(), stored_low)
 
 
-def _rebuild(source: nn.Module, options: Options, scaler_state: dict[str, Any]) -> AmpModule:
-    amp = AmpModule(source, options)
+def _rebuild(
+    source: nn.Module, options: Options, scaler_state: dict[str, Any], stored_low: tuple[str, ...]
+) -> AmpModule:
+    amp = AmpModule(source, options, stored_low)
     amp.scaler.load_state_dict(scaler_state)
     return amp
 

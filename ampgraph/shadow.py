@@ -7,6 +7,7 @@ instead of casting the same parameters in every forward.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import weakref
 
 import torch
@@ -33,9 +34,9 @@ class ShadowWeights(nn.Module):
     """The shadows of one model's parameters; graphs read them as its attributes.
 
     A shadow is stale when its parameter's version counter or memory moved (``load_state_dict``, averaging,
-    edits in place), when an optimizer of ``torch.optim`` stepped it (fused ones do not raise the counter), and
-    when the model changed between training and evaluation (averaged weights are often swapped in through
-    ``.data``, which nothing records).
+    edits in place), when an optimizer of ``torch.optim`` stepped it (fused ones do not raise the
+    counter), and when the model changed between training and evaluation (averaged weights are often
+    swapped in through ``.data``, which nothing records).
 
     Args:
         model: The model, for its training flag.
@@ -45,9 +46,10 @@ class ShadowWeights(nn.Module):
     def __init__(self, model: nn.Module | None, low_dtype: torch.dtype):
         super().__init__()
         self.__dict__["_model"] = weakref.ref(model) if model is not None else lambda: None
-        self._known = {id(p) for p in model.parameters()} if model is not None else None
+        self._known = {id(p): weakref.ref(p) for p in model.parameters()} if model is not None else None
         self._low_dtype = low_dtype
         self._shadows: dict[int, _Shadow] = {}
+        self._numbers = itertools.count()
         self._all_stale = False
         self._mode: bool | None = None
         _all_shadows.add(self)
@@ -64,14 +66,14 @@ class ShadowWeights(nn.Module):
             and type(value.data) is Tensor
             and value.dtype == torch.float32
             and not value.is_inference()
-            and (self._known is None or id(value) in self._known)
+            and (self._known is None or self._known.get(id(value), lambda: None)() is value)
         )
 
     def name_of(self, master: Tensor) -> str:
         """Returns the attribute that holds the shadow of a parameter, made now if there is none."""
         shadow = self._shadows.get(id(master))
         if shadow is None or shadow.master() is not master:
-            shadow = self._shadows[id(master)] = _Shadow(master, f"weight_{len(self._shadows)}")
+            shadow = self._shadows[id(master)] = _Shadow(master, f"weight_{next(self._numbers)}")
             self._copy([(shadow, master)])
         return shadow.name
 

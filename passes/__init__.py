@@ -16,6 +16,7 @@ from .normalize import Normalize
 from .place import PlaceCasts
 from .propagate import PropagatePins
 from .shadow import ReadShadows
+from .stored import ReadStored
 from .verify import Verify
 
 __all__ = [
@@ -29,6 +30,7 @@ __all__ = [
     "PlaceCasts",
     "PropagatePins",
     "ReadShadows",
+    "ReadStored",
     "ScaleLoss",
     "Verify",
     "Workspace",

@@ -21,7 +21,7 @@ from ampgraph import AmpGraphError, CaptureError, PolicyError
 from .helpers import Fn, close, dtype_of, inserted, nodes_of
 
 BF16, FP32 = torch.bfloat16, torch.float32
-X = torch.randn(4, 8)
+X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
 CAPTURES = pytest.mark.parametrize("how", ["ahead of time", "just in time"])
 
 

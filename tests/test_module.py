@@ -18,7 +18,7 @@ from ampgraph import Policy
 from .helpers import close, dtype_of
 
 BF16, FP32 = torch.bfloat16, torch.float32
-X = torch.randn(4, 8)
+X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
 CAPTURES = pytest.mark.parametrize("how", ["ahead of time", "just in time"])
 
 
@@ -248,6 +248,13 @@ def test_running_statistics_move_as_in_the_source(how, level):
     close(ours.running_mean, theirs.running_mean, 0.02)
     close(ours.running_var, theirs.running_var, 0.02)
     assert ours.running_mean.dtype == FP32
+
+
+def test_conversion_leaves_the_mode_alone():
+    model = Net().eval()
+    amp = ampgraph.convert(model, (X,))
+    assert not amp.training
+    assert not model.training
 
 
 def test_capture_does_not_move_running_statistics():

@@ -1,0 +1,79 @@
+"""`StoredLow`: level O3's parameters, whose float32 memory is given up once nothing reads it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import operator
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import fx, nn
+
+from .passes import ReadStored, run_passes
+from .passes.shadow import casts_of
+from .plan import Plan
+
+
+class StoredLow:
+    """The parameters of one model that are stored in its low dtype.
+
+    Args:
+        model: The model.
+        low_dtype: The dtype they are stored in.
+        names: Paths of parameters that are stored so already (of a copied or unpickled model).
+    """
+
+    def __init__(self, model: nn.Module, low_dtype: torch.dtype, names: Iterable[str] = ()):
+        self._low_dtype = low_dtype
+        self._parameters = {id(p): p for n, p in model.named_parameters() if n in set(names)}
+
+    def __contains__(self, parameter: object) -> bool:
+        return id(parameter) in self._parameters
+
+    def names(self, model: nn.Module) -> tuple[str, ...]:
+        """Returns the paths of the stored parameters."""
+        return tuple(name for name, parameter in model.named_parameters() if parameter in self)
+
+    @contextlib.contextmanager
+    def as_float32(self) -> Iterator[None]:
+        """Gives the parameters float32 values while the model, which knows nothing of this, is captured."""
+        stored = {key: parameter.data for key, parameter in self._parameters.items()}
+        try:
+            for parameter in self._parameters.values():
+                parameter.data = parameter.data.float()
+            yield
+        finally:
+            for key, data in stored.items():
+                self._parameters[key].data = data
+
+    def add(self, graph_module: fx.GraphModule) -> list[nn.Parameter]:
+        """Returns the float32 parameters that a graph reads low alone, and counts them as stored."""
+        low, wide = {}, set()
+        for node in graph_module.graph.find_nodes(op="get_attr"):
+            value = operator.attrgetter(node.target)(graph_module)
+            if not isinstance(value, nn.Parameter) or value.dtype != torch.float32 or value in self:
+                continue
+            if len(casts_of(node)) == len(node.users):
+                low[id(value)] = value
+            else:
+                wide.add(id(value))
+        found = {key: value for key, value in low.items() if key not in wide}
+        self._parameters |= found
+        return list(found.values())
+
+    def read(self, graph_module: fx.GraphModule, plan: Plan) -> Plan:
+        """Makes a graph read the stored parameters as they are; returns the plan without their casts."""
+        nodes = graph_module.graph.find_nodes(op="get_attr")
+        names = tuple(n.name for n in nodes if operator.attrgetter(n.target)(graph_module) in self)
+        run_passes(graph_module, (ReadStored(names, self._low_dtype),))
+        gone = [c for c in plan.casts if c.tensor in names and c.dst == self._low_dtype]
+        saved, cost = sum(c.bytes for c in gone), plan.cost
+        cost = dataclasses.replace(
+            cost,
+            traffic=cost.traffic - saved,
+            cast_bytes=cost.cast_bytes - saved,
+            casts=cost.casts - len(gone),
+        )
+        casts = tuple(c for c in plan.casts if c not in gone)
+        return dataclasses.replace(plan, casts=casts, cost=cost)

@@ -1,0 +1,244 @@
+"""Shadow weights: O2 reads low copies of parameters, fresh after every kind of update, never more often."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import ampgraph
+
+F16 = torch.float16
+X = torch.randn(5, 8, generator=torch.Generator().manual_seed(0))
+CAPTURES = pytest.mark.parametrize("args", [(X,), None], ids=["ahead of time", "just in time"])
+
+
+class Copies(TorchDispatchMode):
+    """Counts what is cast: sizes of single tensors, and for grouped copies how many they copied."""
+
+    def __init__(self):
+        super().__init__()
+        self.casts, self.refreshed = [], []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten._to_copy.default:
+            self.casts.append(tuple(args[0].shape))
+        if func is torch.ops.aten._foreach_copy_.default:
+            self.refreshed.append(len(args[0]))
+        return func(*args, **(kwargs or {}))
+
+
+def small_model():
+    return nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.LayerNorm(16), nn.Linear(16, 4))
+
+
+def converted(args=(X,), backend="eager", **options):
+    options = {"loss_scale": ampgraph.NoLossScale()} | options
+    model = small_model()
+    policy = ampgraph.Policy("O2", dtype=F16, **options)
+    return model, ampgraph.convert(model, args, policy=policy, backend=backend)
+
+
+def fresh_output(model):
+    """What a conversion made now computes."""
+    with torch.no_grad():
+        return ampgraph.convert(copy.deepcopy(model), (X,), policy="O2", dtype=F16)(X)
+
+
+def test_forward_casts_no_weight_and_accumulation_refreshes_once():
+    _model, amp = converted()
+    optimizer = torch.optim.SGD(amp.parameters(), lr=0.1)
+    amp(X).sum().backward()
+    optimizer.step()
+    with Copies() as first:
+        amp(X)
+    with Copies() as second:
+        amp(X).sum().backward()
+        amp(X)
+    assert first.refreshed == [4]  # two weights, two biases; the norm's parameters stay float32
+    assert second.refreshed == []
+    assert not {(16, 8), (4, 16)} & set(first.casts)
+
+
+def test_only_float32_parameters_are_visible():
+    model, amp = converted()
+    amp(X).sum().backward()
+    assert all(p.dtype == torch.float32 and p.grad.dtype == torch.float32 for p in amp.parameters())
+    assert amp.state_dict().keys() == small_model().state_dict().keys()
+    assert sum(1 for _ in amp.parameters()) == len(set(map(id, model.parameters())))
+
+
+def step(optimizer_class, **options):
+    def update(model):
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer_class(model.parameters(), lr=0.1, **options).step()
+
+    return update
+
+
+def edit_in_place(model):
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.5)
+
+
+def load(model):
+    model.load_state_dict({name: value * 2 for name, value in model.state_dict().items()})
+
+
+def swap_average(model):
+    average = AveragedModel(copy.deepcopy(model), avg_fn=lambda old, new, n: old * 0.5)
+    average.update_parameters(model)
+    average.update_parameters(model)
+    with torch.no_grad():
+        for parameter, other in zip(model.parameters(), average.parameters(), strict=True):
+            parameter.copy_(other)
+
+
+def replace_memory(model):
+    for parameter in model.parameters():
+        parameter.data = parameter.data * 3
+
+
+def write_unseen_before_evaluation(model):
+    for parameter in model.parameters():
+        parameter.data.mul_(0.25)
+    model.eval()
+
+
+UPDATES = {
+    "SGD": step(torch.optim.SGD),
+    "AdamW foreach": step(torch.optim.AdamW, foreach=True),
+    "AdamW fused": step(torch.optim.AdamW, fused=True),
+    "edit in place": edit_in_place,
+    "load_state_dict": load,
+    "averaged weights": swap_average,
+    "other memory": replace_memory,
+    "through .data before evaluation": write_unseen_before_evaluation,
+}
+
+
+@CAPTURES
+@pytest.mark.parametrize("name", UPDATES)
+@pytest.mark.parametrize("grad", [True, False], ids=["training", "no_grad"])
+def test_fresh_after(name, grad, args):
+    model, amp = converted(args)
+    with torch.set_grad_enabled(grad):
+        before = amp(X)
+    UPDATES[name](model)
+    with torch.set_grad_enabled(grad):
+        after = amp(X)
+    assert not torch.equal(before, after)
+    torch.testing.assert_close(after.detach(), fresh_output(model), rtol=0, atol=0)
+
+
+@CAPTURES
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+def test_gradients_are_those_of_casts_in_the_graph(backend, args):
+    model, amp = converted(args, backend)
+    reference, other = converted()
+    reference.load_state_dict(model.state_dict())
+    amp(X).square().mean().backward()
+    other.graph_module(X).square().mean().backward()
+    for mine, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        tolerance = 0 if backend != "inductor" else 2e-3  # it fuses across roundings
+        torch.testing.assert_close(mine.grad, theirs.grad, rtol=tolerance, atol=tolerance / 10)
+
+
+def test_a_skipped_step_changes_no_shadow():
+    _model, amp = converted(loss_scale=ampgraph.DynamicLossScale(init_scale=8.0))
+    optimizer = torch.optim.SGD(amp.parameters(), lr=0.1)
+    amp.scaler.attach(optimizer)
+    before = amp(X)
+    (amp(X) * torch.inf).sum().backward()
+    optimizer.step()
+    assert torch.equal(before, amp(X))
+
+
+def test_backward_after_an_update_fails_as_in_the_source():
+    model, amp = converted()
+    loss = amp(X).square().mean()
+    edit_in_place(model)
+    amp(X)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_validation_between_forward_and_backward():
+    model, amp = converted()
+    loss = amp(X).square().mean()
+    amp.eval()
+    amp(X)
+    amp.train()
+    amp(X)
+    loss.backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_first_call_in_inference_mode_then_training():
+    _, amp = converted()
+    with torch.inference_mode():
+        amp(X)
+    amp(X).sum().backward()
+
+
+def test_a_parameter_replaced_later_is_cast_in_the_graph():
+    model, amp = converted()
+    model[0].weight = nn.Parameter(torch.randn(16, 8))
+    with Copies() as copies:
+        amp(X)
+        model[0].weight.data.mul_(2)
+        second = amp(X)
+    assert copies.casts.count((16, 8)) == 2
+    torch.testing.assert_close(second.detach(), fresh_output(model), rtol=0, atol=0)
+
+
+def test_repeated_layers_of_one_compiled_frame_read_their_own_shadows():
+    class Repeated(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList([nn.Linear(8, 8) for _ in range(3)])
+
+        def forward(self, x):
+            for layer in self.layers:
+                x = self.one(layer, x)
+            return x
+
+        def one(self, layer, x):
+            torch._dynamo.graph_break()
+            return layer(x).relu()
+
+    model = Repeated()
+    amp = ampgraph.convert(model, policy="O2", dtype=F16, backend="aot_eager")
+    with torch.no_grad():
+        torch.testing.assert_close(amp(X), model(X), rtol=5e-3, atol=5e-3)
+        edit_in_place(model)
+        torch.testing.assert_close(amp(X), model(X), rtol=5e-3, atol=5e-3)
+
+
+def test_torch_compile_backend_has_them_too():
+    model = small_model()
+    options = {"level": "O2", "dtype": F16, "backend": "eager"}
+    compiled = torch.compile(model, backend="ampgraph", options=options)
+    before = compiled(X)
+    edit_in_place(model)
+    assert not torch.equal(before, compiled(X))
+    torch.testing.assert_close(compiled(X).detach(), fresh_output(model), rtol=0, atol=0)
+
+
+def test_graphs_that_run_read_shadows_and_the_planned_graph_stands_alone():
+    _, amp = converted()
+    amp(X)
+    assert "shadow_weight" in amp.training_graph.code
+    assert "_shadows.weight_0" in amp.inference_graph.code
+    assert "shadow" not in amp.graph_module.code
+
+
+def test_moving_the_model_moves_the_shadows():
+    _model, amp = converted()
+    amp(X)
+    amp.to("meta")
+    assert amp(X.to("meta")).device.type == "meta"
