@@ -22,6 +22,7 @@ __all__ = [
     "LocalSource",
     "OpOverload",
     "accept_real_constants",
+    "aot_eager",
     "evaluate",
     "fake_mode_of",
     "keep_dynamo_out",
@@ -139,6 +140,30 @@ def no_ambient_autocast() -> Iterator[None]:
     """Hides every enabled ``torch.autocast`` from the code inside."""
     with torch._C._DisableAutocast():
         yield
+
+
+def aot_eager(keep: Callable[[str, GraphModule], None]) -> Callable:
+    """Returns torch.compile's backend ``"aot_eager"``, which tells ``keep`` of the graphs it makes.
+
+    They come as ``"forward"`` and ``"backward"``, or as ``"inference"`` where nothing needs a gradient.
+    """
+    from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+    from torch._dynamo.backends.common import aot_autograd
+
+    def compiler(kind: str) -> Callable:
+        def compile_graph(graph_module: GraphModule, inputs: list) -> Callable:
+            keep(kind, graph_module)
+            return make_boxed_func(graph_module.forward)
+
+        return compile_graph
+
+    return aot_autograd(
+        fw_compiler=compiler("forward"),
+        bw_compiler=compiler("backward"),
+        inference_compiler=compiler("inference"),
+        partition_fn=min_cut_rematerialization_partition,
+        keep_inference_input_mutations=True,
+    )
 
 
 def keep_versions(tensors: list[torch.Tensor]) -> contextlib.AbstractContextManager:

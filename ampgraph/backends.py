@@ -13,6 +13,7 @@ from torch import fx
 from ._compat import LocalSource, fake_mode_of
 from .capture.just_in_time import drop_values, lower_dynamo_graph
 from .errors import CaptureError, PassError, PolicyError, did_you_mean
+from .lowering import AotGraphs, backend_for
 from .passes import Pass, ReadShadows, run_passes
 from .plan import Plan
 from .policy import Policy
@@ -21,7 +22,7 @@ from .scaler import STATE_NAMES, LossScaler
 from .shadow import ShadowWeights
 from .variant import boundary_pass, copy_graph, has_low, shadowed
 
-Record = Callable[[fx.GraphModule, Plan], None]
+Record = Callable[[fx.GraphModule, Plan, AotGraphs], None]
 
 
 def make_backend(
@@ -36,7 +37,7 @@ def make_backend(
     Args:
         options: See `ampgraph.module.Options`.
         modules: Module paths that rules may name.
-        record: Called with each rewritten graph and its plan.
+        record: Called with each rewritten graph, its plan, and what AOTAutograd is about to make of it.
         scaler: Owner of the loss scale; None for no loss scaling.
         shadows: Low copies of parameters; None for casts in the graph.
     """
@@ -49,9 +50,10 @@ def make_backend(
             warnings.warn(f"ampgraph: a part of the model runs in its own dtypes: {error}", stacklevel=2)
             return _next_backend(options.backend)(graph_module, inputs)
         drop_values(lowered)
+        graphs = AotGraphs()
         if record:
-            record(lowered, plan)
-        compile_next = _next_backend(options.backend)
+            record(lowered, plan, graphs)
+        compile_next = _next_backend(backend_for(options.backend, graphs))
         scales = scaler is not None and scaler.is_enabled() and has_low(plan) and torch.is_grad_enabled()
         masters = _masters(lowered, inputs, shadows) if shadows is not None else {}
         if not (scales or masters):

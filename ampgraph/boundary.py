@@ -16,7 +16,9 @@ by the same number, whatever happens to the scaler in between.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+import operator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -38,7 +40,7 @@ class ScaleGradients(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        return None, *(None if g is None else next(iter(_times([g], ctx.scale))) for g in grads)
+        return None, *(None if g is None else scaled(g, ctx.scale) for g in grads)
 
 
 class UnscaleGradients(Function):
@@ -63,10 +65,10 @@ class UnscaleGradients(Function):
         given = [g for g in grads if g is not None]
         if not given:
             return None, None, None, *grads
-        unscaled = _times(given, ctx.inverse)
+        true = unscaled(given, ctx.inverse)
         slots = [s for s, g in zip(ctx.slots, grads, strict=True) if g is not None]
-        results = iter(unscaled)
-        flags = non_finite(unscaled, slots, ctx.size)
+        results = iter(true)
+        flags = non_finite(true, slots, ctx.size)
         return flags, None, None, *(None if g is None else next(results) for g in grads)
 
 
@@ -87,31 +89,76 @@ class _Times(Function):
         return None, *grads
 
 
-def _times(tensors: list[Tensor], factor: Tensor) -> Sequence[Tensor]:
-    if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # backward(create_graph=True)
-        return _Times.apply(factor, *tensors)
-    if len(tensors) == 1:
-        return [(tensors[0] * factor).to(tensors[0].dtype)]
-    return torch._foreach_mul(tensors, factor)
+# What the backward graph computes here is told apart by these functions' names: see `role_of`.
+
+
+def scaled(grad: Tensor, scale: Tensor) -> Tensor:
+    """Returns a gradient on its way in."""
+    if _counts_once():
+        return _Times.apply(scale, grad)[0]
+    return (grad * scale).to(grad.dtype)
+
+
+def unscaled(grads: list[Tensor], inverse: Tensor) -> Sequence[Tensor]:
+    """Returns gradients on their way out."""
+    if _counts_once():
+        return _Times.apply(inverse, *grads)
+    return torch._foreach_mul(grads, inverse)
 
 
 def non_finite(tensors: Sequence[Tensor], slots: Sequence[int], size: int) -> Tensor:
     """Returns a float32 vector of ``size`` elements, 1 in the slots whose tensors are not all finite."""
-    by_slot: dict[int, list[Tensor]] = {}
-    values = [(t._values() if t.is_sparse else t).detach() for t in tensors]
-    peaks = torch._foreach_norm(values, float("inf"))
-    for slot, peak in zip(slots, peaks, strict=True):
-        by_slot.setdefault(slot, []).append((~peak.isfinite()).to(torch.float32))
-    pieces, end = [], 0
-    for slot in sorted(by_slot):
-        flags = by_slot[slot]
-        if slot > end:
-            pieces.append(flags[0].new_zeros(slot - end))
-        pieces.append(torch.stack(flags).amax(0, keepdim=True) if len(flags) > 1 else flags[0].reshape(1))
-        end = slot + 1
-    if end < size:
-        pieces.append(pieces[0].new_zeros(size - end))
+    order = sorted(range(len(slots)), key=slots.__getitem__)
+    values = [tensors[i]._values() if tensors[i].is_sparse else tensors[i] for i in order]
+    peaks = torch.stack(torch._foreach_norm(values, float("inf"))).detach()
+    flags = (~peaks.isfinite()).to(torch.float32)
+    # Slices and no index, which would have to travel to the device.
+    pieces, first, end = [], 0, 0
+    for slot, count, length in _runs([slots[i] for i in order]):
+        of_run = flags[first : first + length * count]
+        pieces += [flags.new_zeros(slot - end)] if slot > end else []
+        pieces.append(of_run if count == 1 else of_run.amax(0, keepdim=True))
+        first, end = first + length * count, slot + length
+    pieces += [flags.new_zeros(size - end)] if size > end else []
     return torch.cat(pieces)
+
+
+def _runs(slots: list[int]) -> Iterator[tuple[int, int, int]]:
+    """Yields (first slot, how often each occurs, how many slots): neighbours that occur once make one run."""
+    counts = [(slot, len(list(same))) for slot, same in itertools.groupby(slots)]
+    start = 0
+    for i, (slot, count) in enumerate(counts):
+        following = counts[i + 1] if i + 1 < len(counts) else None
+        if count == 1 and following == (slot + 1, 1):
+            continue
+        yield counts[start][0], counts[start][1], i + 1 - start
+        start = i + 1
+
+
+def _counts_once() -> bool:
+    """Whether this is ``backward(create_graph=True)``."""
+    return torch.is_grad_enabled() and not torch.compiler.is_compiling()
+
+
+ROLES = {scaled.__name__: "scale", unscaled.__name__: "unscale", non_finite.__name__: "finite check"}
+
+
+def role_of(node: torch.fx.Node) -> str | None:
+    """Returns ``"scale"``, ``"unscale"`` or ``"finite check"`` for a boundary node of a backward graph."""
+    trace = node.meta.get("stack_trace") or ""
+    calls = [line.split()[-1] for line in trace.splitlines() if __file__ in line]
+    role = next((ROLES[name] for name in calls if name in ROLES), None)
+    if role != "unscale":
+        return role
+    # Where the trace is the forward node's, it is the same for all that its backward computes.
+    product = node.args[0] if node.target is operator.getitem else node
+    return role if product.target is torch.ops.aten._foreach_mul.Tensor else ROLES[non_finite.__name__]
+
+
+def trace_of(function: Callable) -> str:
+    """Returns the stack trace of a boundary node: where its backward is computed."""
+    code = {scale_gradients: scaled, unscale_gradients: unscaled}[function].__code__
+    return f'  File "{code.co_filename}", line {code.co_firstlineno}, in {code.co_name}\n'
 
 
 class ShadowWeight(Function):

@@ -19,6 +19,7 @@ from ._compat import no_ambient_autocast
 from .capture import capture_program, unlift
 from .errors import AmpGraphError, CaptureError
 from .guards import warn_about_uncaptured_guards
+from .lowering import AotGraphs
 from .plan import Plan
 from .policy import Policy
 from .rewrite import rewrite
@@ -107,6 +108,19 @@ class AmpModule(nn.Module):
     def inference_graph(self) -> fx.GraphModule:
         """What runs without gradients: `graph_module` with shadow weights, if any."""
         return self._variant().inference_graph
+
+    @property
+    def forward_graph(self) -> fx.GraphModule:
+        """The forward after autograd, ATen ops only; on backend ``"aot_eager"``, after the first call."""
+        return self._variant().aot.get("forward", self.options.backend)
+
+    @property
+    def backward_graph(self) -> fx.GraphModule:
+        """The backward, loss scaling in it; on backend ``"aot_eager"``, after the first call with gradients.
+
+        ``node.meta["ampgraph"]["boundary"]`` tells its ``"scale"``, ``"unscale"`` and ``"finite check"``.
+        """
+        return self._variant().aot.get("backward", self.options.backend)
 
     @property
     def plan(self) -> Plan:
@@ -253,8 +267,8 @@ class AmpModule(nn.Module):
     def _compile_just_in_time(self) -> Callable:
         from .backends import make_backend
 
-        def record(graph_module: fx.GraphModule, plan: Plan) -> None:
-            variant = Variant(graph_module, plan, self.options, self.scaler)
+        def record(graph_module: fx.GraphModule, plan: Plan, aot: AotGraphs) -> None:
+            variant = Variant(graph_module, plan, self.options, self.scaler, aot=aot)
             self._variants.setdefault((self._flags(), "just in time"), []).append(variant)
             self.__dict__["_current"], self.__dict__["_current_flags"] = variant, self._flags()
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
-from .errors import AmpGraphError
+from .lowering import AotGraphs, compiled
 from .passes import Pass, ReadShadows, ScaleLoss, run_passes
 from .passes.shadow import casts_of
 from .plan import Plan
@@ -36,6 +36,7 @@ class Variant:
         capture_seconds: Wall time of the capture.
         rewrite_seconds: Wall time of everything after it, compilation not included.
         shadows: The model's shadow weights, at levels that have them.
+        aot: What AOTAutograd made of it, on a backend that tells.
     """
 
     graph_module: fx.GraphModule
@@ -48,6 +49,7 @@ class Variant:
     capture_seconds: float = 0.0
     rewrite_seconds: float = 0.0
     shadows: ShadowWeights | None = None
+    aot: AotGraphs = field(default_factory=AotGraphs)
     _graphs: dict[bool, fx.GraphModule] = field(default_factory=dict)
     _runners: dict[bool, Callable] = field(default_factory=dict)
 
@@ -83,7 +85,8 @@ class Variant:
         other = self._runners.get(not training)
         if other is not None and self._graph(True) is self._graph(False):
             return other
-        return _compiled(self._graph(training), self.options)
+        options = self.options
+        return compiled(self._graph(training), options.backend, options.mode, self.aot)
 
     def _graph(self, training: bool) -> fx.GraphModule:
         if training not in self._graphs:
@@ -156,12 +159,3 @@ def copy_graph(graph: fx.Graph) -> fx.Graph:
     node.meta.update(graph.output_node().meta)
     copied.set_codegen(graph._codegen)
     return copied
-
-
-def _compiled(graph_module: fx.GraphModule, options: Options) -> Callable:
-    if options.backend == "eager":
-        return graph_module
-    try:
-        return torch.compile(graph_module, backend=options.backend, mode=options.mode, fullgraph=True)
-    except (RuntimeError, ValueError) as error:
-        raise AmpGraphError(f"backend={options.backend!r}: {error}") from error

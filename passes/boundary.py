@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from ampgraph.boundary import scale_gradients, unscale_gradients
+from ampgraph.boundary import scale_gradients, trace_of, unscale_gradients
 from ampgraph.plan import META_KEY
 
 from .base import Pass
@@ -65,15 +66,16 @@ class ScaleLoss(Pass):
 
 
 def _wrap(
-    graph: Graph, function: object, arguments: tuple, nodes: list[Node], only: Node | None = None
+    graph: Graph, function: Callable, arguments: tuple, nodes: list[Node], only: Node | None = None
 ) -> None:
     """Passes ``nodes`` through a boundary function; their users (or ``only`` one) read its results."""
     at = only or next(n for n in graph.nodes if n.op not in ("placeholder", "get_attr"))
     # A node that is an output itself leaves as it came in: nothing was scaled on that way.
     users = {n: [only] if only else [u for u in n.users if u.op != "output"] for n in nodes}
     with graph.inserting_before(at):
-        call = graph.call_function(function, (*arguments, *nodes))  # type: ignore[arg-type]
+        call = graph.call_function(function, (*arguments, *nodes))
         call.meta.update({"val": tuple(n.meta["val"] for n in nodes), META_KEY: {BOUNDARY: "scale_loss"}})
+        call.meta["stack_trace"] = trace_of(function)
         for index, node in enumerate(nodes):
             result = graph.call_function(operator.getitem, (call, index))
             result.meta.update({"val": node.meta["val"], META_KEY: {BOUNDARY: "scale_loss"}})

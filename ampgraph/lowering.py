@@ -1,0 +1,65 @@
+"""What runs a rewritten graph, and the graphs that AOTAutograd makes of it on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx
+
+from ._compat import aot_eager
+from .boundary import role_of
+from .errors import AmpGraphError
+from .passes.boundary import BOUNDARY
+from .plan import META_KEY
+
+
+@dataclass
+class AotGraphs:
+    """The graphs after autograd of one rewritten graph, by kind: forward, backward, inference."""
+
+    graphs: dict[str, fx.GraphModule] = field(default_factory=dict)
+
+    def keep(self, kind: str, graph_module: fx.GraphModule) -> None:
+        """Keeps a graph, its loss-scaling nodes marked with what they do."""
+        for node in graph_module.graph.nodes:
+            if node.op == "call_function" and (role := role_of(node)):
+                node.meta[META_KEY] = {BOUNDARY: role}
+        self.graphs[kind] = graph_module
+
+    def get(self, kind: str, backend: str | Callable) -> fx.GraphModule:
+        """Returns the graph of that kind; the inference graph where there is no forward to train with.
+
+        Raises:
+            AmpGraphError: The backend keeps none, or the model did not run yet.
+        """
+        found = self.graphs.get(kind) or (self.graphs.get("inference") if kind == "forward" else None)
+        if found is not None:
+            return found
+        if backend != "aot_eager":
+            raise AmpGraphError(
+                f"backend={backend!r} keeps no {kind} graph; convert(..., backend='aot_eager') does."
+            )
+        raise AmpGraphError(f"there is no {kind} graph yet: call the model, with gradients on, once.")
+
+
+def backend_for(backend: str | Callable, graphs: AotGraphs) -> str | Callable:
+    """Returns the ``torch.compile`` backend; ``"aot_eager"`` keeps its graphs in ``graphs``."""
+    return aot_eager(graphs.keep) if backend == "aot_eager" else backend
+
+
+def compiled(
+    graph_module: fx.GraphModule, backend: str | Callable, mode: str | None, graphs: AotGraphs
+) -> Callable:
+    """Compiles a graph for a backend; ``"eager"`` runs it as it is.
+
+    Raises:
+        AmpGraphError: The backend or its mode is not known to ``torch.compile``.
+    """
+    if backend == "eager":
+        return graph_module
+    try:
+        return torch.compile(graph_module, backend=backend_for(backend, graphs), mode=mode, fullgraph=True)
+    except (RuntimeError, ValueError) as error:
+        raise AmpGraphError(f"backend={backend!r}: {error}") from error

@@ -1,0 +1,93 @@
+"""`amp.forward_graph` and `amp.backward_graph`: what AOTAutograd made of the converted graph."""
+
+import itertools
+
+import pytest
+import torch
+from torch import nn
+
+import ampgraph
+from ampgraph.boundary import non_finite
+
+aten = torch.ops.aten
+X = torch.randn(5, 8, generator=torch.Generator().manual_seed(0))
+CAPTURES = pytest.mark.parametrize("args", [(X,), None], ids=["ahead of time", "just in time"])
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 16), nn.Linear(16, 4)
+
+    def forward(self, x):
+        return self.second(self.first(x).relu())
+
+
+def trained(args, backend="aot_eager", **options):
+    amp = ampgraph.convert(Net(), args, dtype=torch.float16, backend=backend, **options)
+    amp(X).square().mean().backward()
+    return amp
+
+
+def roles(graph_module):
+    marks = [node.meta.get("ampgraph", {}).get("boundary") for node in graph_module.graph.nodes]
+    return [role for role, _ in itertools.groupby(marks)]
+
+
+@CAPTURES
+def test_scale_unscale_and_finite_check_in_the_backward(args):
+    graph_module = trained(args).backward_graph
+    assert roles(graph_module) == [None, "scale", None, "unscale", "finite check", None]
+    marked = [n for n in graph_module.graph.nodes if n.meta.get("ampgraph")]
+    first = {node.meta["ampgraph"]["boundary"]: node for node in reversed(marked)}
+    tangent, scale = first["scale"].args
+    assert tangent.name == "tangents_1"
+    assert scale.op == "placeholder"
+    assert scale.meta["val"].shape == ()
+    gradients, inverse = first["unscale"].args
+    assert inverse.op == "placeholder"
+    assert all(g.meta["val"].dtype == torch.float32 for g in gradients)
+    assert len(gradients) == 4
+    assert first["finite check"].target is torch.ops.aten._foreach_norm.Scalar
+
+
+@CAPTURES
+def test_products_of_both_directions_are_low(args):
+    amp = trained(args)
+    for graph_module in (amp.forward_graph, amp.backward_graph):
+        products = [n for n in graph_module.graph.nodes if n.target in (aten.mm.default, aten.addmm.default)]
+        assert products
+        assert all(n.meta["val"].dtype == torch.float16 for n in products)
+
+
+@CAPTURES
+def test_forward_at_o2_casts_no_weight(args):
+    def weights_cast(amp):
+        casts = [n for n in amp.forward_graph.graph.nodes if n.target is aten._to_copy.default]
+        return [n for n in casts if tuple(n.meta["val"].shape) in ((16, 8), (4, 16))]
+
+    assert len(weights_cast(trained(args, policy="O1"))) == 2
+    assert weights_cast(trained(args, policy="O2")) == []
+
+
+def test_without_gradients_the_forward_is_the_inference_graph():
+    amp = ampgraph.convert(Net(), (X,), dtype=torch.float16, backend="aot_eager")
+    with torch.no_grad():
+        amp(X)
+    assert roles(amp.forward_graph) == [None]
+    with pytest.raises(ampgraph.AmpGraphError, match="no backward graph yet: call the model, with gradients"):
+        _ = amp.backward_graph
+
+
+def test_other_backends_say_who_has_one():
+    amp = trained((X,), backend="eager")
+    with pytest.raises(ampgraph.AmpGraphError, match=r"'eager' keeps no backward graph.*backend='aot_eager'"):
+        _ = amp.backward_graph
+
+
+@pytest.mark.parametrize("slots", [[0, 1, 2], [2, 3], [4], [1, 1, 1], [3, 0, 3, 1], [4, 4, 0]])
+def test_flags_by_slot(slots):
+    for bad in itertools.product([False, True], repeat=len(slots)):
+        tensors = [torch.full((2,), torch.inf if b else 1.0) for b in bad]
+        expected = [float(any(b and s == slot for s, b in zip(slots, bad, strict=True))) for slot in range(5)]
+        assert non_finite(tensors, slots, 5).tolist() == expected
