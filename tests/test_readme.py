@@ -45,9 +45,10 @@ def test_code_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     exec(compile(code(page), str(page), "exec"), vars(module))
 
 
-def test_block_section_is_up_to_date(generator: ModuleType) -> None:
+@pytest.mark.parametrize("name", ["block", "backward"])
+def test_generated_section_is_up_to_date(generator: ModuleType, name: str) -> None:
     text = (ROOT / "README.md").read_text()
-    fresh = generator.with_section(text, "block", generator.block_section())
+    fresh = generator.with_section(text, name, getattr(generator, f"{name}_section")())
     assert fresh == text, "run python tools/readme.py"
 
 

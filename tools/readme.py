@@ -9,15 +9,18 @@ The demo's output is taken from out/demo/summary.txt where ``make demo`` has lef
 from __future__ import annotations
 
 import argparse
+import operator
 import re
 import sys
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 import ampgraph
 from ampgraph.draw import can_render
+from ampgraph.passes.boundary import BOUNDARY
+from ampgraph.plan import META_KEY
 from ampgraph.testing import cast_map
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -51,6 +54,42 @@ def block_section() -> str:
     return f"```text\n{cast_map(amp)}\n```\n\n```text\n{summary}\n```"
 
 
+def backward_section() -> str:
+    """Returns the backward of a linear layer and a ReLU, a node a line, loss scaling marked."""
+    model, x = nn.Sequential(nn.Linear(8, 4), nn.ReLU()), torch.randn(2, 8)
+    amp = ampgraph.convert(model, (x,), dtype=torch.float16, backend="aot_eager")
+    amp(x).square().mean().backward()
+    names: dict[fx.Node, str] = {}
+    rows = []
+    for node in amp.backward_graph.graph.nodes:
+        names[node] = node.name
+        if node.target is operator.getitem:
+            names[node] = f"{names[node.args[0]]}[{node.args[1]}]"
+        elif node.op == "call_function":
+            rows.append((_call(node, names), node.meta.get(META_KEY, {}).get(BOUNDARY, "")))
+        elif node.op == "output":
+            rows.append((f"return {_shown(node.args[0], names)}", ""))
+    width = max(len(text) for text, _ in rows)
+    lines = [f"{text:<{width}}  {f'# {mark}' if mark else ''}".rstrip() for text, mark in rows]
+    return "```text\n" + "\n".join(lines) + "\n```"
+
+
+def _call(node: fx.Node, names: dict[fx.Node, str]) -> str:
+    value, name = node.meta["val"], str(node.target).split(".")[1]
+    arguments = [_shown(a, names) for a in node.args]
+    arguments += [str(a).removeprefix("torch.") for k, a in node.kwargs.items() if k == "dtype"]
+    kind = ""
+    if isinstance(value, torch.Tensor):
+        kind = f": {str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+    return f"{node.name}{kind} = {name}({', '.join(arguments)})"
+
+
+def _shown(value: object, names: dict[fx.Node, str]) -> str:
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(_shown(v, names) for v in value)}]"
+    return names[value] if isinstance(value, fx.Node) else str(value)
+
+
 def with_section(text: str, name: str, content: str) -> str:
     """Returns ``text`` with what stands between the markers of ``name`` replaced."""
     begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
@@ -66,6 +105,7 @@ def main() -> int:
     options = parser.parse_args()
     before = README.read_text()
     after = with_section(before, "block", block_section())
+    after = with_section(after, "backward", backward_section())
     if options.check:
         if after != before:
             print("README.md is not up to date: run python tools/readme.py", file=sys.stderr)

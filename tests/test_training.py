@@ -1,0 +1,42 @@
+"""Real training, float16 against float32 with the same seeds; `tools/train_curves.py` does it at length."""
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tools"))
+train_curves = pytest.importorskip("train_curves", reason="needs scikit-learn")
+
+DIGITS, GPT, WEAK = train_curves.TASKS
+
+
+@pytest.fixture(scope="module")
+def trained():
+    """Trains a run of a task once, with few steps."""
+    done = {}
+
+    def train(task, run, steps):
+        if (task.title, run) not in done:
+            done[task.title, run] = train_curves.train(replace(task, steps=steps), task.runs[run])
+        return done[task.title, run]
+
+    return train
+
+
+@pytest.mark.parametrize("run", ["float16 O1", "float16 O2"])
+@pytest.mark.parametrize(("task", "steps"), [(DIGITS, 150), (GPT, 40)], ids=["digits", "GPT"])
+def test_float16_trains_as_float32_does(trained, task, steps, run):
+    exact, low = trained(task, "float32", steps)["figures"], trained(task, run, steps)["figures"]
+    assert low["final loss"] == pytest.approx(exact["final loss"], rel=0.01)
+    assert low["accuracy"] == pytest.approx(exact["accuracy"], abs=0.005)
+
+
+def test_vanishing_gradients_need_the_loss_scale(trained):
+    def losses(run):
+        return trained(WEAK, run, 100)["losses"]
+
+    assert losses("float16 O1")[-1] == pytest.approx(losses("float32")[-1], rel=0.01)
+    assert losses("float16 O1")[-1] < losses("float16 O1")[0] / 4
+    assert losses("float16 O1, no loss scale")[-1] > losses("float16 O1, no loss scale")[0] / 1.5
