@@ -7,6 +7,8 @@ import warnings
 import torch
 from torch import Tensor, nn
 
+from .ranks import local
+
 _MOST_CHECKS = 100
 
 
@@ -14,12 +16,11 @@ class LoopWatch:
     """Tells once when parameters change although the scaler was never asked.
 
     Args:
-        parameters: The model's parameters; empty where nothing is scaled.
+        model: The model; its parameters are looked up anew each time, since wrappers exchange them.
     """
 
-    def __init__(self, parameters: list[nn.Parameter]):
-        self._candidates = parameters
-        self._watched: nn.Parameter | None = None
+    def __init__(self, model: nn.Module):
+        self._model = model
         self._values: Tensor | None = None
         self._checks = 0
         self._is_over = False
@@ -32,15 +33,13 @@ class LoopWatch:
         """Compares a parameter with what it was at the last call that found gradients in the probe."""
         if self._is_over or probe.grad is None or _is_capturing(probe.device):
             return
-        if self._watched is None or not self._watched.requires_grad:
-            self._watched = next((p for p in self._candidates if p.requires_grad), None)
-            self._values = None
-        if self._watched is None:
+        watched = next((local(p) for p in self._model.parameters() if p.requires_grad), None)
+        if watched is None:
             return
         # Values, since fused optimizers do not raise the version counter. Only a loop that never uses the
         # scaler comes here often, so the wait for the device is its own, and not for long.
         self._checks += 1
-        before, values = self._values, self._watched.detach().reshape(-1)[:64].clone()
+        before, values = self._values, watched.detach().reshape(-1)[:64].clone()
         self._values = values
         if self._checks > _MOST_CHECKS:
             self._is_over = True

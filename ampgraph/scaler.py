@@ -8,7 +8,8 @@ run unchanged; `scale` and `unscale_` have nothing left to do.
 from __future__ import annotations
 
 import weakref
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +29,12 @@ from .loss_scale import (
 )
 from .optimizer_step import attached_step, step_unless_bad
 from .overflow import Overflow, OverflowLog
+from .ranks import group_of_wrapper, groups_of, join, local
 from .scale_state import ScaleState
+from .slots import ParameterSlots
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 class LossScaler:
@@ -37,20 +43,25 @@ class LossScaler:
     Attributes:
         config: What the policy asked for.
         state: The tensors that the model's graphs read.
+        process_groups: The ranks that skip a step together. None: those of the DistributedDataParallel or
+            FSDP2 around the model, or the default group where neither is seen. Empty: this rank alone.
     """
 
     def __init__(self, config: LossScale, model: nn.Module, device: torch.device):
         self.config = config
-        self.names = [name for name, _ in model.named_parameters()]
+        self.process_groups: Sequence[ProcessGroup] | None = None
+        self._slots = ParameterSlots(model)
+        self.names = self._slots.names
         self.state = ScaleState(first_scale(config), len(self.names) + 1, device)
-        self._slots = {id(p): i for i, p in enumerate(model.parameters())}
         self._counters = torch.tensor(first_counters(config), dtype=torch.int32, device=device)
         self._found = torch.zeros((), dtype=torch.float32, device=device)
         self._steps = 0
         self._attached: list[weakref.ref[Optimizer]] = []
         self._stepped: list[Optimizer] = []
         self._overflows = OverflowLog(self.names)
-        self._watch = LoopWatch(list(model.parameters()) if self.is_enabled() else [])
+        self._watch = LoopWatch(model)
+        self._at_boundary: set[int | None] = set()
+        self._wrapper_group: ProcessGroup | None = None
 
     # -- the loop --------------------------------------------------------------------------------
 
@@ -122,12 +133,18 @@ class LossScaler:
     # -- for the graphs and `ampgraph.optimizer_step` ------------------------------------------------
 
     def slot_of(self, parameter: object) -> int | None:
-        """Returns the probe's slot of a parameter of the model, or None."""
-        return self._slots.get(id(parameter))
+        """Returns the probe's slot of a parameter that a graph's boundary is about to check, or None."""
+        slot = self._slots.of([parameter])[0] if isinstance(parameter, Tensor) else None
+        self._at_boundary.add(slot)
+        return slot
 
     def check_loop(self) -> None:
         """Tells once that a loop steps its optimizer past an active scaler."""
         self._watch.check(self.state.probe)
+
+    def note_wrapper(self) -> None:
+        """Remembers the process group of the wrapper that calls the model now."""
+        self._wrapper_group = group_of_wrapper() or self._wrapper_group
 
     def skips(self) -> bool:
         """Whether a step with non-finite gradients is left out."""
@@ -167,28 +184,50 @@ class LossScaler:
         return any(ref() is optimizer for ref in self._attached)
 
     def _take_flags(self, optimizer: Optimizer) -> Tensor:
-        """Returns the probe's flags for this optimizer's parameters (and the inputs), and clears them."""
+        """Returns the flags of this optimizer's parameters (and of the inputs), and clears them."""
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        slots = self._slots.of(parameters)
+        mine = {slot for slot in slots if slot is not None}
+        flags = join(self._flags(parameters, slots), self._groups(parameters))
         probe = self.state.probe
         if probe.grad is None:
-            # Nothing came through backward(): torch.autograd.grad, backward(inputs=...) or another model.
-            return _everywhere(self._flags_of_gradients(optimizer))
-        flags = _everywhere(probe.grad)
-        mine = {self._slots.get(id(p)) for group in optimizer.param_groups for p in group["params"]} - {None}
+            return flags
         if len(mine) >= len(self.names) or not mine:
             probe.grad = None
             return flags
-        slots = torch.tensor(sorted([*mine, len(self.names)]), device=flags.device)  # type: ignore[type-var]
-        taken = torch.zeros_like(flags).index_copy(0, slots, flags[slots])
-        probe.grad = flags.index_fill(0, slots, 0)
+        index = torch.tensor(sorted([*mine, len(self.names)]), device=flags.device)
+        taken = torch.zeros_like(flags).index_copy(0, index, flags[index])
+        probe.grad = flags.index_fill(0, index, 0)
         return taken
 
-    def _flags_of_gradients(self, optimizer: Optimizer) -> Tensor:
-        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        parameters = [p for p in parameters if p.grad.device == self._found.device]
-        if not parameters:
+    def _flags(self, parameters: list[Tensor], slots: list[int | None]) -> Tensor:
+        """Returns the probe's flags, and those of gradients that no boundary has seen."""
+        seen = self.state.probe.grad
+        if seen is None:
+            # Nothing came through backward(): torch.autograd.grad, backward(inputs=...) or another model.
+            return self._flags_of_gradients(zip(parameters, slots, strict=True))
+        # What lies outside of every graph: modules that were not converted, or could not be captured.
+        outside = set(slots) - self._at_boundary - {None}
+        if not outside:
+            return seen
+        rest = ((p, s) for p, s in zip(parameters, slots, strict=True) if s in outside)
+        return torch.maximum(seen, self._flags_of_gradients(rest))
+
+    def _flags_of_gradients(self, parameters: Iterable[tuple[Tensor, int | None]]) -> Tensor:
+        last = len(self.names)
+        found = [(local(p.grad), last if s is None else s) for p, s in parameters if p.grad is not None]
+        found = [(g, s) for g, s in found if g.device == self._found.device and g.numel()]
+        if not found:
             return torch.zeros_like(self.state.probe, requires_grad=False)
-        slots = [self._slots.get(id(p), len(self.names)) for p in parameters]
-        return non_finite([p.grad for p in parameters], slots, len(self.names) + 1)
+        return non_finite([g for g, _ in found], [s for _, s in found], last + 1)
+
+    def _groups(self, parameters: list[Tensor]) -> Sequence[ProcessGroup] | None:
+        if self.process_groups is not None:
+            return self.process_groups
+        groups = groups_of(parameters)
+        if self._wrapper_group is not None:
+            groups.append(self._wrapper_group)
+        return groups or None
 
     # -- state -----------------------------------------------------------------------------------
 
@@ -227,18 +266,19 @@ class LossScaler:
         last = state.get("_last_overflow")
         self._overflows.restore(Overflow(last[0], tuple(last[1]), last[2]) if last else None)
 
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy has no optimizers yet, and no peers.
+        return {
+            **vars(self),
+            "_attached": [],
+            "_stepped": [],
+            "process_groups": None,
+            "_wrapper_group": None,
+        }
+
     def move(self, device: torch.device) -> None:
         """Moves the state to the model's device."""
         if device == self.state.scale.device:
             return
         self.state.move(device)
         self._counters, self._found = self._counters.to(device), self._found.to(device)
-
-
-def _everywhere(flags: Tensor) -> Tensor:
-    """Joins the flags of all ranks, so that all skip the same steps."""
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return flags
-    flags = flags.clone()
-    torch.distributed.all_reduce(flags, op=torch.distributed.ReduceOp.MAX)
-    return flags
