@@ -40,21 +40,26 @@ class Blocks(Mapping[str, AmpModule]):
         scaler: The loss scaler that all blocks share.
     """
 
-    def __init__(self, blocks: dict[str, AmpModule], scaler: LossScaler):
-        self._blocks = blocks
+    def __init__(self, forwards: list[_Forward], scaler: LossScaler):
+        self._forwards = {forward.path: forward for forward in forwards}
         self.scaler = scaler
 
     def __getitem__(self, path: str) -> AmpModule:
-        return self._blocks[path]
+        return self._forwards[path].amp
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._blocks)
+        return iter(self._forwards)
 
     def __len__(self) -> int:
-        return len(self._blocks)
+        return len(self._forwards)
+
+    def restore(self) -> None:
+        """Gives the blocks their own ``forward`` back."""
+        for forward in self._forwards.values():
+            vars(forward.block).pop("forward", None)
 
     def __repr__(self) -> str:
-        return f"Blocks({', '.join(self._blocks)})"
+        return f"Blocks({', '.join(self)})"
 
 
 def convert_blocks(
@@ -104,13 +109,13 @@ def convert_blocks(
         )
     policies = _by_block(policy, model, paths)
     scaler = LossScaler(policy.active_loss_scale(), model, device)
-    forwards = {}
+    forwards = []
     for path in paths:
         options = Options(policies[path], policy.low_dtype(), backend or default_backend(device), mode)
-        forwards[path] = _Forward(model.get_submodule(path), path, options, scaler)
-    for forward in forwards.values():
+        forwards.append(_Forward(model.get_submodule(path), path, options, scaler))
+    for forward in forwards:
         forward.block.forward = forward  # type: ignore[method-assign]
-    return Blocks({path: forward.amp for path, forward in forwards.items()}, scaler)
+    return Blocks(forwards, scaler)
 
 
 class _Forward:
