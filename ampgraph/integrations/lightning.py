@@ -14,5 +14,5 @@ except ModuleNotFoundError:
     from pytorch_lightning.plugins.precision import Precision  # type: ignore[assignment]
 
 
-class AmpGraphPrecision(PrecisionMixin, Precision):
+class AmpGraphPrecision(PrecisionMixin, Precision):  # type: ignore[misc]
     __doc__ = PrecisionMixin.__doc__

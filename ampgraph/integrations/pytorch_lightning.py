@@ -7,5 +7,5 @@ from pytorch_lightning.plugins.precision import Precision
 from ._precision import PrecisionMixin
 
 
-class AmpGraphPrecision(PrecisionMixin, Precision):
+class AmpGraphPrecision(PrecisionMixin, Precision):  # type: ignore[misc]
     __doc__ = PrecisionMixin.__doc__
