@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 import itertools
 import logging
+import os
+from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
@@ -16,6 +18,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from ampgraph import AmpGraphError, DynamicLossScale, Policy
 from ampgraph._torchvision import allow_torchvision
 from ampgraph.testing import assert_dtype
+
+from .ranks import SIZE, Ranks
 
 allow_torchvision()  # which torchmetrics imports
 pytest.importorskip("lightning")
@@ -167,3 +171,30 @@ def test_manual_optimization(packages) -> None:
     assert not torch.equal(before[0], module.net[0].weight)
     assert all(p.isfinite().all() for p in module.parameters())
     assert plugin.scaler.state_dict()["_steps"] == 6
+
+
+def _data_parallel(rank: int) -> tuple[list[torch.Tensor], dict[str, Any], str]:
+    os.environ.update(LOCAL_RANK=str(rank), WORLD_SIZE=str(SIZE), NODE_RANK="0")
+    framework = importlib.import_module("lightning.pytorch")
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    plugin = importlib.import_module("ampgraph.integrations.lightning").AmpGraphPrecision(policy=FLOAT16)
+    module = task(framework)
+    options = {"strategy": "ddp", "devices": SIZE, "use_distributed_sampler": False}
+    trainer(framework, plugin, **options).fit(module, data(bad_batch=2 if rank == 1 else None))
+    return values(module), plugin.scaler.state_dict(), type(plugin.scaler._wrapper_group).__name__
+
+
+@pytest.fixture
+def ranks() -> Iterator[Ranks]:
+    pool = Ranks()
+    yield pool
+    pool.stop()
+
+
+def test_ranks_of_the_ddp_strategy_skip_together(ranks) -> None:
+    (mine, state, group), (theirs, other, _) = ranks.run(_data_parallel)
+    assert all(map(torch.equal, mine, theirs))
+    assert state == other
+    assert state["_last_overflow"][0] == 3
+    assert state["_steps"] == 6
+    assert group == "ProcessGroup"
