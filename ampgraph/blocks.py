@@ -123,6 +123,7 @@ class _Forward:
 
     def __init__(self, block: nn.Module, path: str, options: Options, scaler: LossScaler):
         self.block, self.path, self.options, self.scaler = block, path, options, scaler
+        self.stored_low: tuple[str, ...] = ()
         self.__signature__ = inspect.signature(block.forward)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -136,11 +137,12 @@ class _Forward:
     @functools.cached_property
     def amp(self) -> AmpModule:
         """The converted module."""
-        return AmpModule(_bare(self.block), self.options, scaler=self.scaler)
+        return AmpModule(_bare(self.block), self.options, self.stored_low, self.scaler)
 
     def __getstate__(self) -> dict[str, Any]:
         # A copied block is complete only after its forward was copied: the copy converts it when asked.
-        return {name: value for name, value in vars(self).items() if name != "amp"}
+        state = {name: value for name, value in vars(self).items() if name != "amp"}
+        return {**state, "stored_low": self.amp.stored_low}
 
 
 def _bare(block: nn.Module) -> nn.Module:

@@ -338,8 +338,12 @@ class AmpModule(nn.Module):
         return _rebuild(copy.deepcopy(self.source, memo), *self.__reduce__()[1][1:])
 
     def __reduce__(self) -> tuple:
-        stored_low = self._stored.names(self.source)
-        return _rebuild, (self.source, self.options, self.scaler.state_dict(), stored_low)
+        return _rebuild, (self.source, self.options, self.scaler.state_dict(), self.stored_low)
+
+    @property
+    def stored_low(self) -> tuple[str, ...]:
+        """Paths of the parameters that level O3 has stored in the low dtype."""
+        return self._stored.names(self.source)
 
 
 def _rebuild(

@@ -199,3 +199,18 @@ def test_copies_are_converted_and_independent() -> None:
         assert_dtype(other.layers[0].forward.amp, "up", torch.float16)
         other(x).sum().backward()
         assert model.layers[0].up.weight.grad is None
+
+
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_levels_that_keep_low_weights(level) -> None:
+    model, x = Net().eval(), torch.randn(5, 4)
+    expected = model(x)
+    ampgraph.convert_blocks(model, "layers.*", policy=level, dtype=torch.bfloat16)
+    low = model(x)
+    close(low, expected)
+    assert (model.layers[0].up.weight.dtype == torch.bfloat16) == (level == "O3")
+    assert torch.equal(copy.deepcopy(model)(x), low)
+    with torch.no_grad():
+        model.layers[0].down.weight.zero_()
+        model.layers[1].down.weight.zero_()
+    assert not torch.equal(model(x), low)

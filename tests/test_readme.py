@@ -10,8 +10,6 @@ from types import ModuleType
 
 import pytest
 
-from ampgraph._torchvision import allow_torchvision
-
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -43,7 +41,6 @@ def generator() -> ModuleType:
 @pytest.mark.parametrize("page", [p for p in PAGES if BLOCK.search(p.read_text())], ids=lambda p: p.name)
 def test_code_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if page.name in NEEDS:
-        allow_torchvision()  # which torchmetrics imports
         pytest.importorskip(NEEDS[page.name])
     monkeypatch.chdir(tmp_path)
     module = ModuleType("page")
