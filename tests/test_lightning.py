@@ -21,6 +21,7 @@ from ampgraph.testing import assert_dtype
 
 from .ranks import SIZE, Ranks
 
+allow_torchvision()  # the processes of the last test have no conftest
 pytest.importorskip("lightning")
 pytest.importorskip("pytorch_lightning")
 
@@ -173,7 +174,6 @@ def test_manual_optimization(packages) -> None:
 
 
 def _data_parallel(rank: int) -> tuple[list[torch.Tensor], dict[str, Any], str]:
-    allow_torchvision()  # no conftest in this process
     os.environ.update(LOCAL_RANK=str(rank), WORLD_SIZE=str(SIZE), NODE_RANK="0")
     framework = importlib.import_module("lightning.pytorch")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
