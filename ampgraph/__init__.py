@@ -1,6 +1,7 @@
 """ampgraph: automatic mixed precision as a graph-compiler pass on torch.fx."""
 
 from . import testing
+from .blocks import convert_blocks
 from .convert import convert
 from .draw import draw, to_networkx
 from .errors import AmpGraphError, CaptureError, PassError, PolicyError, VerifyError
@@ -33,6 +34,7 @@ __all__ = [
     "StaticLossScale",
     "VerifyError",
     "convert",
+    "convert_blocks",
     "draw",
     "explain",
     "export",

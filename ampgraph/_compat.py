@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.export import ExportedProgram
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.graph import _PyTreeCodeGen, _PyTreeInfo
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "LocalSource",
     "OpOverload",
     "accept_real_constants",
+    "active_data_parallel",
     "aot_eager",
     "evaluate",
     "fake_mode_of",
@@ -169,6 +171,11 @@ def aot_eager(keep: Callable[[str, GraphModule], None]) -> Callable:
 def keep_versions(tensors: list[torch.Tensor]) -> contextlib.AbstractContextManager:
     """Lets ``tensors`` be written inside without autograd's version counters moving."""
     return torch.autograd._unsafe_preserve_version_counter(tuple(tensors))
+
+
+def active_data_parallel() -> DistributedDataParallel | None:
+    """Returns the DistributedDataParallel whose forward runs now, or None."""
+    return DistributedDataParallel._get_active_ddp_module()
 
 
 def keep_dynamo_out(function: Callable) -> None:

@@ -18,7 +18,8 @@ from .passes import Pass, ReadShadows, run_passes
 from .plan import Plan
 from .policy import Policy
 from .rewrite import rewrite
-from .scaler import STATE_NAMES, LossScaler
+from .scale_state import STATE_NAMES
+from .scaler import LossScaler
 from .shadow import ShadowWeights
 from .variant import boundary_pass, copy_graph, has_low, shadowed
 

@@ -14,6 +14,7 @@ from .errors import CaptureError, PolicyError, did_you_mean
 from .module import AmpModule, Options, device_of
 from .policy import Policy
 from .program import convert_program
+from .ranks import check_wrappers
 
 
 @overload
@@ -78,12 +79,13 @@ def convert(
             )
         return convert_program(model, policy)
     source = _checked_model(model)
+    just_in_time = args is None and kwargs is None
+    check_wrappers(source, just_in_time)
     device = device_of(source, _device_of(args, kwargs))
     policy = policy.replace(dtype=policy.low_dtype(device))
-    _check_backend(backend)
+    check_backend(backend)
     if args is not None and not isinstance(args, tuple):
         args = (args,)
-    just_in_time = args is None and kwargs is None
     if just_in_time and dynamic_shapes is not None:
         raise CaptureError("dynamic_shapes needs example inputs: convert(model, args, dynamic_shapes=...).")
     options = Options(
@@ -110,7 +112,8 @@ def _checked_model(model: object) -> nn.Module:
     )
 
 
-def _check_backend(backend: object) -> None:
+def check_backend(backend: object) -> None:
+    """Raises a `PolicyError` for a backend that ``torch.compile`` does not know."""
     if backend is None or callable(backend):
         return
     legal = torch._dynamo.list_backends(exclude_tags=())

@@ -1,9 +1,12 @@
-"""Which loss scale a policy asks for: none, a fixed one, or one that adapts."""
+"""Which loss scale a policy asks for: none, a fixed one, or one that adapts; and how it adapts."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+
+import torch
+from torch import Tensor
 
 from .errors import PolicyError
 
@@ -74,6 +77,52 @@ class DynamicLossScale:
 
 
 LossScale = NoLossScale | StaticLossScale | DynamicLossScale
+
+
+def first_scale(config: LossScale) -> float:
+    """Returns the scale that training begins with."""
+    if isinstance(config, DynamicLossScale):
+        return config.init_scale
+    return config.value if isinstance(config, StaticLossScale) else 1.0
+
+
+def first_counters(config: LossScale) -> list[int]:
+    """Returns good steps in a row, bad steps in a row, and how many backoffs are still to be ignored."""
+    return [0, 0, config.hysteresis if isinstance(config, DynamicLossScale) else 0]
+
+
+def in_range(config: LossScale, scale: Tensor) -> Tensor:
+    """Returns the scale within the config's floor and ceiling."""
+    return scale.clamp(config.floor, config.ceiling) if isinstance(config, DynamicLossScale) else scale
+
+
+def adapted(config: DynamicLossScale, scale: Tensor, counters: Tensor, bad: Tensor) -> tuple[Tensor, Tensor]:
+    """``torch.amp.GradScaler``'s rule, with patience, floor and ceiling; all on the device.
+
+    Args:
+        config: The rule's numbers.
+        scale: The scale of the step that ends, 0-dim float32.
+        counters: See `first_counters`, int32.
+        bad: Whether the step's gradients were not finite, 0-dim bool.
+
+    Returns:
+        Scale and counters of the next step.
+    """
+    good_steps, bad_steps, patience = counters
+    bad_steps = torch.where(bad, bad_steps + 1, 0)
+    due = bad_steps >= config.bad_steps_before_backoff
+    patience = torch.where(due, (patience - 1).clamp(min=0), patience)
+    back = due & (patience == 0)
+    good_steps = torch.where(bad, 0, good_steps + 1)
+    grow = good_steps >= config.growth_interval
+    grown = torch.where(grow, scale * config.growth_factor, scale)
+    new = torch.where(back, scale * config.backoff_factor, grown)
+    after = (
+        torch.where(grow, 0, good_steps),
+        torch.where(due, 0, bad_steps),
+        torch.where(grow, config.hysteresis, patience),
+    )
+    return in_range(config, new), torch.stack(after).to(torch.int32)
 
 
 def _check_positive(config: object, name: str) -> None:

@@ -22,6 +22,7 @@ from .guards import warn_about_uncaptured_guards
 from .lowering import AotGraphs
 from .plan import Plan
 from .policy import Policy
+from .ranks import sharded_error
 from .rewrite import rewrite
 from .scaler import LossScaler
 from .shadow import ShadowWeights
@@ -65,7 +66,13 @@ class AmpModule(nn.Module):
         scaler: The loss scaler; does nothing where the policy asks for no loss scale.
     """
 
-    def __init__(self, source: nn.Module, options: Options, stored_low: tuple[str, ...] = ()):
+    def __init__(
+        self,
+        source: nn.Module,
+        options: Options,
+        stored_low: tuple[str, ...] = (),
+        scaler: LossScaler | None = None,
+    ):
         self.__dict__["source"] = source
         training = source.training
         super().__init__()
@@ -75,7 +82,9 @@ class AmpModule(nn.Module):
         self.__dict__["_variants"] = {}
         self.__dict__["_current"] = None
         self.__dict__["_all_modules"] = tuple(source.modules())
-        self.__dict__["scaler"] = LossScaler(options.policy.active_loss_scale(), source, device_of(source))
+        self.__dict__["scaler"] = scaler or LossScaler(
+            options.policy.active_loss_scale(), source, device_of(source)
+        )
         has_shadows = options.policy.level in ("O2", "O3")
         self.__dict__["_shadows"] = ShadowWeights(source, options.low_dtype) if has_shadows else None
         self.__dict__["_stored"] = StoredLow(source, options.low_dtype, stored_low)
@@ -170,6 +179,7 @@ class AmpModule(nn.Module):
         return self._call(args, kwargs)
 
     def _call(self, args: tuple, kwargs: dict[str, Any]) -> Any:
+        self.scaler.note_wrapper()
         if "_compiled" in self.__dict__:
             if torch.is_grad_enabled():
                 self.scaler.check_loop()
@@ -184,7 +194,13 @@ class AmpModule(nn.Module):
                 if isinstance(inner, AmpGraphError):
                     raise inner from None
                 raise
-        return self.variant_for(args, kwargs).run(*args, **kwargs)
+        variant = self.variant_for(args, kwargs)
+        try:
+            return variant.run(*args, **kwargs)
+        except RuntimeError as error:
+            if (reason := sharded_error(self.source)) is None:
+                raise
+            raise reason from error
 
     def _warn_if_not_captured(self) -> None:
         if self._variants or "_told" in self.__dict__:
@@ -290,6 +306,9 @@ class AmpModule(nn.Module):
         if name == "training":
             self.source.training = value
             return
+        if name == "__class__":  # FSDP2's fully_shard
+            object.__setattr__(self, name, value)
+            return
         setattr(self.source, name, value)
         self.__dict__["_all_modules"] = tuple(self.source.modules())
 
@@ -319,8 +338,12 @@ class AmpModule(nn.Module):
         return _rebuild(copy.deepcopy(self.source, memo), *self.__reduce__()[1][1:])
 
     def __reduce__(self) -> tuple:
-        stored_low = self._stored.names(self.source)
-        return _rebuild, (self.source, self.options, self.scaler.state_dict(), stored_low)
+        return _rebuild, (self.source, self.options, self.scaler.state_dict(), self.stored_low)
+
+    @property
+    def stored_low(self) -> tuple[str, ...]:
+        """Paths of the parameters that level O3 has stored in the low dtype."""
+        return self._stored.names(self.source)
 
 
 def _rebuild(

@@ -3,6 +3,11 @@
 import pytest
 import torch
 
+from ampgraph._torchvision import allow_torchvision
+
+# Lightning imports torchvision, and xdist's controller, which reads the workers' warnings, Lightning.
+allow_torchvision()
+
 
 @pytest.fixture(autouse=True)
 def _one_thread_fresh_seed():

@@ -1,0 +1,226 @@
+"""`convert_blocks`: chosen submodules of a model converted in place, each by itself, under one loss scale.
+
+For what wraps submodules: FSDP2's ``fully_shard(block)`` gathers a block's parameters in hooks around the
+block, so each block must stay a module that is called. The model keeps its modules and their classes; a
+converted block has a ``forward`` of its own.
+
+Every block has the loss-scaling boundary around it. What flows between blocks, forward and backward, is
+float32 and unscaled, so nothing underflows there and a block may stand beside unconverted code.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from fnmatch import fnmatchcase
+from glob import escape
+from typing import Any
+
+import torch
+from torch import nn
+
+from .backends import default_backend
+from .convert import check_backend
+from .errors import AmpGraphError, CaptureError, PolicyError, did_you_mean
+from .loss_scale import NoLossScale
+from .module import AmpModule, Options, device_of
+from .policy import Policy
+from .scaler import LossScaler
+
+Which = str | type
+
+
+class Blocks(Mapping[str, AmpModule]):
+    """The converted blocks of a model, by module path; made by `convert_blocks`.
+
+    Attributes:
+        scaler: The loss scaler that all blocks share.
+    """
+
+    def __init__(self, forwards: list[_Forward], scaler: LossScaler):
+        self._forwards = {forward.path: forward for forward in forwards}
+        self.scaler = scaler
+
+    def __getitem__(self, path: str) -> AmpModule:
+        return self._forwards[path].amp
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._forwards)
+
+    def __len__(self) -> int:
+        return len(self._forwards)
+
+    def restore(self) -> None:
+        """Gives the blocks their own ``forward`` back."""
+        for forward in self._forwards.values():
+            vars(forward.block).pop("forward", None)
+
+    def __repr__(self) -> str:
+        return f"Blocks({', '.join(self)})"
+
+
+def convert_blocks(
+    model: nn.Module,
+    which: Which | tuple[Which, ...],
+    *,
+    policy: Policy | str | None = None,
+    dtype: torch.dtype | None = None,
+    backend: str | Callable | None = None,
+    mode: str | None = None,
+) -> Blocks:
+    """Converts submodules of a model in place; each is captured whole at its first call.
+
+    Args:
+        model: The model; its blocks' ``forward`` is replaced, and nothing else.
+        which: Which submodules: a glob over module paths (as in ``model.named_modules()``), a class, or
+            several of these. Of nested ones the outermost is converted; ``""`` is the model itself.
+        policy: As for `ampgraph.convert`; its rules name modules by their paths in ``model``.
+        dtype: The low dtype; fills in the policy's.
+        backend: As for `ampgraph.convert`.
+        mode: As for `ampgraph.convert`.
+
+    Returns:
+        The blocks by module path, each with its graph and plan once it has run, and their common scaler.
+
+    Raises:
+        PolicyError: Nothing matches, a block is converted already, or the policy does not fit.
+
+    Example:
+        >>> blocks = ampgraph.convert_blocks(model, "layers.*", dtype=torch.float16)
+        >>> for path in blocks:
+        ...     fully_shard(model.get_submodule(path))
+        >>> fully_shard(model)
+        >>> blocks.scaler.attach(optimizer)
+    """
+    if not isinstance(model, nn.Module):
+        raise CaptureError(f"convert_blocks takes an nn.Module, got {type(model).__name__}.")
+    check_backend(backend)
+    paths = _matching(model, which if isinstance(which, tuple) else (which,))
+    device = device_of(model)
+    policy = Policy.of(policy, dtype)
+    policy = policy.replace(dtype=policy.low_dtype(device))
+    if not policy.keep_io_dtypes and not isinstance(policy.active_loss_scale(), NoLossScale):
+        raise PolicyError(
+            "convert_blocks: keep_io_dtypes=False lets gradients between blocks underflow in float16; "
+            "leave it at True, or use bfloat16."
+        )
+    policies = _by_block(policy, model, paths)
+    scaler = LossScaler(policy.active_loss_scale(), model, device)
+    forwards = []
+    for path in paths:
+        options = Options(policies[path], policy.low_dtype(), backend or default_backend(device), mode)
+        forwards.append(_Forward(model.get_submodule(path), path, options, scaler))
+    for forward in forwards:
+        forward.block.forward = forward  # type: ignore[method-assign]
+    return Blocks(forwards, scaler)
+
+
+class _Forward:
+    """The ``forward`` of a converted block."""
+
+    def __init__(self, block: nn.Module, path: str, options: Options, scaler: LossScaler):
+        self.block, self.path, self.options, self.scaler = block, path, options, scaler
+        self.stored_low: tuple[str, ...] = ()
+        self.__signature__ = inspect.signature(block.forward)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.amp.source.training = self.block.training
+        self.scaler.move(device_of(self.block, self.scaler.state.scale.device))
+        try:
+            return self.amp(*args, **kwargs)
+        except AmpGraphError as error:
+            raise type(error)(f"{self.path or 'model'}: {error}") from error
+
+    @functools.cached_property
+    def amp(self) -> AmpModule:
+        """The converted module."""
+        return AmpModule(_bare(self.block), self.options, self.stored_low, self.scaler)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copied block is complete only after its forward was copied: the copy converts it when asked.
+        state = {name: value for name, value in vars(self).items() if name != "amp"}
+        return {**state, "stored_low": self.amp.stored_low}
+
+
+def _bare(block: nn.Module) -> nn.Module:
+    """Returns a module over the same parameters, buffers and children whose call runs no hooks."""
+    bare = copy.copy(block)
+    bare.__dict__.pop("forward", None)
+    for name, value in vars(block).items():
+        if "_hooks" in name and isinstance(value, dict):
+            bare.__dict__[name] = OrderedDict()
+    return bare
+
+
+def _matching(model: nn.Module, which: tuple[Which, ...]) -> list[str]:
+    """Returns the outermost paths that match."""
+    modules = dict(model.named_modules())
+    for one in which:
+        if not any(_matches(path, module, one) for path, module in modules.items()):
+            name = one if isinstance(one, str) else one.__name__
+            legal = modules if isinstance(one, str) else {type(m).__name__ for m in modules.values()}
+            raise PolicyError(f"convert_blocks: {name!r} matches no module.{did_you_mean(name, legal)}")
+    paths: list[str] = []
+    for path, module in modules.items():  # parents come first
+        if not any(_matches(path, module, one) for one in which) or any(_is_under(path, p) for p in paths):
+            continue
+        if any(map(_is_converted, module.modules())):
+            raise PolicyError(
+                f"convert_blocks: {path!r} is converted already, or has a converted module inside."
+            )
+        paths.append(path)
+    return paths
+
+
+def _matches(path: str, module: nn.Module, which: Which) -> bool:
+    return fnmatchcase(path, which) if isinstance(which, str) else isinstance(module, which)
+
+
+def _is_converted(module: nn.Module) -> bool:
+    return isinstance(module, AmpModule) or isinstance(vars(module).get("forward"), _Forward)
+
+
+def _is_under(path: str, other: str) -> bool:
+    return not other or path.startswith(f"{other}.")
+
+
+def _by_block(policy: Policy, model: nn.Module, paths: list[str]) -> dict[str, Policy]:
+    """Translates rules over the model's module paths to each block's own paths."""
+    used: set[str] = set()
+    policies = {}
+    for path in paths:
+        rules = {}
+        for inner, _ in model.get_submodule(path).named_modules():
+            matches = _matching_rules(policy, f"{path}.{inner}".strip("."))
+            if not inner and not matches:
+                matches = _rules_of_parents(policy, path)
+            if matches:
+                used.update(matches)
+                rules[escape(inner)] = next(iter(matches.values()))
+        policies[path] = policy.replace(rules=rules)
+    for rule in policy.rules:
+        if rule not in used:
+            legal = [name for name, _ in model.named_modules()]
+            raise PolicyError(
+                f"convert_blocks: rule {rule!r} matches no module in a block; rules name modules by their "
+                f"paths in the whole model.{did_you_mean(rule, legal)}"
+            )
+    return policies
+
+
+def _rules_of_parents(policy: Policy, path: str) -> dict[str, str]:
+    while path:
+        path = path.rpartition(".")[0]
+        if matches := _matching_rules(policy, path):
+            return matches
+    return {}
+
+
+def _matching_rules(policy: Policy, path: str) -> dict[str, str]:
+    matches = {rule: value for rule, value in policy.rules.items() if fnmatchcase(path, rule)}
+    if len(set(matches.values())) > 1:
+        raise PolicyError(f"contradictory rules for {path!r}: {matches}")
+    return matches

@@ -1,0 +1,105 @@
+"""What the precision plugins for Lightning's two package names share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..backends import default_backend
+from ..blocks import Blocks, Which, convert_blocks
+from ..errors import AmpGraphError
+from ..policy import Policy
+from ..scaler import LossScaler
+
+
+class PrecisionMixin:
+    """Converts a LightningModule's networks for as long as a Trainer runs it.
+
+    Args:
+        policy: As for `ampgraph.convert`.
+        dtype: The low dtype; None means float16 where the Trainer's device is CUDA and bfloat16 elsewhere.
+        blocks: Which submodules of the LightningModule to convert, as for `ampgraph.convert_blocks`. None
+            means its direct children that have parameters (of a ``ModuleList``, the members); ``""`` its
+            own ``forward``, for a ``training_step`` that calls ``self(x)``.
+        backend: As for `ampgraph.convert`.
+
+    Attributes:
+        blocks: The converted submodules, once a Trainer has set the module up.
+    """
+
+    blocks: Blocks | None
+    precision: Any
+
+    def __init__(
+        self,
+        policy: Policy | str | None = None,
+        dtype: torch.dtype | None = None,
+        blocks: Which | tuple[Which, ...] | None = None,
+        backend: str | Callable | None = None,
+    ):
+        self.policy, self.which, self.backend = Policy.of(policy, dtype), blocks, backend
+        self.blocks = None
+        self._state: dict[str, Any] = {}
+
+    @property
+    def scaler(self) -> LossScaler:
+        """The loss scaler of the converted submodules.
+
+        Raises:
+            AmpGraphError: No Trainer has set a module up yet.
+        """
+        if self.blocks is None:
+            raise AmpGraphError("there is no scaler yet: a Trainer makes it when it sets the module up.")
+        return self.blocks.scaler
+
+    def convert_module(self, module: Any) -> Any:
+        """Converts in place: strategies differ in whether they take what is returned."""
+        device = module.trainer.strategy.root_device  # the module is moved there only later
+        policy = self.policy.replace(dtype=self.policy.low_dtype(device))
+        which = networks(module) if self.which is None else self.which
+        backend = self.backend or default_backend(device)
+        self.blocks = convert_blocks(module, which, policy=policy, backend=backend)
+        self.precision = "16-mixed" if policy.dtype == torch.float16 else "bf16-mixed"
+        self.load_state_dict(self._state)
+        return module
+
+    def optimizer_step(self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:
+        """Runs the closure, clips, and steps unless gradients are not finite."""
+        closure = partial(self._wrap_closure, model, optimizer, closure)  # type: ignore[attr-defined]
+        result = self.scaler.step(optimizer, closure=closure, **kwargs)
+        self.scaler.update()
+        return result
+
+    def teardown(self) -> None:
+        """Gives the module its own forwards back."""
+        if self.blocks is not None:
+            self._state = self.state_dict()
+            self.blocks.restore()
+        super().teardown()  # type: ignore[misc]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the scaler's state, for the Trainer's checkpoint."""
+        return self._state if self.blocks is None else self.scaler.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes over a scaler's state; torch's own plugin for float16 saves one that fits too."""
+        self._state = state_dict
+        if self.blocks is not None:
+            self.scaler.load_state_dict(state_dict)
+
+
+def networks(module: nn.Module, prefix: str = "") -> tuple[str, ...]:
+    """Returns the paths of the children with parameters; of lists and dicts of modules, the members'."""
+    paths: list[str] = []
+    for name, child in module.named_children():
+        if next(child.parameters(), None) is None:
+            continue
+        if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
+            paths += networks(child, f"{prefix}{name}.")
+        else:
+            paths.append(prefix + name)
+    return tuple(paths)

@@ -1,0 +1,18 @@
+"""``Trainer(plugins=[AmpGraphPrecision(dtype=torch.float16)])`` for Lightning.
+
+Where only the package ``pytorch_lightning`` is installed, the plugin is for that; where both are, see
+`ampgraph.integrations.pytorch_lightning`.
+"""
+
+from __future__ import annotations
+
+from ._precision import PrecisionMixin
+
+try:
+    from lightning.pytorch.plugins.precision import Precision
+except ModuleNotFoundError:
+    from pytorch_lightning.plugins.precision import Precision  # type: ignore[assignment]
+
+
+class AmpGraphPrecision(PrecisionMixin, Precision):  # type: ignore[misc]
+    __doc__ = PrecisionMixin.__doc__

@@ -1,0 +1,46 @@
+"""Which element of the probe belongs to which parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+
+class ParameterSlots:
+    """Slots by parameter name, found by parameter object.
+
+    A wrapper may put other objects in the parameters' places (FSDP2 shards at rest and whole ones during a
+    forward), and so does ``load_state_dict(assign=True)``; names stay. None of the objects is kept alive.
+
+    Attributes:
+        names: The parameters' names, by slot.
+    """
+
+    def __init__(self, model: nn.Module):
+        self._model = model
+        self.names = [name for name, _ in model.named_parameters()]
+        slots = {id(p): slot for slot, p in enumerate(model.parameters())}
+        self._by_name = {n: slots[id(p)] for n, p in model.named_parameters(remove_duplicate=False)}
+        self._refresh()
+
+    def _refresh(self) -> None:
+        self._by_parameter = WeakIdKeyDictionary()
+        for name, parameter in self._model.named_parameters(remove_duplicate=False):
+            if name in self._by_name:
+                self._by_parameter[parameter] = self._by_name[name]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_by_parameter": None}  # weak references: neither copied nor pickled
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _by_parameter=WeakIdKeyDictionary())
+
+    def of(self, parameters: Iterable[Tensor]) -> list[int | None]:
+        """Returns the slot of each, None for what is no parameter of the model."""
+        parameters = list(parameters)
+        if any(isinstance(p, nn.Parameter) and p not in self._by_parameter for p in parameters):
+            self._refresh()
+        return [self._by_parameter.get(p) for p in parameters]

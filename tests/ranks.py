@@ -1,0 +1,84 @@
+"""Two processes with a gloo group between them, for tests of distributed training."""
+
+from __future__ import annotations
+
+import datetime
+import tempfile
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+SIZE = 2
+SECONDS = 120
+
+
+class Ranks:
+    """Runs top-level functions ``f(rank, *args)`` on all ranks at once; processes live from test to test."""
+
+    def __init__(self) -> None:
+        self._processes: list = []
+
+    def run(self, function: Callable, *args: Any) -> list[Any]:
+        """Returns what each rank returned.
+
+        Raises:
+            RuntimeError: A rank raised or did not answer; the message has every rank's traceback.
+        """
+        if not self._processes:
+            self._start()
+        for connection in self._connections:
+            connection.send((function, args))
+        answers = [c.recv() if c.poll(SECONDS) else ("no answer", None) for c in self._connections]
+        failures = [f"rank {rank}: {text}" for rank, (text, _) in enumerate(answers) if text]
+        if failures:
+            self.stop()
+            raise RuntimeError("\n".join(failures))
+        return [result for _, result in answers]
+
+    def _start(self) -> None:
+        context = mp.get_context("spawn")
+        self._folder = tempfile.TemporaryDirectory()
+        store = str(Path(self._folder.name) / "store")
+        pipes = [context.Pipe() for _ in range(SIZE)]
+        self._connections = [ours for ours, _ in pipes]
+        self._processes = [
+            context.Process(target=_serve, args=(rank, store, theirs), daemon=True)
+            for rank, (_, theirs) in enumerate(pipes)
+        ]
+        for process in self._processes:
+            process.start()
+
+    def stop(self) -> None:
+        """Ends the processes."""
+        for process in self._processes:
+            process.kill()
+            process.join()
+        if self._processes:
+            self._folder.cleanup()
+        self._processes = []
+
+
+def _serve(rank: int, store: str, connection: Connection) -> None:
+    torch.set_num_threads(1)
+    timeout = datetime.timedelta(seconds=SECONDS // 2)
+    dist.init_process_group("gloo", f"file://{store}", rank=rank, world_size=SIZE, timeout=timeout)
+    while True:
+        function, args = connection.recv()
+        torch.manual_seed(0)
+        try:
+            connection.send(("", function(rank, *args)))
+        except Exception:
+            connection.send((traceback.format_exc(), None))
+
+
+def gathered(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Returns every rank's tensor."""
+    parts = [torch.empty_like(tensor) for _ in range(SIZE)]
+    dist.all_gather(parts, tensor.detach().contiguous())
+    return parts

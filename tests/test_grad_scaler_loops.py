@@ -1,0 +1,89 @@
+"""Loops written for ``torch.amp.GradScaler`` run unchanged with ``amp.scaler``, also those of libraries."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import ampgraph
+from ampgraph import DynamicLossScale, Policy
+
+NUMBERS = {"init_scale": 64.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2}
+BAD = (2, 3, 6)
+STEPS = 8
+
+
+def plain_loop(model: nn.Module, optimizer: Any, scaler: Any, loss_of: Callable) -> list[bool]:
+    """As in torch's own recipes: unscale, clip, step, update; a lower scale tells a skipped step."""
+    skipped = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        scaler.scale(loss_of(model, step)).backward()
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        before = scaler.get_scale()
+        scaler.step(optimizer)
+        scaler.update()
+        skipped.append(scaler.get_scale() < before)
+    return skipped
+
+
+class PatchedOptimizer:
+    """Notices a skipped step by whether the scaler called a ``step`` of its own (Accelerate's way)."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, scaler: Any):
+        self.optimizer, self.scaler = optimizer, scaler
+        self.own_step, self.was_called = optimizer.step, False
+
+    def patched_step(self, *args: Any, **kwargs: Any) -> Any:
+        self.was_called = True
+        return self.own_step(*args, **kwargs)
+
+    def step(self, closure: Callable | None = None) -> bool:
+        self.was_called = False
+        self.optimizer.step = self.patched_step
+        self.scaler.step(self.optimizer, closure)
+        self.scaler.update()
+        self.optimizer.step = self.own_step
+        return not self.was_called
+
+
+def library_loop(model: nn.Module, optimizer: Any, scaler: Any, loss_of: Callable) -> list[bool]:
+    """Accumulation over two micro-batches, and a checkpoint of the scaler in the middle."""
+    patched, skipped = PatchedOptimizer(optimizer, scaler), []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for _ in range(2):
+            scaler.scale(loss_of(model, step) / 2).backward()
+        skipped.append(patched.step())
+        if step == STEPS // 2:
+            scaler.load_state_dict(copy.deepcopy(scaler.state_dict()))
+    return skipped
+
+
+def loss_of(model: nn.Module, step: int) -> torch.Tensor:
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
+    if step in BAD:
+        x[0, 0] = float("inf")
+    return model(x).square().mean()
+
+
+@pytest.mark.parametrize("loop", [plain_loop, library_loop])
+def test_the_same_loop_skips_the_same_steps(loop) -> None:
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 2))
+    reference = copy.deepcopy(model)
+    policy = Policy(dtype=torch.float16, loss_scale=DynamicLossScale(**NUMBERS))
+    amp = ampgraph.convert(model, (torch.randn(4, 8),), policy=policy)
+    theirs = torch.amp.GradScaler("cpu", **NUMBERS)
+    expected = loop(reference, torch.optim.SGD(reference.parameters(), lr=0.1), theirs, loss_of)
+    skipped = loop(amp, torch.optim.SGD(amp.parameters(), lr=0.1), amp.scaler, loss_of)
+    assert skipped == expected == [step in BAD for step in range(STEPS)]
+    assert amp.scaler.get_scale() == theirs.get_scale()
+    assert theirs.state_dict().items() <= amp.scaler.state_dict().items()
+    for low, full in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(low, full, rtol=0.0, atol=STEPS * 0.1 * torch.finfo(torch.float16).eps)

@@ -1,0 +1,200 @@
+"""The precision plugin for Lightning, under both of its package names."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import logging
+import os
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from ampgraph import AmpGraphError, DynamicLossScale, Policy
+from ampgraph._torchvision import allow_torchvision
+from ampgraph.testing import assert_dtype
+
+from .ranks import SIZE, Ranks
+
+allow_torchvision()  # the processes of the last test have no conftest
+pytest.importorskip("lightning")
+pytest.importorskip("pytorch_lightning")
+
+FLOAT16 = Policy(dtype=torch.float16, loss_scale=DynamicLossScale(init_scale=1024.0, growth_interval=3))
+
+
+@pytest.fixture(params=["lightning", "pytorch_lightning"])
+def packages(request: pytest.FixtureRequest) -> tuple[ModuleType, ModuleType]:
+    for name in ("lightning.pytorch", "pytorch_lightning"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    framework = importlib.import_module({"lightning": "lightning.pytorch"}.get(request.param, request.param))
+    return framework, importlib.import_module(f"ampgraph.integrations.{request.param}")
+
+
+def task(framework: ModuleType) -> Any:
+    class Task(framework.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 2))
+            self.heads, self.loss = nn.ModuleList([nn.Linear(2, 2)]), nn.MSELoss()
+            self.norms: list[float] = []
+
+        def training_step(self, batch: list[torch.Tensor], index: int) -> torch.Tensor:
+            x, y = batch
+            return self.loss(self.heads[0](self.net(x)), y)
+
+        def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+            norms = [p.grad.norm() for p in self.parameters()]
+            self.norms.append(float(torch.stack(norms).norm()))
+
+        def validation_step(self, batch: list[torch.Tensor], index: int) -> None:
+            self.log("loss", self.training_step(batch, index))
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+    torch.manual_seed(1)
+    return Task()
+
+
+def data(bad_batch: int | None = None) -> DataLoader:
+    generator = torch.Generator().manual_seed(2)
+    x = torch.randn(24, 4, generator=generator)
+    y = x[:, :2] * 0.5
+    if bad_batch is not None:
+        x[4 * bad_batch, 0] = float("inf")
+    return DataLoader(TensorDataset(x, y), batch_size=4)
+
+
+def trainer(framework: ModuleType, *plugins: Any, **options: Any) -> Any:
+    return framework.Trainer(
+        accelerator="cpu",
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        plugins=list(plugins),
+        **{"max_epochs": 1, "enable_checkpointing": False, **options},
+    )
+
+
+def values(module: nn.Module) -> list[torch.Tensor]:
+    return [p.detach().clone() for p in module.parameters()]
+
+
+def test_training_is_that_of_float32_with_true_gradients(packages) -> None:
+    framework, integration = packages
+    plugin = integration.AmpGraphPrecision(policy=FLOAT16)
+    low, full = task(framework), task(framework)
+    options = {"gradient_clip_val": 0.5, "accumulate_grad_batches": 2}
+    trainer(framework, plugin, **options).fit(low, data())
+    trainer(framework, **options).fit(full, data())
+    assert list(plugin.blocks) == ["net", "heads.0"]
+    assert_dtype(plugin.blocks["net"], "0", torch.float16)
+    torch.testing.assert_close(low.norms, full.norms, rtol=0.01, atol=0.0)
+    assert plugin.scaler.get_scale() == 2048.0  # three good steps
+    assert "forward" not in vars(low.net)
+
+
+def test_a_bad_batch_changes_nothing(packages) -> None:
+    framework, integration = packages
+    plugin, module, seen = integration.AmpGraphPrecision(policy=FLOAT16), task(framework), []
+
+    class Watch(framework.Callback):
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, index: int) -> None:
+            seen.append(values(module))
+
+    trainer(framework, plugin, callbacks=[Watch()], gradient_clip_val=0.5).fit(module, data(bad_batch=2))
+    same = [all(map(torch.equal, a, b)) for a, b in itertools.pairwise(seen)]
+    assert same == [False, True, False, False, False]
+    assert plugin.scaler.last_overflow.step == 3
+    assert "net.2.weight" in plugin.scaler.last_overflow.parameters
+
+
+def test_checkpoint_has_the_scaler_and_resumes_the_same_run(packages, tmp_path) -> None:
+    framework, integration = packages
+    whole = task(framework)
+    plugin = integration.AmpGraphPrecision(policy=FLOAT16)
+    trainer(framework, plugin, max_epochs=2).fit(whole, data(bad_batch=4))
+
+    first = trainer(framework, integration.AmpGraphPrecision(policy=FLOAT16))
+    first.fit(task(framework), data(bad_batch=4))
+    first.save_checkpoint(tmp_path / "half.ckpt")
+    state = torch.load(tmp_path / "half.ckpt", weights_only=True)["AmpGraphPrecision"]
+    assert state["scale"] == 1024.0  # grown once, backed off once
+    resumed, again = task(framework), integration.AmpGraphPrecision(policy=FLOAT16)
+    trainer(framework, again, max_epochs=2).fit(resumed, data(bad_batch=4), ckpt_path=tmp_path / "half.ckpt")
+    assert all(map(torch.equal, values(whole), values(resumed)))
+    assert again.scaler.state_dict() == plugin.scaler.state_dict()
+
+
+def test_one_plugin_fits_then_validates_and_own_forward(packages) -> None:
+    framework, integration = packages
+
+    class Whole(type(task(framework))):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.heads[0](self.net(x))
+
+        def training_step(self, batch: list[torch.Tensor], index: int) -> torch.Tensor:
+            return self.loss(self(batch[0]), batch[1])
+
+    plugin = integration.AmpGraphPrecision(dtype=torch.bfloat16, blocks="")
+    with pytest.raises(AmpGraphError, match="no scaler yet"):
+        plugin.scaler  # noqa: B018
+    module, runner = Whole(), trainer(framework, plugin)
+    runner.fit(module, data())
+    assert runner.validate(module, data(), verbose=False)[0]["loss"] < 1.0
+    assert list(plugin.blocks) == [""]
+    assert_dtype(plugin.blocks[""], "net.2", torch.bfloat16)
+    assert runner.precision == "bf16-mixed"
+
+
+def test_manual_optimization(packages) -> None:
+    framework, integration = packages
+
+    class Manual(type(task(framework))):
+        automatic_optimization = False
+
+        def training_step(self, batch: list[torch.Tensor], index: int) -> None:
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(super().training_step(batch, index))
+            optimizer.step()
+
+    module, plugin = Manual(), integration.AmpGraphPrecision(policy=FLOAT16)
+    before = values(module)
+    trainer(framework, plugin).fit(module, data(bad_batch=5))
+    assert not torch.equal(before[0], module.net[0].weight)
+    assert all(p.isfinite().all() for p in module.parameters())
+    assert plugin.scaler.state_dict()["_steps"] == 6
+
+
+def _data_parallel(rank: int) -> tuple[list[torch.Tensor], dict[str, Any], str]:
+    os.environ.update(LOCAL_RANK=str(rank), WORLD_SIZE=str(SIZE), NODE_RANK="0")
+    framework = importlib.import_module("lightning.pytorch")
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    plugin = importlib.import_module("ampgraph.integrations.lightning").AmpGraphPrecision(policy=FLOAT16)
+    module = task(framework)
+    options = {"strategy": "ddp", "devices": SIZE, "use_distributed_sampler": False}
+    trainer(framework, plugin, **options).fit(module, data(bad_batch=2 if rank == 1 else None))
+    return values(module), plugin.scaler.state_dict(), type(plugin.scaler._wrapper_group).__name__
+
+
+@pytest.fixture
+def ranks() -> Iterator[Ranks]:
+    pool = Ranks()
+    yield pool
+    pool.stop()
+
+
+def test_ranks_of_the_ddp_strategy_skip_together(ranks) -> None:
+    (mine, state, group), (theirs, other, _) = ranks.run(_data_parallel)
+    assert all(map(torch.equal, mine, theirs))
+    assert state == other
+    assert state["_last_overflow"][0] == 3
+    assert state["_steps"] == 6
+    assert group == "ProcessGroup"

@@ -1,0 +1,72 @@
+"""Every line of docs/migrating.md runs, and does what the line beside it says."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ampgraph import DynamicLossScale
+
+from .test_readme import ROOT, code
+
+PAGE = ROOT / "docs" / "migrating.md"
+SECTIONS = ["torch.autocast and GradScaler", "Paddle", "OneFlow", "MindSpore"]
+CELL = re.compile(r"^\|(.*)\|([^|]*)\|$", re.MULTILINE)
+INLINE = re.compile(r"`([^`]+)`")
+# Cells whose second piece of code is a value, not a line.
+FRAGMENTS = {"False", "loss_scale=", "scaler = amp.scaler"}
+
+
+def lines(section: str) -> list[str]:
+    """The code in the right column of a section's table."""
+    body = PAGE.read_text().partition(f"\n## {section}\n")[2].partition("\n## ")[0]
+    cells = [cell for _, cell in CELL.findall(body)[2:]]
+    return [line for cell in cells for line in INLINE.findall(cell) if line not in FRAGMENTS]
+
+
+def prepared() -> dict[str, Any]:
+    namespace: dict[str, Any] = {"__name__": "page"}
+    exec(compile(code(PAGE), str(PAGE), "exec"), namespace)
+    return namespace
+
+
+@pytest.mark.parametrize(
+    ("section", "line"), [(section, line) for section in SECTIONS for line in lines(section)]
+)
+def test_line_runs(section: str, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    exec(compile(line, section, "exec"), prepared())
+
+
+def test_every_row_has_a_line() -> None:
+    sections = re.findall(r"^## (.*)$", PAGE.read_text(), re.MULTILINE)
+    assert sections == SECTIONS
+    assert [len(lines(section)) for section in SECTIONS] == [13, 18, 11, 16]
+
+
+def value_of(section: str, beginning: str) -> Any:
+    (line,) = [line for line in lines(section) if line.startswith(beginning)]
+    return eval(line, prepared())
+
+
+def test_the_peers_default_scales_are_ours() -> None:
+    for section in SECTIONS[:3]:
+        assert value_of(section, "Policy(loss_scale=Dynamic").loss_scale == DynamicLossScale()
+    mindspore = value_of("MindSpore", "Policy(loss_scale=Dynamic").loss_scale
+    assert mindspore == DynamicLossScale(init_scale=2.0**24)
+
+
+def test_only_matrix_products_run_low_at_od() -> None:
+    from ampgraph import convert
+    from ampgraph.testing import assert_dtype
+
+    page = prepared()
+    policy = value_of("Paddle", 'Policy(ops=OpLists.paddle("OD"))').replace(dtype=torch.float16)
+    amp = convert(page["model"], (page["x"],), policy=policy)
+    assert_dtype(amp, "body", torch.float16)
+    assert_dtype(amp, "gelu", torch.float32)
+    assert_dtype(amp, "batch_norm", torch.float32)
