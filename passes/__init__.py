@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
 import torch
 
 from ampgraph.policy import Policy
@@ -15,6 +18,7 @@ from .insert_casts import InsertCasts, is_inserted_cast
 from .normalize import Normalize
 from .place import PlaceCasts
 from .propagate import PropagatePins
+from .remove_casts import RemoveCasts
 from .shadow import ReadShadows
 from .stored import ReadStored
 from .verify import Verify
@@ -31,6 +35,7 @@ __all__ = [
     "PropagatePins",
     "ReadShadows",
     "ReadStored",
+    "RemoveCasts",
     "ScaleLoss",
     "Verify",
     "Workspace",
@@ -41,9 +46,15 @@ __all__ = [
     "workspace",
 ]
 
+NO_PINS: Mapping[str, bool] = MappingProxyType({})
+
 
 def default_pipeline(
-    policy: Policy, low_dtype: torch.dtype, modules: tuple[str, ...] = (), check_rules: bool = True
+    policy: Policy,
+    low_dtype: torch.dtype,
+    modules: tuple[str, ...] = (),
+    check_rules: bool = True,
+    pins: Mapping[str, bool] = NO_PINS,
 ) -> tuple[Pass, ...]:
     """Returns the pipeline that `ampgraph.convert` runs on a captured graph.
 
@@ -52,10 +63,11 @@ def default_pipeline(
         low_dtype: ``torch.float16`` or ``torch.bfloat16``.
         modules: Module paths of the source model, which rules may name.
         check_rules: Whether a rule that matches nothing is an error.
+        pins: See `PropagatePins`.
     """
     analysis = (
         ClassifyOps(policy.ops, low_dtype, policy.keep_io_dtypes),
-        PropagatePins(policy, low_dtype, modules, check_rules),
+        PropagatePins(policy, low_dtype, modules, check_rules, pins),
         PlaceCasts(policy, low_dtype),
     )
     if policy.level == "O0":

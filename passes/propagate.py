@@ -14,6 +14,7 @@ What is left free is for `PlaceCasts` to choose, under two constraints that make
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import ClassVar
@@ -40,12 +41,14 @@ class Variable:
 
     Attributes:
         follows: Low only if all floating producers are low.
+        because: The node whose pin is the reason.
     """
 
     pinned: bool | None
     by: str
     reason: str
     follows: bool = False
+    because: Node | None = None
 
 
 @dataclass
@@ -71,12 +74,14 @@ class PropagatePins(Pass):
         policy: Level, lists, rules and guards.
         low_dtype: The policy's low dtype.
         modules: Module paths of the source model, for rules; checked when ``check_rules``.
+        pins: Node names to labels that stand above every wish (guards, rules, lists): for asking what if.
     """
 
     policy: Policy
     low_dtype: torch.dtype
     modules: tuple[str, ...] = ()
     check_rules: bool = True
+    pins: Mapping[str, bool] = field(default_factory=dict)
     name: ClassVar[str] = "propagate"
     edits: ClassVar[bool] = False
 
@@ -135,6 +140,8 @@ class PropagatePins(Pass):
             return Variable(False, "range", range_reason)
         if not any(s.follow for s in fact.slots):
             return Variable(source_low, "source", "makes its values from no floating input")
+        if node.name in self.pins:
+            return Variable(self.pins[node.name], "rule", "asked for")
         return self._wished(node, guarded_only) or self._by_lists(node, fact)
 
     def _wished(self, node: Node, guarded_only: bool) -> Variable | None:
@@ -228,6 +235,6 @@ def _force_followers(problem: Problem) -> None:
             continue
         for slot in problem.facts[node].slots:
             if slot.follow and problem.pin(slot.tensor) is False:
-                variable.pinned, variable.by = False, "propagation"
+                variable.pinned, variable.by, variable.because = False, "propagation", slot.tensor
                 variable.reason = f"{variable.reason}: follows {slot.tensor.name!r}, which is float32"
                 break

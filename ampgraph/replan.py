@@ -1,0 +1,53 @@
+"""Plans a rewritten graph again, under another policy or with one node the other way; captures nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from torch.fx import GraphModule
+
+from .graph_view import with_bodies
+from .passes import NO_PINS, RemoveCasts, run_passes
+from .plan import Plan
+from .policy import Policy
+from .rewrite import rewrite
+from .variant import copy_graph
+
+
+def replanned(
+    graph_module: GraphModule,
+    plan: Plan,
+    policy: Policy,
+    modules: Iterable[str] = (),
+    check_rules: bool = False,
+    pins: Mapping[str, bool] = NO_PINS,
+) -> tuple[GraphModule, Plan]:
+    """Returns a copy of the graph, rewritten under another policy, and its plan.
+
+    Args:
+        graph_module: A rewritten graph; not changed. The copy shares its tensors.
+        plan: Its plan.
+        policy: The new policy; where it names no dtype, the low dtype stays.
+        modules: Module paths that rules may name.
+        check_rules: Whether a rule that matches nothing is an error.
+        pins: Node names to labels (True: low) that stand above guards, rules and lists.
+
+    Raises:
+        PolicyError: The rules do not fit the model.
+    """
+    source = without_casts(graph_module, plan)
+    low_dtype = policy.dtype or plan.low_dtype
+    return source, rewrite(source, policy, low_dtype, modules, check_rules, pins=pins)
+
+
+def without_casts(graph_module: GraphModule, plan: Plan) -> GraphModule:
+    """Returns a copy of a rewritten graph as it was planned: without casts, in the source's dtypes."""
+    graph = copy_graph(graph_module.graph)
+    for old, new in zip(graph_module.graph.nodes, graph.nodes, strict=True):
+        new.name = old.name  # a copy renames what shadows a builtin, such as "input"
+    copied = GraphModule(graph_module, graph)
+    for name, body, body_plan in with_bodies(graph_module, plan):
+        if name.count("/") == 1:
+            setattr(copied, name.removesuffix("/"), without_casts(body, body_plan))
+    run_passes(copied, (RemoveCasts(plan),))
+    return copied
