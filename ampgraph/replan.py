@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 from torch.fx import GraphModule
 
 from .graph_view import with_bodies
-from .passes import NO_PINS, RemoveCasts, run_passes
+from .passes import Pins, RemoveCasts, run_passes
 from .plan import Plan
 from .policy import Policy
 from .rewrite import rewrite
@@ -20,7 +20,7 @@ def replanned(
     policy: Policy,
     modules: Iterable[str] = (),
     check_rules: bool = False,
-    pins: Mapping[str, bool] = NO_PINS,
+    pins: Pins = (),
 ) -> tuple[GraphModule, Plan]:
     """Returns a copy of the graph, rewritten under another policy, and its plan.
 
@@ -30,7 +30,7 @@ def replanned(
         policy: The new policy; where it names no dtype, the low dtype stays.
         modules: Module paths that rules may name.
         check_rules: Whether a rule that matches nothing is an error.
-        pins: Node names to labels (True: low) that stand above guards, rules and lists.
+        pins: Labels by node name (True: low) that stand above guards, rules and lists.
 
     Raises:
         PolicyError: The rules do not fit the model.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import fx
@@ -11,7 +11,7 @@ from ._compat import HigherOrderOperator, OpOverload
 from .errors import PassError
 from .guards import FP16, guard_of
 from .oplists import OpClass
-from .passes import NO_PINS, Hook, Workspace, default_pipeline, run_passes, workspace
+from .passes import Hook, Pins, Workspace, default_pipeline, run_passes, workspace
 from .passes.classify import tensors
 from .plan import META_KEY, Plan
 from .policy import Policy
@@ -27,7 +27,7 @@ def rewrite(
     modules: Iterable[str] = (),
     check_rules: bool = True,
     hook: Hook | None = None,
-    pins: Mapping[str, bool] = NO_PINS,
+    pins: Pins = (),
 ) -> Plan:
     """Plans and inserts casts in place, in the bodies of ``torch.cond`` and its kind too.
 
@@ -41,7 +41,7 @@ def rewrite(
         modules: Module paths that rules may name.
         check_rules: Whether a rule that matches nothing is an error.
         hook: See `run_passes`.
-        pins: Node names to labels (True: low), see `PropagatePins`; not for nodes of bodies.
+        pins: See `PropagatePins`; not for nodes of bodies.
 
     Returns:
         The plan.
@@ -55,7 +55,7 @@ def rewrite(
         _mark_parameters(body, operands)
         rewrite(body, policy, low_dtype, check_rules=False)
     graph_module.meta[META_KEY] = Workspace()
-    if not any(pins.values()) and not may_go_low(graph_module.graph, policy, low_dtype):
+    if not any(low for _, low in pins) and not may_go_low(graph_module.graph, policy, low_dtype):
         policy = policy.replace(level="O0")
     run_passes(graph_module, default_pipeline(policy, low_dtype, tuple(modules), check_rules, pins), hook)
     space = workspace(graph_module)

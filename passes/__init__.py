@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from types import MappingProxyType
-
 import torch
 
 from ampgraph.policy import Policy
 
-from .base import Hook, Pass, Workspace, run_passes, workspace
+from .base import Hook, Pass, Pins, Workspace, run_passes, workspace
 from .boundary import ScaleLoss, is_boundary
 from .classify import ClassifyOps
 from .clean_casts import CleanCasts
@@ -31,6 +28,7 @@ __all__ = [
     "InsertCasts",
     "Normalize",
     "Pass",
+    "Pins",
     "PlaceCasts",
     "PropagatePins",
     "ReadShadows",
@@ -46,15 +44,13 @@ __all__ = [
     "workspace",
 ]
 
-NO_PINS: Mapping[str, bool] = MappingProxyType({})
-
 
 def default_pipeline(
     policy: Policy,
     low_dtype: torch.dtype,
     modules: tuple[str, ...] = (),
     check_rules: bool = True,
-    pins: Mapping[str, bool] = NO_PINS,
+    pins: Pins = (),
 ) -> tuple[Pass, ...]:
     """Returns the pipeline that `ampgraph.convert` runs on a captured graph.
 

@@ -71,6 +71,8 @@ class Pass(abc.ABC):
         """Raises `PassError` when the result is not what the pass promises."""
 
 
+# Node names with labels (True: low).
+Pins = tuple[tuple[str, bool], ...]
 Hook = Callable[[Pass, GraphModule, bool, float], Any]
 
 

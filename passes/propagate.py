@@ -14,7 +14,6 @@ What is left free is for `PlaceCasts` to choose, under two constraints that make
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import ClassVar
@@ -30,7 +29,7 @@ from ampgraph.module_path import module_paths_of
 from ampgraph.oplists import OpClass
 from ampgraph.policy import Policy
 
-from .base import Pass, workspace
+from .base import Pass, Pins, workspace
 from .classify import Facts, NodeFacts, SlotKind, argument, tensors
 from .ranges import find_range_pins
 
@@ -74,14 +73,14 @@ class PropagatePins(Pass):
         policy: Level, lists, rules and guards.
         low_dtype: The policy's low dtype.
         modules: Module paths of the source model, for rules; checked when ``check_rules``.
-        pins: Node names to labels that stand above every wish (guards, rules, lists): for asking what if.
+        pins: Labels by node name that stand above every wish (guards, rules, lists): for asking what if.
     """
 
     policy: Policy
     low_dtype: torch.dtype
     modules: tuple[str, ...] = ()
     check_rules: bool = True
-    pins: Mapping[str, bool] = field(default_factory=dict)
+    pins: Pins = ()
     name: ClassVar[str] = "propagate"
     edits: ClassVar[bool] = False
 
@@ -140,8 +139,8 @@ class PropagatePins(Pass):
             return Variable(False, "range", range_reason)
         if not any(s.follow for s in fact.slots):
             return Variable(source_low, "source", "makes its values from no floating input")
-        if node.name in self.pins:
-            return Variable(self.pins[node.name], "rule", "asked for")
+        if (asked := dict(self.pins).get(node.name)) is not None:
+            return Variable(asked, "rule", "asked for")
         return self._wished(node, guarded_only) or self._by_lists(node, fact)
 
     def _wished(self, node: Node, guarded_only: bool) -> Variable | None:

@@ -123,14 +123,14 @@ def test_pins_stand_above_guards_rules_and_lists() -> None:
     amp = converted("everything", Policy(dtype=LOW, rules={"linear": "fp32"}), "ahead of time")
     assert amp.plan["linear_2"].by == "guard"
     for name in ("linear_2", "linear", "exp_1", "sum_1"):
-        plan = replanned(amp.graph_module, amp.plan, amp.policy, pins={name: True})[1]
+        plan = replanned(amp.graph_module, amp.plan, amp.policy, pins=((name, True),))[1]
         assert (plan[name].dtype, plan[name].reason) == (LOW, "asked for")
 
 
 def test_pins_do_not_stand_above_what_cannot_be() -> None:
     amp = converted("everything", POLICIES["O1"], "ahead of time")
     assert amp.plan["mul"].by == "range"
-    assert replanned(amp.graph_module, amp.plan, amp.policy, pins={"mul": True})[1]["mul"].by == "range"
+    assert replanned(amp.graph_module, amp.plan, amp.policy, pins=(("mul", True),))[1]["mul"].by == "range"
 
 
 def test_rules_of_the_other_policy_are_checked() -> None:
