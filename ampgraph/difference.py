@@ -14,6 +14,9 @@ from .report import casts_section
 from .rows import CastRow, NodeRow, Totals
 from .tables import Column, Section
 
+# As many rows of each table are in the text; Markdown and the dict have them all.
+LISTED = 20
+
 _NODES = (
     Column("node", 34, keep="end"),
     Column("op", 30, keep="end"),
@@ -48,7 +51,7 @@ class DtypeChange:
 
 @dataclass(frozen=True)
 class Difference:
-    """What `Explanation.diff` and `Explanation.flip` return; ``str()`` is a table, false where nothing differs.
+    """What `Explanation.diff` and `flip` return; ``str()`` is a table; false where nothing differs.
 
     Attributes:
         policies: The reprs of both policies.
@@ -74,7 +77,7 @@ class Difference:
         return bool(self.dtypes or self.appeared or self.vanished or self.only_before or self.only_after)
 
     def __str__(self) -> str:
-        return "\n\n".join((self._title(), *self._only(), *(s.text() for s in self._sections())))
+        return "\n\n".join((self._title(), *self._only(), *(s.text(LISTED) for s in self._sections())))
 
     @property
     def casts(self) -> int:

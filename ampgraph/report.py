@@ -67,16 +67,12 @@ def text(explanation: Explanation, casts_only: bool = False, peers: bool = False
     return "\n\n".join(parts)
 
 
-def markdown(
-    explanation: Explanation, casts_only: bool = False, peers: bool = False, level: str = "#"
-) -> str:
-    """Returns the report as Markdown; see `Explanation.to_markdown`."""
+def markdown(explanation: Explanation, casts_only: bool = False, peers: bool = False, body: str = "") -> str:
+    """Returns the report as Markdown, see `Explanation.to_markdown`; ``body`` goes before the title."""
     title, *policy = _title(explanation).splitlines()
-    parts = [f"{level} {title}", *(f"`{line}`" for line in policy)]
+    parts = [f"# {body}{title}", *(f"`{line}`" for line in policy)]
     parts += [s.markdown() for s in _sections(explanation, casts_only, peers)]
-    parts += [
-        markdown(body, casts_only, level=f"{level} {name}:") for name, body in explanation.bodies.items()
-    ]
+    parts += [markdown(b, casts_only, body=f"{name}: ") for name, b in explanation.bodies.items()]
     return "\n\n".join(parts)
 
 

@@ -1,4 +1,4 @@
-"""The rows of a report: what is known about each node, cast and module of a rewritten graph, as plain values."""
+"""The rows of a report: each node, cast and module of a rewritten graph as plain values."""
 
 from __future__ import annotations
 

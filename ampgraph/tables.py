@@ -41,9 +41,13 @@ class Section:
     notes: tuple[str, ...] = ()
     empty: str = ""
 
-    def text(self) -> str:
-        """Returns the section as plain text."""
-        return "\n".join((table(self.columns, self.rows) if self.rows else self.empty, *self.notes))
+    def text(self, most: int | None = None) -> str:
+        """Returns the section as plain text, with no more than ``most`` rows of its table."""
+        if not self.rows:
+            return "\n".join((self.empty, *self.notes))
+        left_out = len(self.rows) - len(self.rows[:most])
+        more = (f"(and {left_out} more)",) if left_out else ()
+        return "\n".join((table(self.columns, self.rows[:most]), *more, *self.notes))
 
     def markdown(self) -> str:
         """Returns the section as Markdown, under a heading of the second level."""
