@@ -94,6 +94,13 @@ class Difference:
         """Modelled bytes that all kernels and casts move more in the second plan."""
         return self.totals[1].traffic - self.totals[0].traffic
 
+    def costs(self) -> str:
+        """Returns what the second plan costs more, in one line."""
+        return (
+            f"{self.casts:+d} casts, {_signed(self.cast_bytes)} of casts, "
+            f"{_signed(self.traffic)} of modelled traffic"
+        )
+
     def to_markdown(self) -> str:
         """Returns the tables as Markdown."""
         return "\n\n".join((f"# {self._title()}", *self._only(), *(s.markdown() for s in self._sections())))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
+from typing import Any
 
 import torch
 
@@ -136,6 +138,38 @@ class Policy:
         for name in changes:
             _check_choice("field", name, tuple(legal))
         return Policy(**{**{name: getattr(self, name) for name in legal}, **changes})  # type: ignore[arg-type]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns plain dicts, lists, strings, numbers, booleans and None; `from_dict` builds it again."""
+        from .policy_file import policy_to_dict
+
+        return policy_to_dict(self)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Policy:
+        """Builds what `to_dict` gave; keys that are left out have their defaults.
+
+        Raises:
+            PolicyError: A key or a value is not legal; names it and the nearest legal one.
+        """
+        from .policy_file import policy_from_dict
+
+        return policy_from_dict(data)
+
+    def to_json(self, indent: int | None = 2) -> str:
+        """Returns `to_dict` as JSON."""
+        return json.dumps(self.to_dict(), indent=indent)
+
+    @classmethod
+    def from_json(cls, text: str) -> Policy:
+        """Reads what `to_json` wrote; nothing is evaluated.
+
+        Raises:
+            PolicyError: It is no JSON, or no policy.
+        """
+        from .policy_file import policy_from_json
+
+        return policy_from_json(text)
 
     def low_dtype(self, device: torch.device | str = "cpu") -> torch.dtype:
         """Returns the low dtype, by the device where the policy does not say."""
