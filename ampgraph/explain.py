@@ -47,7 +47,9 @@ def explain(amp: AmpModule | GraphModule) -> Explanation:
     """
     if isinstance(amp, AmpModule):
         modules = tuple(name for name, _ in amp.source.named_modules())
-        source = Source(amp.graph_module, amp.plan, amp.policy, view.graph_name(amp), modules)
+        source = Source(
+            amp.graph_module, amp.plan, amp.policy, view.graph_name(amp), modules, _stores_low(amp)
+        )
         return source.explanation(graph=_position(amp))
     graph_module, plan = view.rewritten(amp)
     return Source(graph_module, plan, _policy_of(graph_module), view.graph_name(amp)).explanation()
@@ -72,6 +74,7 @@ class Source:
         policy: What the plan was asked for.
         model: Name of the model that it came from.
         modules: Module paths that rules may name.
+        stores_low: Whether level O3 stores its parameters low.
     """
 
     graph_module: GraphModule
@@ -79,6 +82,7 @@ class Source:
     policy: Policy
     model: str
     modules: tuple[str, ...] = ()
+    stores_low: bool = False
 
     def under(self, policy: Policy | str) -> Explanation:
         """See `Explanation.under`."""
@@ -105,8 +109,10 @@ class Source:
         return {name: _from_cost(plan.baselines["autocast"]) for name, plan in plans.items()}
 
     def _planned(self, policy: Policy, check_rules: bool = False, pins: Pins = ()) -> Explanation:
-        planned = replanned(self.graph_module, self.plan, policy, self.modules, check_rules, pins)
-        return Source(*planned, policy, self.model, self.modules).explanation()
+        planned = replanned(
+            self.graph_module, self.plan, policy, self.modules, check_rules, pins, self.stores_low
+        )
+        return Source(*planned, policy, self.model, self.modules, self.stores_low).explanation()
 
     def explanation(self, graph: str = "") -> Explanation:
         """Reads the graph; ``graph`` says which of the model's it is."""
@@ -139,6 +145,10 @@ class Source:
             advice=advise(graph_module, plan),
             replanner=self,
         )
+
+
+def _stores_low(amp: AmpModule) -> bool:
+    return not (amp.training or amp.options.just_in_time)
 
 
 def _policy_of(graph_module: GraphModule) -> Policy:

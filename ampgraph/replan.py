@@ -11,6 +11,7 @@ from .passes import Pins, RemoveCasts, run_passes
 from .plan import Plan
 from .policy import Policy
 from .rewrite import rewrite
+from .stored import read_low_alone, read_stored
 from .variant import copy_graph
 
 
@@ -21,6 +22,7 @@ def replanned(
     modules: Iterable[str] = (),
     check_rules: bool = False,
     pins: Pins = (),
+    stores_low: bool = False,
 ) -> tuple[GraphModule, Plan]:
     """Returns a copy of the graph, rewritten under another policy, and its plan.
 
@@ -31,13 +33,17 @@ def replanned(
         modules: Module paths that rules may name.
         check_rules: Whether a rule that matches nothing is an error.
         pins: Labels by node name (True: low) that stand above guards, rules and lists.
+        stores_low: Whether level O3 stores parameters low, as it does of models in evaluation mode.
 
     Raises:
         PolicyError: The rules do not fit the model.
     """
     source = without_casts(graph_module, plan)
     low_dtype = policy.dtype or plan.low_dtype
-    return source, rewrite(source, policy, low_dtype, modules, check_rules, pins=pins)
+    new = rewrite(source, policy, low_dtype, modules, check_rules, pins=pins)
+    if policy.level == "O3" and stores_low:
+        new = read_stored(source, new, read_low_alone(source))
+    return source, new
 
 
 def without_casts(graph_module: GraphModule, plan: Plan) -> GraphModule:

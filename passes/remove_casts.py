@@ -9,8 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
 from torch.fx import Graph, GraphModule, Node
 
+from ampgraph._compat import with_dtypes
 from ampgraph.plan import META_KEY, Plan
 
 from .base import Pass, Workspace
@@ -50,9 +52,22 @@ class RemoveCasts(Pass):
             edited.add(nodes[name])
         for node in reversed(inserted):
             _erase(graph, node)
+        edited |= {user for node in _stored_low(graph, self.plan) for user in node.users}
         graph_module.meta[META_KEY] = Workspace()
         refresh_metadata(graph, edited)
         return bool(edited)
+
+
+def _stored_low(graph: Graph, plan: Plan) -> list[Node]:
+    """Gives parameters that are stored low since the graph was planned their float32 back; returns them."""
+    stored = [
+        node
+        for node in graph.find_nodes(op="get_attr")
+        if plan.decisions[node.name].dtype == torch.float32 and node.meta["val"].dtype == plan.low_dtype
+    ]
+    for node in stored:
+        node.meta["val"] = with_dtypes(node.meta["val"], (torch.float32,))
+    return stored
 
 
 def _erase(graph: Graph, node: Node) -> None:

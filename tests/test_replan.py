@@ -102,7 +102,9 @@ def test_another_policy_on_a_graph_is_that_policy_on_the_model(name: str, how: s
     for amp in amps.values():
         before = graph_lines(amp.graph_module)
         for key, policy in POLICIES.items():
-            graph_module, plan = replanned(amp.graph_module, amp.plan, policy)
+            graph_module, plan = replanned(
+                amp.graph_module, amp.plan, policy, stores_low=how == "ahead of time"
+            )
             assert facts(plan) == facts(amps[key].plan)
             assert cast_map(graph_module) == cast_map(amps[key])
         assert graph_lines(amp.graph_module) == before
