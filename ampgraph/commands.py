@@ -38,11 +38,12 @@ class Report(Protocol):
 
 def run_explain(options: argparse.Namespace, notes: Notes) -> None:
     """``ampgraph explain``."""
-    explanation = explain(_converted(options, policy_of(options), notes))
+    policy, reference = policy_of(options), _reference(options.diff) if options.diff else None
+    explanation = explain(_converted(options, policy, notes))
     if options.why:
         _write(_Answers(explanation, options.why), options, notes)
-    elif options.diff:
-        _write(explanation.diff(_reference(options.diff)), options, notes)
+    elif reference is not None:
+        _write(explanation.diff(reference), options, notes)
     else:
         _write(_Whole(explanation, options.casts_only, options.peers), options, notes)
 

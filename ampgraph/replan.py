@@ -48,12 +48,17 @@ def replanned(
 
 def without_casts(graph_module: GraphModule, plan: Plan) -> GraphModule:
     """Returns a copy of a rewritten graph as it was planned: without casts, in the source's dtypes."""
-    graph = copy_graph(graph_module.graph)
-    for old, new in zip(graph_module.graph.nodes, graph.nodes, strict=True):
-        new.name = old.name  # a copy renames what shadows a builtin, such as "input"
-    copied = GraphModule(graph_module, graph)
+    copied = _copy(graph_module)
     for name, body, body_plan in with_bodies(graph_module, plan):
         if name.count("/") == 1:
             setattr(copied, name.removesuffix("/"), without_casts(body, body_plan))
     run_passes(copied, (RemoveCasts(plan),))
-    return copied
+    # A graph never forgets a name: without a fresh one, new casts would be numbered after the old.
+    return _copy(copied)
+
+
+def _copy(graph_module: GraphModule) -> GraphModule:
+    graph = copy_graph(graph_module.graph)
+    for old, new in zip(graph_module.graph.nodes, graph.nodes, strict=True):
+        new.name = old.name  # a copy renames what shadows a builtin, such as "input"
+    return GraphModule(graph_module, graph)
