@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,9 +22,9 @@ from .rewrite import rewrite
 from .scale_state import STATE_NAMES
 from .scaler import LossScaler
 from .shadow import ShadowWeights
-from .variant import boundary_pass, copy_graph, has_low, shadowed
+from .variant import Timing, boundary_pass, copy_graph, has_low, shadowed
 
-Record = Callable[[fx.GraphModule, Plan, AotGraphs], None]
+Record = Callable[[fx.GraphModule, Plan, AotGraphs, Timing], None]
 
 
 def make_backend(
@@ -38,14 +39,17 @@ def make_backend(
     Args:
         options: See `ampgraph.module.Options`.
         modules: Module paths that rules may name.
-        record: Called with each rewritten graph, its plan, and what AOTAutograd is about to make of it.
+        record: Called with each rewritten graph, its plan, what AOTAutograd is about to make of it, and
+            what making it took.
         scaler: Owner of the loss scale; None for no loss scaling.
         shadows: Low copies of parameters; None for casts in the graph.
     """
 
     def backend(graph_module: fx.GraphModule, inputs: list, **_: Any) -> Callable:
+        start = time.perf_counter()
         try:
             lowered = lower_dynamo_graph(graph_module, inputs)
+            captured = time.perf_counter()
             plan = rewrite(lowered, options.policy, options.low_dtype, modules, check_rules=bool(modules))
         except (CaptureError, PassError) as error:
             warnings.warn(f"ampgraph: a part of the model runs in its own dtypes: {error}", stacklevel=2)
@@ -53,7 +57,7 @@ def make_backend(
         drop_values(lowered)
         graphs = AotGraphs()
         if record:
-            record(lowered, plan, graphs)
+            record(lowered, plan, graphs, Timing(captured - start, time.perf_counter() - captured))
         compile_next = _next_backend(backend_for(options.backend, graphs))
         scales = scaler is not None and scaler.is_enabled() and has_low(plan) and torch.is_grad_enabled()
         masters = _masters(lowered, inputs, shadows) if shadows is not None else {}

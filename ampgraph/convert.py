@@ -19,7 +19,7 @@ from .ranks import check_wrappers
 
 @overload
 def convert(
-    model: ExportedProgram, *, policy: Policy | str | None = ..., dtype: torch.dtype | None = ...
+    model: ExportedProgram, *, policy: Policy | str | None = ..., dtype: torch.dtype | str | None = ...
 ) -> ExportedProgram: ...
 @overload
 def convert(
@@ -28,7 +28,7 @@ def convert(
     kwargs: Mapping[str, Any] | None = ...,
     *,
     policy: Policy | str | None = ...,
-    dtype: torch.dtype | None = ...,
+    dtype: torch.dtype | str | None = ...,
     backend: str | Callable | None = ...,
     mode: str | None = ...,
     dynamic_shapes: Any = ...,
@@ -41,7 +41,7 @@ def convert(
     kwargs: Mapping[str, Any] | None = None,
     *,
     policy: Policy | str | None = None,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | str | None = None,
     backend: str | Callable | None = None,
     mode: str | None = None,
     dynamic_shapes: Any = None,
@@ -54,7 +54,7 @@ def convert(
             captured at its first call, by ``torch.compile``'s front end.
         kwargs: Example keyword arguments.
         policy: A `Policy`, a level's name, or None for O1 with the default lists.
-        dtype: The low dtype; fills in the policy's.
+        dtype: The low dtype, or its name; fills in the policy's.
         backend: What runs the rewritten graph: ``"eager"`` or any ``torch.compile`` backend. Default:
             ``"inductor"`` where the parameters are on CUDA and Triton is there, else ``"eager"``.
         mode: ``torch.compile``'s mode, for backends that take one.
@@ -116,11 +116,14 @@ def check_backend(backend: object) -> None:
     """Raises a `PolicyError` for a backend that ``torch.compile`` does not know."""
     if backend is None or callable(backend):
         return
-    legal = torch._dynamo.list_backends(exclude_tags=())
-    if backend not in legal:
-        raise PolicyError(
-            f"backend={backend!r} is not known; legal: {', '.join(legal)}.{did_you_mean(str(backend), legal)}"
-        )
+    known = torch._dynamo.list_backends(exclude_tags=())
+    if backend in known:
+        return
+    usual = ["eager", "aot_eager", *torch._dynamo.list_backends()]
+    raise PolicyError(
+        f"backend={backend!r} is not known to torch.compile; legal: {', '.join(usual)}, any other of "
+        f"torch._dynamo.list_backends(None), or a function.{did_you_mean(str(backend), known)}"
+    )
 
 
 def _device_of(args: tuple | None, kwargs: Mapping[str, Any] | None) -> torch.device:

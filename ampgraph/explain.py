@@ -2,13 +2,31 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from torch.fx import GraphModule, Node
 
 from . import graph_view as view
-from .explanation import CastRow, Explanation, NodeRow, Totals
+from .advice import advise
+from .errors import AmpGraphError
+from .explanation import Explanation
 from .module import AmpModule
 from .module_path import module_path
+from .oplists import OpLists
+from .passes import Pins
 from .plan import META_KEY, Cost, Plan
+from .policy import Policy
+from .replan import replanned
+from .rows import CastRow, NodeRow, Totals
+
+# What no guard, rule or list can change.
+_UNFLIPPABLE = ("source", "user cast", "alias", "kernel", "range")
+_PEERS = {
+    "torch": OpLists.torch,
+    "paddle": OpLists.paddle,
+    "mindspore": OpLists.mindspore,
+    "oneflow": OpLists.oneflow,
+}
 
 
 def explain(amp: AmpModule | GraphModule) -> Explanation:
@@ -27,41 +45,120 @@ def explain(amp: AmpModule | GraphModule) -> Explanation:
         >>> print(ampgraph.explain(amp))
         >>> print(ampgraph.explain(amp).why("linear"))
     """
+    if isinstance(amp, AmpModule):
+        modules = tuple(name for name, _ in amp.source.named_modules())
+        source = Source(
+            amp.graph_module, amp.plan, amp.policy, view.graph_name(amp), modules, _stores_low(amp)
+        )
+        return source.explanation(graph=_position(amp))
     graph_module, plan = view.rewritten(amp)
-    return _explanation(amp, graph_module, plan)
+    return Source(graph_module, plan, _policy_of(graph_module), view.graph_name(amp)).explanation()
 
 
-def _explanation(amp: AmpModule | GraphModule, graph_module: GraphModule, plan: Plan) -> Explanation:
-    casts = tuple(_cast_row(node, plan) for node in view.inserted_casts(graph_module))
-    widened = _widened(graph_module, plan)
-    nodes = tuple(
-        _node_row(node, plan, tuple(widened.get(node.name, ())))
-        for node in graph_module.graph.nodes
-        if view.kind_of(node) != "cast"
-    )
-    return Explanation(
-        model=view.graph_name(amp),
-        policy=repr(amp.policy) if isinstance(amp, AmpModule) else "",
-        low_dtype=view.dtype_name(plan.low_dtype),
-        graph=_position(amp, graph_module),
-        bodies={
-            graph.prefix.removesuffix("/"): _explanation(graph.module, graph.module, graph.plan)
-            for graph in view.with_bodies(graph_module, plan)
-            if graph.prefix.count("/") == 1
-        },
-        nodes=nodes,
-        casts=casts,
-        totals=_totals(casts, plan),
-        baselines={name: _from_cost(plan.baselines[name]) for name in sorted(plan.baselines)},
-        widened=sum(map(len, widened.values())),
-        optimal=plan.optimal and not (isinstance(amp, AmpModule) and amp.policy.placement == "autocast"),
-    )
+def as_explanation(this: Explanation, other: object) -> Explanation:
+    """Returns what ``this.diff(other)`` compares with, see `Explanation.diff`."""
+    if isinstance(other, Explanation):
+        return other
+    if isinstance(other, (Policy, str)):
+        return this.under(other)
+    return explain(other)  # type: ignore[arg-type]
 
 
-def _position(amp: object, graph_module: GraphModule) -> str:
-    if not isinstance(amp, AmpModule):
-        return ""
-    return f"{amp.graph_modules.index(graph_module) + 1} of {len(amp.graph_modules)}"
+@dataclass(frozen=True)
+class Source:
+    """A rewritten graph with what it takes to plan it again.
+
+    Attributes:
+        graph_module: The graph; read, never changed.
+        plan: Its plan.
+        policy: What the plan was asked for.
+        model: Name of the model that it came from.
+        modules: Module paths that rules may name.
+        stores_low: Whether level O3 stores its parameters low.
+    """
+
+    graph_module: GraphModule
+    plan: Plan
+    policy: Policy
+    model: str
+    modules: tuple[str, ...] = ()
+    stores_low: bool = False
+
+    def under(self, policy: Policy | str) -> Explanation:
+        """See `Explanation.under`."""
+        policy = Policy.of(policy)
+        return self._planned(policy.replace(dtype=policy.dtype or self.plan.low_dtype), check_rules=True)
+
+    def flipped(self, name: str) -> Explanation:
+        """See `Explanation.flip`."""
+        node = next(n for n in self.graph_module.graph.nodes if n.name == name)
+        owner = node.args[0].name if view.is_item(node) else name  # type: ignore[union-attr]
+        decision = self.plan.decisions.get(owner)
+        if decision is None or decision.dtype is None or decision.by in _UNFLIPPABLE:
+            why = f"{decision.by}: {decision.reason}" if decision else "it is no op of the source model"
+            raise AmpGraphError(f"no policy can flip {name!r} ({why}).")
+        return self._planned(self.policy, pins=((owner, decision.dtype != self.plan.low_dtype),))
+
+    def peers(self) -> dict[str, Totals]:
+        """See `Explanation.peers`."""
+        policies = {
+            name: self.policy.replace(level="O1", ops=lists(), placement="autocast")
+            for name, lists in _PEERS.items()
+        }
+        plans = {name: replanned(self.graph_module, self.plan, p)[1] for name, p in policies.items()}
+        return {name: _from_cost(plan.baselines["autocast"]) for name, plan in plans.items()}
+
+    def _planned(self, policy: Policy, check_rules: bool = False, pins: Pins = ()) -> Explanation:
+        planned = replanned(
+            self.graph_module, self.plan, policy, self.modules, check_rules, pins, self.stores_low
+        )
+        return Source(*planned, policy, self.model, self.modules, self.stores_low).explanation()
+
+    def explanation(self, graph: str = "") -> Explanation:
+        """Reads the graph; ``graph`` says which of the model's it is."""
+        graph_module, plan = self.graph_module, self.plan
+        casts = tuple(_cast_row(node, plan) for node in view.inserted_casts(graph_module))
+        widened = _widened(graph_module, plan)
+        nodes = tuple(
+            _node_row(node, plan, tuple(widened.get(node.name, ())))
+            for node in graph_module.graph.nodes
+            if view.kind_of(node) != "cast"
+        )
+        return Explanation(
+            model=self.model,
+            policy=repr(self.policy),
+            low_dtype=view.dtype_name(plan.low_dtype),
+            graph=graph,
+            bodies={
+                body.prefix.removesuffix("/"): Source(
+                    body.module, body.plan, self.policy, self.model
+                ).explanation()
+                for body in view.with_bodies(graph_module, plan)
+                if body.prefix.count("/") == 1
+            },
+            nodes=nodes,
+            casts=casts,
+            totals=_totals(casts, plan),
+            baselines={name: _from_cost(plan.baselines[name]) for name in sorted(plan.baselines)},
+            widened=sum(map(len, widened.values())),
+            optimal=plan.optimal and self.policy.placement != "autocast",
+            advice=advise(graph_module, plan),
+            replanner=self,
+        )
+
+
+def _stores_low(amp: AmpModule) -> bool:
+    return not (amp.training or amp.options.just_in_time)
+
+
+def _policy_of(graph_module: GraphModule) -> Policy:
+    policy = graph_module.meta[META_KEY].policy
+    assert policy is not None  # `view.rewritten` accepts only what `rewrite` left
+    return policy
+
+
+def _position(amp: AmpModule) -> str:
+    return f"{amp.graph_modules.index(amp.graph_module) + 1} of {len(amp.graph_modules)}"
 
 
 def _widened(graph_module: GraphModule, plan: Plan) -> dict[str, list[str]]:
@@ -93,6 +190,7 @@ def _node_row(node: Node, plan: Plan, widens: tuple[str, ...]) -> NodeRow:
         line=view.user_line(node),
         reads_cast=tuple(reads),
         widens=widens,
+        because=decision.because if decision else (),
     )
 
 
@@ -111,6 +209,7 @@ def _cast_row(node: Node, plan: Plan) -> CastRow:
         users=tuple(view.label_of(user) for user in users),
         src_reason=_reason(source, plan),
         dst_reason="graph output keeps its dtype" if users[0].op == "output" else _reason(users[0], plan),
+        module=module_path(node),
     )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-import re
 from collections.abc import Iterator
 from math import prod
 from pathlib import Path
@@ -15,6 +14,7 @@ from torch.fx import GraphModule, Node
 from ._compat import OpOverload, size_hint
 from .errors import AmpGraphError
 from .module import AmpModule
+from .module_path import user_line as user_line
 from .passes import Workspace, is_inserted_cast
 from .passes.classify import tensor_arguments, tensors
 from .passes.insert_casts import is_inserted
@@ -23,8 +23,6 @@ from .plan import META_KEY, Plan
 ArgumentPath = tuple[int | str, ...]
 
 _ABBREVIATIONS = {"float": "f", "bfloat": "bf", "int": "i", "uint": "u", "complex": "c"}
-_FRAME = re.compile(r'File "([^"]+)", line (\d+)')
-_TORCH = str(Path(torch.__file__).parent)
 
 
 class Graph(NamedTuple):
@@ -181,13 +179,6 @@ def label_of(node: Node) -> str:
     if is_item(node):
         return f"{label_of(node.args[0])}[{node.args[1]}]"  # type: ignore[arg-type]
     return node.name
-
-
-def user_line(node: Node) -> str:
-    """Returns ``file:line`` of the innermost frame outside torch that made the node, or ``""``."""
-    frames = [(file, line) for file, line in _FRAME.findall(node.meta.get("stack_trace") or "")]
-    ours = [frame for frame in frames if not frame[0].startswith((_TORCH, "<"))]
-    return ":".join(ours[-1]) if ours else ""
 
 
 def short_line(line: str) -> str:

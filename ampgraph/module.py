@@ -28,7 +28,7 @@ from .scaler import LossScaler
 from .shadow import ShadowWeights
 from .signature import Signature, accepted_shapes, changed_dims, fits, signature_of
 from .stored import StoredLow
-from .variant import Variant
+from .variant import Timing, Variant
 
 log = logging.getLogger("ampgraph")
 
@@ -135,6 +135,11 @@ class AmpModule(nn.Module):
     def plan(self) -> Plan:
         """The plan of `graph_module`."""
         return self._variant().plan
+
+    @property
+    def timings(self) -> list[Timing]:
+        """Seconds that capture and rewriting took, for each of `graph_modules`."""
+        return [v.timing for variants in self._variants.values() for v in variants]
 
     def _variant(self) -> Variant:
         if self._current is None:
@@ -269,7 +274,7 @@ class AmpModule(nn.Module):
         shapes = accepted_shapes(graph_module)
         seconds = time.perf_counter() - start
         variant = Variant(graph_module, plan, self.options, self.scaler, shapes, signature.shapes, constants)
-        variant.capture_seconds, variant.rewrite_seconds = capture_seconds, seconds
+        variant.timing = Timing(capture_seconds, seconds)
         variant.shadows = self._shadows
         return variant
 
@@ -283,8 +288,8 @@ class AmpModule(nn.Module):
     def _compile_just_in_time(self) -> Callable:
         from .backends import make_backend
 
-        def record(graph_module: fx.GraphModule, plan: Plan, aot: AotGraphs) -> None:
-            variant = Variant(graph_module, plan, self.options, self.scaler, aot=aot)
+        def record(graph_module: fx.GraphModule, plan: Plan, aot: AotGraphs, timing: Timing) -> None:
+            variant = Variant(graph_module, plan, self.options, self.scaler, timing=timing, aot=aot)
             self._variants.setdefault((self._flags(), "just in time"), []).append(variant)
             self.__dict__["_current"], self.__dict__["_current_flags"] = variant, self._flags()
 

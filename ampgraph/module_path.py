@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from pathlib import Path
 
+import torch
 from torch.fx import Node
 
 _ITEM = re.compile(r"\[['\"]?([^'\"\]]*)['\"]?\]")
 _SELF = re.compile(r"^L\[['\"]?\w+['\"]?\]\.?|^L__self___?")
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
+_TORCH = str(Path(torch.__file__).parent)
 
 
 def module_paths_of(node: Node) -> Iterator[str]:
@@ -32,7 +35,8 @@ def clean_path(path: str) -> str:
     return ".".join(parts)
 
 
-def source_line(node: Node) -> str:
-    """Returns ``file:line`` of the user's code that made ``node``, or ``""``."""
+def user_line(node: Node) -> str:
+    """Returns ``file:line`` of the code that made the node, outside torch if any is; or ``""``."""
     frames = _FRAME.findall(node.meta.get("stack_trace") or "")
-    return ":".join(frames[-1]) if frames else ""
+    ours = [frame for frame in frames if not frame[0].startswith((_TORCH, "<"))] or frames
+    return ":".join(ours[-1]) if ours else ""

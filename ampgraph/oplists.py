@@ -75,15 +75,19 @@ class OpLists:
         gray: Ops that follow their inputs.
         clear: Ops that only move or select values.
 
+    Attributes:
+        preset_name: The preset that it started from, see `preset`; ``""`` for none.
+
     Raises:
         PolicyError: An op does not exist, or is given in two classes.
     """
 
-    __slots__ = ("_cache", "_expression", "_rules")
+    __slots__ = ("_cache", "_expression", "_rules", "preset_name")
 
     _rules: Mapping[str, OpRule]
     _expression: str
     _cache: dict[OpOverload, OpRule | None]
+    preset_name: str
 
     def __init__(
         self,
@@ -102,7 +106,8 @@ class OpLists:
         arguments = ", ".join(f"{cls}={ops!r}" for cls, ops in names.items() if ops)
         self._fill(rules, f"OpLists({arguments})")
 
-    def _fill(self, rules: Mapping[str, OpRule], expression: str) -> None:
+    def _fill(self, rules: Mapping[str, OpRule], expression: str, preset_name: str = "") -> None:
+        object.__setattr__(self, "preset_name", preset_name)
         object.__setattr__(self, "_rules", MappingProxyType(dict(rules)))
         object.__setattr__(self, "_expression", expression)
         object.__setattr__(self, "_cache", {})
@@ -112,13 +117,13 @@ class OpLists:
     @classmethod
     def default(cls) -> OpLists:
         """The lists ampgraph recommends: torch's, corrected where kernels are safer or less safe."""
-        return _make(_from_rows(op_data.DEFAULT), "OpLists.default()")
+        return _make(_from_rows(op_data.DEFAULT), "OpLists.default()", "default")
 
     @classmethod
     def torch(cls) -> OpLists:
         """Exactly torch's CUDA autocast; what it does not list follows its inputs."""
         rules = _with_unlisted(op_presets.TORCH, op_presets.TORCH_UNLISTED)
-        return _make(rules, "OpLists.torch()")
+        return _make(rules, "OpLists.torch()", "torch")
 
     @classmethod
     def paddle(cls, level: str = "O1") -> OpLists:
@@ -133,18 +138,34 @@ class OpLists:
         if level not in _PADDLE_LEVELS:
             known = ", ".join(map(repr, _PADDLE_LEVELS))
             raise PolicyError(f"paddle has no list level {level!r}; the levels are {known}.")
-        return _make(_PADDLE_LEVELS[level](), f"OpLists.paddle({level!r})")
+        return _make(_PADDLE_LEVELS[level](), f"OpLists.paddle({level!r})", f"paddle:{level}")
 
     @classmethod
     def mindspore(cls) -> OpLists:
         """MindSpore's lists for level ``auto``; what they do not name follows its inputs."""
         rules = _with_unlisted(op_presets.MINDSPORE, op_presets.MINDSPORE_UNLISTED)
-        return _make(rules, "OpLists.mindspore()")
+        return _make(rules, "OpLists.mindspore()", "mindspore")
 
     @classmethod
     def oneflow(cls) -> OpLists:
         """OneFlow's ``nn.Graph`` lists; what they do not name stays float32."""
-        return _make(_from_rows(op_presets.ONEFLOW), "OpLists.oneflow()")
+        return _make(_from_rows(op_presets.ONEFLOW), "OpLists.oneflow()", "oneflow")
+
+    @classmethod
+    def preset(cls, name: str) -> OpLists:
+        """Returns a preset by its name.
+
+        Args:
+            name: ``"default"``, ``"torch"``, ``"paddle"`` (or ``"paddle:OD"``, ``"paddle:O1"``,
+                ``"paddle:O2"``), ``"mindspore"`` or ``"oneflow"``.
+
+        Raises:
+            PolicyError: There is no such preset.
+        """
+        if not isinstance(name, str) or name not in PRESETS:
+            legal, hint = ", ".join(PRESETS), did_you_mean(str(name), PRESETS)
+            raise PolicyError(f"there are no op lists {name!r}; legal: {legal}.{hint}")
+        return PRESETS[name]()
 
     # -- derived values --------------------------------------------------------------------------------------
 
@@ -170,8 +191,8 @@ class OpLists:
             return self
         # Moving a packet moves all its overloads: their own rows go.
         kept = {name: rule for name, rule in self._rules.items() if _packet(name) not in names}
-        kept.update((name, OpRule(cls, f"listed {cls} by with_{cls}")) for name in names)
-        return _make(kept, f"{self._expression}.with_{cls}({', '.join(map(repr, names))})")
+        kept.update((name, OpRule(cls, f"listed {cls}")) for name in names)
+        return _make(kept, f"{self._expression}.with_{cls}({', '.join(map(repr, names))})", self.preset_name)
 
     # -- reading ---------------------------------------------------------------------------------------------
 
@@ -226,13 +247,25 @@ class OpLists:
         return self._expression
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _make, (dict(self._rules), self._expression)
+        return _make, (dict(self._rules), self._expression, self.preset_name)
 
 
-def _make(rules: Mapping[str, OpRule], expression: str) -> OpLists:
+PRESETS: Mapping[str, Callable[[], OpLists]] = MappingProxyType(
+    {
+        "default": OpLists.default,
+        "torch": OpLists.torch,
+        "paddle": OpLists.paddle,
+        **{f"paddle:{level}": lambda level=level: OpLists.paddle(level) for level in ("OD", "O1", "O2")},
+        "mindspore": OpLists.mindspore,
+        "oneflow": OpLists.oneflow,
+    }
+)
+
+
+def _make(rules: Mapping[str, OpRule], expression: str, preset_name: str = "") -> OpLists:
     """Builds lists from rules that are known to be valid."""
     made = object.__new__(OpLists)
-    made._fill(rules, expression)
+    made._fill(rules, expression, preset_name)
     return made
 
 

@@ -22,12 +22,14 @@ class Decision:
             ``"kernel"``, ``"alias"``, ``"propagation"`` or ``"placement"``.
         reason: One sentence for people.
         op_class: ``"white"``, ``"black"``, ``"gray"``, ``"clear"`` or None.
+        because: Nodes whose dtype is the reason, nearest first.
     """
 
     dtype: torch.dtype | None
     by: str
     reason: str
     op_class: str | None = None
+    because: tuple[str, ...] = ()
 
 
 class Use(NamedTuple):

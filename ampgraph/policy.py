@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
+from typing import Any
 
 import torch
 
@@ -15,6 +17,12 @@ LEVELS = ("O0", "O1", "O2", "O3")
 PLACEMENTS = ("optimal", "autocast")
 OBJECTIVES = ("traffic", "cast_bytes", "casts")
 LOW_DTYPES = (torch.float16, torch.bfloat16)
+DTYPE_NAMES = {
+    "float16": torch.float16,
+    "fp16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "bf16": torch.bfloat16,
+}
 RULE_VALUES = ("low", "fp32")
 
 
@@ -48,8 +56,9 @@ class Policy:
         level: ``"O0"`` changes nothing; ``"O1"`` lets the op lists decide and gray ops follow their
             inputs; ``"O2"`` runs everything low except black ops and norm parameters; ``"O3"`` runs
             everything low, for inference.
-        dtype: The low dtype, ``torch.float16`` or ``torch.bfloat16``. None means float16 where the
-            parameters are on CUDA and bfloat16 elsewhere.
+        dtype: The low dtype, ``torch.float16`` or ``torch.bfloat16``, or its name (``"float16"``,
+            ``"fp16"``, ``"bfloat16"``, ``"bf16"``). None means float16 where the parameters are on CUDA
+            and bfloat16 elsewhere.
         ops: The op lists, see `OpLists`.
         rules: Globs over module paths (as in ``model.named_modules()``) or over graph node names,
             each mapped to ``"low"`` or ``"fp32"``. The innermost module that a rule matches decides
@@ -81,10 +90,7 @@ class Policy:
         _check_choice("level", self.level, LEVELS)
         _check_choice("placement", self.placement, PLACEMENTS)
         _check_choice("objective", self.objective, OBJECTIVES)
-        if self.dtype is not None and self.dtype not in LOW_DTYPES:
-            raise PolicyError(
-                f"Policy: dtype={self.dtype!r} is not a low dtype; legal: {LOW_DTYPES} or None."
-            )
+        object.__setattr__(self, "dtype", low_dtype_of(self.dtype))
         if not isinstance(self.ops, OpLists):
             raise PolicyError(f"Policy: ops must be an OpLists, got {type(self.ops).__name__}.")
         if self.use_fp16_guard not in (True, False, None):
@@ -107,12 +113,13 @@ class Policy:
         object.__setattr__(self, "rules", _Rules(self.rules))
 
     @classmethod
-    def of(cls, policy: Policy | str | None, dtype: torch.dtype | None = None) -> Policy:
+    def of(cls, policy: Policy | str | None, dtype: torch.dtype | str | None = None) -> Policy:
         """Accepts a policy, a level's name or None; ``dtype`` fills in the policy's own.
 
         Raises:
             PolicyError: Not a policy, or ``dtype`` contradicts the policy's.
         """
+        dtype = low_dtype_of(dtype)
         if policy is None:
             return cls(dtype=dtype)
         if isinstance(policy, str):
@@ -132,6 +139,38 @@ class Policy:
             _check_choice("field", name, tuple(legal))
         return Policy(**{**{name: getattr(self, name) for name in legal}, **changes})  # type: ignore[arg-type]
 
+    def to_dict(self) -> dict[str, Any]:
+        """Returns plain dicts, lists, strings, numbers, booleans and None; `from_dict` builds it again."""
+        from .policy_file import policy_to_dict
+
+        return policy_to_dict(self)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Policy:
+        """Builds what `to_dict` gave; keys that are left out have their defaults.
+
+        Raises:
+            PolicyError: A key or a value is not legal; names it and the nearest legal one.
+        """
+        from .policy_file import policy_from_dict
+
+        return policy_from_dict(data)
+
+    def to_json(self, indent: int | None = 2) -> str:
+        """Returns `to_dict` as JSON."""
+        return json.dumps(self.to_dict(), indent=indent)
+
+    @classmethod
+    def from_json(cls, text: str) -> Policy:
+        """Reads what `to_json` wrote; nothing is evaluated.
+
+        Raises:
+            PolicyError: It is no JSON, or no policy.
+        """
+        from .policy_file import policy_from_json
+
+        return policy_from_json(text)
+
     def low_dtype(self, device: torch.device | str = "cpu") -> torch.dtype:
         """Returns the low dtype, by the device where the policy does not say."""
         if self.dtype is not None:
@@ -148,6 +187,23 @@ class Policy:
         default = {f.name: getattr(_DEFAULT, f.name) for f in fields(self)} if _DEFAULT else {}
         given = ((f.name, getattr(self, f.name)) for f in fields(self))
         return f"Policy({', '.join(f'{k}={v!r}' for k, v in given if k == 'level' or v != default.get(k))})"
+
+
+def low_dtype_of(dtype: torch.dtype | str | None) -> torch.dtype | None:
+    """Returns the low dtype that a user wrote as a dtype or by its name; None stays None.
+
+    Raises:
+        PolicyError: It is another dtype, or no dtype's name.
+    """
+    if dtype is None or dtype in LOW_DTYPES:
+        return dtype  # type: ignore[return-value]
+    name = str(dtype).removeprefix("torch.")
+    if isinstance(dtype, str) and name in DTYPE_NAMES:
+        return DTYPE_NAMES[name]
+    raise PolicyError(
+        f"Policy: dtype={dtype!r} is not a low dtype; legal: torch.float16, torch.bfloat16, their names "
+        f"({', '.join(DTYPE_NAMES)}) or None.{did_you_mean(name, DTYPE_NAMES)}"
+    )
 
 
 def _check_choice(what: str, value: object, legal: tuple[str, ...]) -> None:

@@ -21,7 +21,7 @@ def export(
     kwargs: dict[str, Any] | None = None,
     *,
     policy: Policy | str | None = None,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | str | None = None,
     dynamic_shapes: Any = None,
 ) -> ExportedProgram:
     """Exports a model with its casts in the graph.
@@ -31,7 +31,7 @@ def export(
         args: Example positional arguments.
         kwargs: Example keyword arguments.
         policy: A `Policy`, a level's name, or None for O1.
-        dtype: The low dtype; fills in the policy's.
+        dtype: The low dtype, or its name; fills in the policy's.
         dynamic_shapes: As for ``torch.export.export``.
 
     Raises:

@@ -11,7 +11,7 @@ from ._compat import HigherOrderOperator, OpOverload
 from .errors import PassError
 from .guards import FP16, guard_of
 from .oplists import OpClass
-from .passes import Hook, Workspace, default_pipeline, run_passes, workspace
+from .passes import Hook, Pins, Workspace, default_pipeline, run_passes, workspace
 from .passes.classify import tensors
 from .plan import META_KEY, Plan
 from .policy import Policy
@@ -27,6 +27,7 @@ def rewrite(
     modules: Iterable[str] = (),
     check_rules: bool = True,
     hook: Hook | None = None,
+    pins: Pins = (),
 ) -> Plan:
     """Plans and inserts casts in place, in the bodies of ``torch.cond`` and its kind too.
 
@@ -40,6 +41,7 @@ def rewrite(
         modules: Module paths that rules may name.
         check_rules: Whether a rule that matches nothing is an error.
         hook: See `run_passes`.
+        pins: See `PropagatePins`; not for nodes of bodies.
 
     Returns:
         The plan.
@@ -48,19 +50,19 @@ def rewrite(
         PolicyError: The rules do not fit the model.
         PassError: A pass failed; the graph module must not be used then.
     """
-    policy = _with_guard_scope(graph_module, policy)
+    asked, policy = policy, _with_guard_scope(graph_module, policy)
     for body, operands in _bodies(graph_module):
         _mark_parameters(body, operands)
         rewrite(body, policy, low_dtype, check_rules=False)
     graph_module.meta[META_KEY] = Workspace()
-    if not may_go_low(graph_module.graph, policy, low_dtype):
+    if not any(low for _, low in pins) and not may_go_low(graph_module.graph, policy, low_dtype):
         policy = policy.replace(level="O0")
-    run_passes(graph_module, default_pipeline(policy, low_dtype, tuple(modules), check_rules), hook)
+    run_passes(graph_module, default_pipeline(policy, low_dtype, tuple(modules), check_rules, pins), hook)
     space = workspace(graph_module)
     if space.plan is None:
         raise PassError("the pipeline ended without a plan.")
     # Analysis results point at nodes; the plan alone stays.
-    graph_module.meta[META_KEY] = Workspace(plan=space.plan, seconds=space.seconds)
+    graph_module.meta[META_KEY] = Workspace(plan=space.plan, seconds=space.seconds, policy=asked)
     return space.plan
 
 

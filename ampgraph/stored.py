@@ -49,31 +49,43 @@ class StoredLow:
 
     def add(self, graph_module: fx.GraphModule) -> list[nn.Parameter]:
         """Returns the float32 parameters that a graph reads low alone, and counts them as stored."""
-        low, wide = {}, set()
-        for node in graph_module.graph.find_nodes(op="get_attr"):
-            value = operator.attrgetter(node.target)(graph_module)
-            if not isinstance(value, nn.Parameter) or value.dtype != torch.float32 or value in self:
-                continue
-            if len(casts_of(node)) == len(node.users):
-                low[id(value)] = value
-            else:
-                wide.add(id(value))
-        found = {key: value for key, value in low.items() if key not in wide}
-        self._parameters |= found
-        return list(found.values())
+        values = [v for v in read_low_alone(graph_module) if v.dtype == torch.float32 and v not in self]
+        self._parameters |= {id(value): value for value in values}
+        return values
 
     def read(self, graph_module: fx.GraphModule, plan: Plan) -> Plan:
         """Makes a graph read the stored parameters as they are; returns the plan without their casts."""
-        nodes = graph_module.graph.find_nodes(op="get_attr")
-        names = tuple(n.name for n in nodes if operator.attrgetter(n.target)(graph_module) in self)
-        run_passes(graph_module, (ReadStored(names, self._low_dtype),))
-        gone = [c for c in plan.casts if c.tensor in names and c.dst == self._low_dtype]
-        saved, cost = sum(c.bytes for c in gone), plan.cost
-        cost = dataclasses.replace(
-            cost,
-            traffic=cost.traffic - saved,
-            cast_bytes=cost.cast_bytes - saved,
-            casts=cost.casts - len(gone),
-        )
-        casts = tuple(c for c in plan.casts if c not in gone)
-        return dataclasses.replace(plan, casts=casts, cost=cost)
+        return read_stored(graph_module, plan, self._parameters.values())
+
+
+def read_low_alone(graph_module: fx.GraphModule) -> list[nn.Parameter]:
+    """Returns the parameters whose every use in a graph is a cast to the low dtype."""
+    low: dict[int, nn.Parameter] = {}
+    wide: set[int] = set()
+    for node in graph_module.graph.find_nodes(op="get_attr"):
+        value = operator.attrgetter(node.target)(graph_module)
+        if not isinstance(value, nn.Parameter) or node.meta["val"].dtype != torch.float32:
+            continue
+        if len(casts_of(node)) == len(node.users):
+            low[id(value)] = value
+        else:
+            wide.add(id(value))
+    return [value for key, value in low.items() if key not in wide]
+
+
+def read_stored(graph_module: fx.GraphModule, plan: Plan, stored: Iterable[nn.Parameter]) -> Plan:
+    """Makes a graph read parameters as they are, stored low; returns the plan without their casts."""
+    keys = {id(parameter) for parameter in stored}
+    nodes = graph_module.graph.find_nodes(op="get_attr")
+    names = tuple(n.name for n in nodes if id(operator.attrgetter(n.target)(graph_module)) in keys)
+    run_passes(graph_module, (ReadStored(names, plan.low_dtype),))
+    gone = [c for c in plan.casts if c.tensor in names and c.dst == plan.low_dtype]
+    saved, cost = sum(c.bytes for c in gone), plan.cost
+    cost = dataclasses.replace(
+        cost,
+        traffic=cost.traffic - saved,
+        cast_bytes=cost.cast_bytes - saved,
+        casts=cost.casts - len(gone),
+    )
+    casts = tuple(c for c in plan.casts if c not in gone)
+    return dataclasses.replace(plan, casts=casts, cost=cost)

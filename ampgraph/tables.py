@@ -1,4 +1,4 @@
-"""Plain text tables: columns of limited width, numbers to the right."""
+"""Tables as plain text (columns of limited width, numbers to the right) and as Markdown."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class Column:
 
     Attributes:
         title: The heading.
-        width: Longer cells are shortened to this many characters.
+        width: Longer cells are shortened to this many characters; not in Markdown.
         right: Whether cells are aligned to the right.
         keep: Which part of a long cell stays: ``"start"`` or ``"end"``.
     """
@@ -23,13 +23,53 @@ class Column:
     keep: str = "start"
 
 
+@dataclass(frozen=True)
+class Section:
+    """One part of a report.
+
+    Attributes:
+        title: The heading in Markdown; plain text has none.
+        columns: The table's columns.
+        rows: The table's rows; without any, ``empty`` is said instead.
+        notes: Lines under the table.
+        empty: What to say where there are no rows.
+    """
+
+    title: str
+    columns: Sequence[Column]
+    rows: Sequence[Sequence[str]]
+    notes: tuple[str, ...] = ()
+    empty: str = ""
+
+    def text(self, most: int | None = None) -> str:
+        """Returns the section as plain text, with no more than ``most`` rows of its table."""
+        if not self.rows:
+            return "\n".join((self.empty, *self.notes))
+        left_out = len(self.rows) - len(self.rows[:most])
+        more = (f"(and {left_out} more)",) if left_out else ()
+        return "\n".join((table(self.columns, self.rows[:most]), *more, *self.notes))
+
+    def markdown(self) -> str:
+        """Returns the section as Markdown, under a heading of the second level."""
+        body = markdown_table(self.columns, self.rows) if self.rows else self.empty
+        return "\n\n".join((f"## {self.title}", body, *self.notes))
+
+
 def table(columns: Sequence[Column], rows: Iterable[Sequence[str]]) -> str:
     """Returns the rows under their headings; a column without any content is left out."""
     cells = [[shorten(cell, column) for cell, column in zip(row, columns, strict=True)] for row in rows]
-    shown = [i for i in range(len(columns)) if any(row[i] for row in cells)]
+    shown = _shown(columns, cells)
     widths = {i: max(len(columns[i].title), *(len(row[i]) for row in cells)) for i in shown}
     rules = ["-" * widths.get(i, 0) for i in range(len(columns))]
     return "\n".join(_line(columns, row, widths) for row in ([c.title for c in columns], rules, *cells))
+
+
+def markdown_table(columns: Sequence[Column], rows: Iterable[Sequence[str]]) -> str:
+    """Returns the rows as a Markdown table, nothing shortened; a column without any content is left out."""
+    cells = [[" ".join(cell.split()).replace("|", "\\|") for cell in row] for row in rows]
+    shown = _shown(columns, cells)
+    lines = ([c.title for c in columns], ["--:" if c.right else "---" for c in columns], *cells)
+    return "\n".join(f"| {' | '.join(line[i] for i in shown)} |" for line in lines)
 
 
 def shorten(text: str, column: Column) -> str:
@@ -39,6 +79,10 @@ def shorten(text: str, column: Column) -> str:
         return text
     kept = column.width - 2
     return ".." + text[-kept:] if column.keep == "end" else text[:kept] + ".."
+
+
+def _shown(columns: Sequence[Column], cells: Sequence[Sequence[str]]) -> list[int]:
+    return [i for i in range(len(columns)) if any(row[i] for row in cells)]
 
 
 def _line(columns: Sequence[Column], row: Sequence[str], widths: dict[int, int]) -> str:

@@ -3,6 +3,10 @@
 assert cast_map(amp) == "linear: f16 <- cast(x), cast(weight), cast(bias)"
 assert_dtype(amp, "encoder.*.norm*", torch.float32)
 assert_casts(amp, at_most=4, activations_only=True)
+assert_no_casts_between(amp, "encoder.*.attn", "encoder.*.proj")
+assert_close_to_fp32(amp, (x,))
+
+With pytest there is also the fixture ``ampgraph_golden``, see ``pytest_ampgraph.py``.
 """
 
 from __future__ import annotations
@@ -14,12 +18,14 @@ import torch
 from torch.fx import GraphModule, Node
 
 from . import graph_view as view
+from .cast_text import SHOWN, cast_lines, excerpt, left_out
+from .closeness import assert_close_to_fp32
 from .errors import did_you_mean
 from .module import AmpModule
 from .module_path import module_paths_of
 from .plan import Plan
 
-__all__ = ["assert_casts", "assert_dtype", "cast_map"]
+__all__ = ["assert_casts", "assert_close_to_fp32", "assert_dtype", "assert_no_casts_between", "cast_map"]
 
 
 def cast_map(amp: AmpModule | GraphModule) -> str:
@@ -40,7 +46,7 @@ def cast_map(amp: AmpModule | GraphModule) -> str:
         softmax: f32 <- widen(linear)
     """
     graph_module, plan = view.rewritten(amp)
-    return "\n".join(_lines(graph_module, plan).values())
+    return "\n".join(cast_lines(graph_module, plan).values())
 
 
 def assert_dtype(amp: AmpModule | GraphModule, pattern: str, dtype: torch.dtype) -> None:
@@ -57,17 +63,12 @@ def assert_dtype(amp: AmpModule | GraphModule, pattern: str, dtype: torch.dtype)
             `cast_map` in question with their reasons.
     """
     graph_module, plan = view.rewritten(amp)
-    nodes = [n for n in _ops(graph_module, plan) if any(v.is_floating_point() for v in view.values(n))]
-    matching = [n for n in nodes if any(fnmatchcase(name, pattern) for name in _names(n))]
-    if not matching:
-        near = did_you_mean(pattern, dict.fromkeys(name for n in nodes for name in _names(n)))
-        raise AssertionError(f"{pattern!r} matches no floating-point op, no module.{near}\n{cast_map(amp)}")
+    floats = [n for n in _ops(graph_module, plan) if any(v.is_floating_point() for v in view.values(n))]
+    matching = _matching(floats, pattern, "floating-point op")
     wrong = [n for n in matching if any(v.dtype != dtype for v in view.values(n) if v.is_floating_point())]
     if not wrong:
         return
-    lines = _lines(graph_module, plan)
-    reasons = _reasons(graph_module, plan)
-    shown = "\n".join(f"  {lines[n]}\n    {reasons.get(n, 'not in the plan')}" for n in wrong if n in lines)
+    shown = excerpt(cast_lines(graph_module, plan), wrong, _reasons(graph_module, plan))
     count = f"{len(wrong)} of {len(matching)}"
     raise AssertionError(f"{count} ops that match {pattern!r} are not {dtype}:\n{shown}")
 
@@ -95,7 +96,8 @@ def assert_casts(
     """
     if (exactly is None) == (at_most is None):
         raise TypeError("assert_casts takes one of exactly= and at_most=.")
-    graphs = view.with_bodies(*view.rewritten(amp))
+    graph_module, plan = view.rewritten(amp)
+    graphs = view.with_bodies(graph_module, plan)
     casts = [cast for graph in graphs for cast in view.inserted_casts(graph.module)]
     if activations_only:
         casts = [n for n in casts if not view.is_parameter_cast(n)]
@@ -105,8 +107,79 @@ def assert_casts(
         return
     what = ("activation " if activations_only else "") + "casts" + (f" to {to}" if to else "")
     wanted = f"exactly {exactly}" if exactly is not None else f"at most {at_most}"
-    shown = "\n".join(f"  {_cast_line(n)}\n    {n.meta['ampgraph']['reason']}" for n in casts)
-    raise AssertionError(f"expected {wanted} {what}, found {len(casts)}:\n{shown}\nin\n{cast_map(amp)}")
+    raise AssertionError(
+        f"expected {wanted} {what}, found {len(casts)}:\n{_described(casts, graph_module, plan)}"
+    )
+
+
+def assert_no_casts_between(amp: AmpModule | GraphModule, first: str, second: str) -> None:
+    """Asserts that what flows from one part of the model to another is not cast on the way.
+
+    Casts that lie wholly inside either part do not count, nor do those of parameters.
+
+    Args:
+        amp: What `ampgraph.convert` returned, or its graph module.
+        first: Where the paths begin: a glob over node names and module paths, as for `assert_dtype`.
+        second: Where they end, likewise.
+
+    Raises:
+        AssertionError: There is a cast on a path, nothing leads from one to the other, or a glob matches
+            nothing; the message shows the casts and the graph around them.
+    """
+    graph_module, plan = view.rewritten(amp)
+    ops = list(_ops(graph_module, plan))
+    begin, end = (set(_matching(ops, pattern, "op")) for pattern in (first, second))
+    reached, leading = _closure(begin, "users"), _closure(end, "all_input_nodes")
+    if not (reached & end):
+        raise AssertionError(f"nothing leads from {first!r} to {second!r}.")
+    between = [n for n in _in_order(graph_module, plan) if n in reached and n in leading]
+    casts = [
+        n for n in between if view.kind_of(n) == "cast" and not any(_inside(n, part) for part in (begin, end))
+    ]
+    if casts:
+        raise AssertionError(
+            f"{len(casts)} casts on the way from {first!r} to {second!r}:\n"
+            f"{_described(casts, graph_module, plan)}"
+        )
+
+
+def _closure(nodes: set[Node], neighbours: str) -> set[Node]:
+    """Returns the nodes and everything that one comes to from them."""
+    found, todo = set(nodes), list(nodes)
+    while todo:
+        new = [n for n in getattr(todo.pop(), neighbours) if n not in found]
+        found.update(new)
+        todo += new
+    return found
+
+
+def _inside(cast: Node, part: set[Node]) -> bool:
+    """Whether a cast's tensor is made, and all its readers are, in one part of the model."""
+    source = view.cast_source(cast)
+    made_by = source.args[0] if view.is_item(source) else source
+    return made_by in part and all(user in part for user in cast.users)
+
+
+def _in_order(graph_module: GraphModule, plan: Plan) -> Iterator[Node]:
+    for graph in view.with_bodies(graph_module, plan):
+        yield from graph.module.graph.nodes
+
+
+def _described(casts: list[Node], graph_module: GraphModule, plan: Plan) -> str:
+    """Returns the casts with their reasons, and the graph around their readers."""
+    lines = [f"  {_cast_line(n)}\n    {n.meta['ampgraph']['reason']}" for n in casts[:SHOWN]]
+    readers = {user for cast in casts for user in cast.users}
+    around = excerpt(cast_lines(graph_module, plan), readers)
+    return "\n".join([*lines, *left_out(casts), "in", around])
+
+
+def _matching(nodes: list[Node], pattern: str, what: str) -> list[Node]:
+    """Returns the nodes that a glob matches by name or module path; raises AssertionError without any."""
+    matching = [n for n in nodes if any(fnmatchcase(name, pattern) for name in _names(n))]
+    if matching:
+        return matching
+    near = did_you_mean(pattern, dict.fromkeys(name for n in nodes for name in _names(n)))
+    raise AssertionError(f"{pattern!r} matches no {what}, no module.{near}")
 
 
 def _ops(graph_module: GraphModule, plan: Plan) -> Iterator[Node]:
@@ -120,42 +193,6 @@ def _ops(graph_module: GraphModule, plan: Plan) -> Iterator[Node]:
 def _names(node: Node) -> Iterator[str]:
     yield node.name
     yield from (path for path in module_paths_of(node) if path)
-
-
-def _lines(graph_module: GraphModule, plan: Plan) -> dict[Node, str]:
-    """Returns the line of every node that the cast map shows, in graph order, bodies last."""
-    lines: dict[Node, str] = {}
-    for graph in view.with_bodies(graph_module, plan):
-        for node in graph.module.graph.nodes:
-            shown = node.op == "output" or view.kind_of(node) == "op"
-            if shown and not view.is_item(node) and (line := _line(node, graph.plan)):
-                lines[node] = graph.prefix + line
-    return lines
-
-
-def _line(node: Node, plan: Plan) -> str:
-    """Returns a node's line, or ``""`` where it neither computes in a floating dtype nor reads a cast."""
-    reads = list(view.operands(node))
-    floats = [v.dtype for v in view.values(node) if v.is_floating_point()] if node.op != "output" else []
-    if not floats and not any(view.kind_of(source) == "cast" for _, source in reads):
-        return ""
-    dtypes = "/".join(dict.fromkeys(map(view.short_dtype, floats)))
-    head = f"{node.name}: {dtypes}" if dtypes else node.name
-    widened = set(plan.widened)
-    shown = ", ".join(_operand(source, (node.name, path) in widened, plan) for path, source in reads)
-    return f"{head} <- {shown}" if shown else head
-
-
-def _operand(node: Node, widened: bool, plan: Plan) -> str:
-    if view.kind_of(node) == "cast":
-        source, dtype = view.cast_source(node), view.values(node)[0].dtype
-        same = [cast for cast in view.casts_of(source) if view.values(cast)[0].dtype == dtype]
-        number = f"#{same.index(node) + 1}" if same.index(node) else ""
-        label = view.label_of(source)
-        return f"cast{number}({f'clamp({label})' if view.is_clamped(node) else label})"
-    if widened and view.values(node)[0].dtype == plan.low_dtype:
-        return f"widen({view.label_of(node)})"
-    return view.label_of(node)
 
 
 def _cast_line(node: Node) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import fx
@@ -21,6 +21,18 @@ if TYPE_CHECKING:
     from .module import Options
 
 
+class Timing(NamedTuple):
+    """Wall seconds that one captured graph took to make; compilation, at its first run, is not included.
+
+    Attributes:
+        capture: From the model to an ATen graph; just in time, only the lowering of Dynamo's graph.
+        rewrite: Everything from there to the graph with its casts.
+    """
+
+    capture: float = 0.0
+    rewrite: float = 0.0
+
+
 @dataclass
 class Variant:
     """A graph for one training mode and one family of arguments.
@@ -33,8 +45,7 @@ class Variant:
         shapes: Sizes it accepts, see `ampgraph.signature.accepted_shapes`.
         seen: Sizes it was captured for.
         constants: Tensors that only the capture knows, by attribute name.
-        capture_seconds: Wall time of the capture.
-        rewrite_seconds: Wall time of everything after it, compilation not included.
+        timing: What making it took.
         shadows: The model's shadow weights, at levels that have them.
         aot: What AOTAutograd made of it, on a backend that tells.
     """
@@ -46,8 +57,7 @@ class Variant:
     shapes: list[tuple] = field(default_factory=list)
     seen: tuple[tuple[int, ...], ...] = ()
     constants: dict[str, torch.Tensor] = field(default_factory=dict)
-    capture_seconds: float = 0.0
-    rewrite_seconds: float = 0.0
+    timing: Timing = Timing()  # noqa: RUF009
     shadows: ShadowWeights | None = None
     aot: AotGraphs = field(default_factory=AotGraphs)
     _graphs: dict[bool, fx.GraphModule] = field(default_factory=dict)

@@ -6,7 +6,7 @@ import torch
 
 from ampgraph.policy import Policy
 
-from .base import Hook, Pass, Workspace, run_passes, workspace
+from .base import Hook, Pass, Pins, Workspace, run_passes, workspace
 from .boundary import ScaleLoss, is_boundary
 from .classify import ClassifyOps
 from .clean_casts import CleanCasts
@@ -15,6 +15,7 @@ from .insert_casts import InsertCasts, is_inserted_cast
 from .normalize import Normalize
 from .place import PlaceCasts
 from .propagate import PropagatePins
+from .remove_casts import RemoveCasts
 from .shadow import ReadShadows
 from .stored import ReadStored
 from .verify import Verify
@@ -27,10 +28,12 @@ __all__ = [
     "InsertCasts",
     "Normalize",
     "Pass",
+    "Pins",
     "PlaceCasts",
     "PropagatePins",
     "ReadShadows",
     "ReadStored",
+    "RemoveCasts",
     "ScaleLoss",
     "Verify",
     "Workspace",
@@ -43,7 +46,11 @@ __all__ = [
 
 
 def default_pipeline(
-    policy: Policy, low_dtype: torch.dtype, modules: tuple[str, ...] = (), check_rules: bool = True
+    policy: Policy,
+    low_dtype: torch.dtype,
+    modules: tuple[str, ...] = (),
+    check_rules: bool = True,
+    pins: Pins = (),
 ) -> tuple[Pass, ...]:
     """Returns the pipeline that `ampgraph.convert` runs on a captured graph.
 
@@ -52,10 +59,11 @@ def default_pipeline(
         low_dtype: ``torch.float16`` or ``torch.bfloat16``.
         modules: Module paths of the source model, which rules may name.
         check_rules: Whether a rule that matches nothing is an error.
+        pins: See `PropagatePins`.
     """
     analysis = (
         ClassifyOps(policy.ops, low_dtype, policy.keep_io_dtypes),
-        PropagatePins(policy, low_dtype, modules, check_rules),
+        PropagatePins(policy, low_dtype, modules, check_rules, pins),
         PlaceCasts(policy, low_dtype),
     )
     if policy.level == "O0":

@@ -21,6 +21,8 @@ from ampgraph.errors import AmpGraphError, PassError
 from ampgraph.plan import META_KEY, Plan
 
 if TYPE_CHECKING:
+    from ampgraph.policy import Policy
+
     from .classify import Facts
     from .propagate import Problem
 
@@ -34,12 +36,14 @@ class Workspace:
         problem: Per node: pinned dtype with reason, or free with its constraints (`PropagatePins`).
         plan: The decided plan (`PlaceCasts`).
         seconds: Wall time by pass name.
+        policy: What the plan was asked for.
     """
 
     facts: Facts | None = None
     problem: Problem | None = None
     plan: Plan | None = None
     seconds: dict[str, float] = field(default_factory=dict)
+    policy: Policy | None = None
 
 
 class Pass(abc.ABC):
@@ -67,6 +71,8 @@ class Pass(abc.ABC):
         """Raises `PassError` when the result is not what the pass promises."""
 
 
+# Node names with labels (True: low).
+Pins = tuple[tuple[str, bool], ...]
 Hook = Callable[[Pass, GraphModule, bool, float], Any]
 
 

@@ -38,23 +38,31 @@ def _decision(problem: Problem, labels: Labels, node: Node) -> Decision:
         return Decision(None, "source", "no float32 or low-precision result", op_class)
     if fact.owner is not node:
         return Decision(
-            _dtype(problem, labels[fact.owner]), "source", f"has the dtype of {fact.owner.name!r}", op_class
+            _dtype(problem, labels[fact.owner]),
+            "source",
+            f"has the dtype of {fact.owner.name!r}",
+            op_class,
+            (fact.owner.name,),
         )
-    variable, low = problem.variables[node], labels[node]
-    reason = variable.reason
+    variable, dtype = problem.variables[node], _dtype(problem, labels[node])
     if variable.pinned is None:
-        reason = f"{reason}: {_choice_reason(problem, labels, node, low)}"
-    return Decision(
-        _dtype(problem, low), variable.by if variable.pinned is not None else "placement", reason, op_class
-    )
+        reason, because = _choice(problem, labels, node)
+        return Decision(dtype, "placement", f"{variable.reason}: {reason}", op_class, because)
+    because = (variable.because.name,) if variable.because else ()
+    return Decision(dtype, variable.by, variable.reason, op_class, because)
 
 
-def _choice_reason(problem: Problem, labels: Labels, node: Node, low: bool) -> str:
+def _choice(problem: Problem, labels: Labels, node: Node) -> tuple[str, tuple[str, ...]]:
+    """Returns why placement gave a free node its dtype, and the neighbours that have the same."""
+    low = labels[node]
+    dtype = _dtype_name(problem, low)
     producers = [s.tensor for s in problem.facts[node].slots if s.follow]
-    agreeing = [t.name for t in producers if label_of(problem, labels, t) == low]
+    agreeing = tuple(t.name for t in producers if label_of(problem, labels, t) == low)
     if len(agreeing) == len(producers):
-        return f"its inputs are {_dtype_name(problem, low)} and fewest bytes move so"
-    return f"fewest bytes move with it in {_dtype_name(problem, low)}"
+        return f"its inputs are {dtype} and fewest bytes move so", agreeing
+    users = [user for user, _ in problem.uses.get(node, ()) if labels.get(user) == low]
+    users.sort(key=lambda user: problem.variables[user].pinned is None)
+    return f"fewest bytes move with it in {dtype}", (*(user.name for user in users), *agreeing)
 
 
 def _dtype_name(problem: Problem, low: bool) -> str:

@@ -46,10 +46,10 @@ class InsertCasts(Pass):
             at = _after(graph, tensor) if beside_producer and len(users) > 1 else users[0]
             node = insert_cast(graph, tensor, cast, at, users[0], self.name)
             for use, user in zip(uses, users, strict=True):
-                _set_argument(user, use.path, node)
+                set_argument(user, use.path, node)
             edited |= {node, *users}
         for name, argument in plan.dtype_args.items():
-            _set_named_argument(nodes[name], argument, torch.float32)
+            set_named_argument(nodes[name], argument, torch.float32)
             edited.add(nodes[name])
         refresh_metadata(graph, edited)
         return bool(edited)
@@ -118,7 +118,8 @@ def _after(graph: Graph, node: Node) -> Node:
     return node.next
 
 
-def _set_argument(node: Node, path: tuple[int | str, ...], value: Node) -> None:
+def set_argument(node: Node, path: tuple[int | str, ...], value: Node) -> None:
+    """Lets ``node`` read ``value`` at a path as in `tensor_arguments`."""
     first, rest = path[0], path[1:]
     if isinstance(first, str):
         node.update_kwarg(first, _replaced(node.kwargs[first], rest, value))
@@ -136,7 +137,8 @@ def _replaced(container: Any, path: tuple[int | str, ...], value: Node) -> Any:
     )
 
 
-def _set_named_argument(node: Node, name: str, value: object) -> None:
+def set_named_argument(node: Node, name: str, value: object) -> None:
+    """Sets an argument of an ATen call by its schema name."""
     names = [a.name for a in node.target._schema.arguments]  # type: ignore[union-attr]
     position = names.index(name)
     if position < len(node.args):

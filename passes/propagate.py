@@ -29,7 +29,7 @@ from ampgraph.module_path import module_paths_of
 from ampgraph.oplists import OpClass
 from ampgraph.policy import Policy
 
-from .base import Pass, workspace
+from .base import Pass, Pins, workspace
 from .classify import Facts, NodeFacts, SlotKind, argument, tensors
 from .ranges import find_range_pins
 
@@ -40,12 +40,14 @@ class Variable:
 
     Attributes:
         follows: Low only if all floating producers are low.
+        because: The node whose pin is the reason.
     """
 
     pinned: bool | None
     by: str
     reason: str
     follows: bool = False
+    because: Node | None = None
 
 
 @dataclass
@@ -71,12 +73,14 @@ class PropagatePins(Pass):
         policy: Level, lists, rules and guards.
         low_dtype: The policy's low dtype.
         modules: Module paths of the source model, for rules; checked when ``check_rules``.
+        pins: Labels by node name that stand above every wish (guards, rules, lists): for asking what if.
     """
 
     policy: Policy
     low_dtype: torch.dtype
     modules: tuple[str, ...] = ()
     check_rules: bool = True
+    pins: Pins = ()
     name: ClassVar[str] = "propagate"
     edits: ClassVar[bool] = False
 
@@ -135,6 +139,8 @@ class PropagatePins(Pass):
             return Variable(False, "range", range_reason)
         if not any(s.follow for s in fact.slots):
             return Variable(source_low, "source", "makes its values from no floating input")
+        if (asked := dict(self.pins).get(node.name)) is not None:
+            return Variable(asked, "rule", "asked for")
         return self._wished(node, guarded_only) or self._by_lists(node, fact)
 
     def _wished(self, node: Node, guarded_only: bool) -> Variable | None:
@@ -228,6 +234,6 @@ def _force_followers(problem: Problem) -> None:
             continue
         for slot in problem.facts[node].slots:
             if slot.follow and problem.pin(slot.tensor) is False:
-                variable.pinned, variable.by = False, "propagation"
+                variable.pinned, variable.by, variable.because = False, "propagation", slot.tensor
                 variable.reason = f"{variable.reason}: follows {slot.tensor.name!r}, which is float32"
                 break

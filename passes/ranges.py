@@ -41,7 +41,7 @@ def find_range_pins(
                 large[node] = large[fact.owner]
             continue
         if node.op in SOURCES and fact.is_parameter and fact.dtype is torch.float32:
-            if (peak := _largest_finite(graph_module, node)) > limits.max:
+            if (peak := _peak(graph_module, node)) > limits.max:
                 large[node] = f"{node.name!r} holds {peak:.4g}, outside {low_dtype}'s range"
             continue
         if not isinstance(node.target, OpOverload) or fact.dtype is None:
@@ -89,10 +89,17 @@ def _numbers(node: Node) -> Iterator[float]:
             yield value
 
 
-def _largest_finite(graph_module: GraphModule, node: Node) -> float:
-    tensor = node.meta.get("ampgraph_value")
-    if tensor is None and node.op == "get_attr":
-        tensor = _attribute(graph_module, str(node.target))
+def _peak(graph_module: GraphModule, node: Node) -> float:
+    """Returns the largest finite magnitude in a parameter, buffer or constant; 0 where it is not known."""
+    if node.op == "get_attr":
+        return _largest_finite(_attribute(graph_module, str(node.target)))
+    if "ampgraph_value" in node.meta:
+        # The value goes when the graph is done; planning it again needs to know this much of it.
+        node.meta["ampgraph_peak"] = _largest_finite(node.meta["ampgraph_value"])
+    return node.meta.get("ampgraph_peak", 0.0)
+
+
+def _largest_finite(tensor: object) -> float:
     if (
         not isinstance(tensor, torch.Tensor)
         or isinstance(tensor, FakeTensor)

@@ -10,7 +10,7 @@ from torch.fx import GraphModule, Node
 
 from ampgraph._compat import FakeTensorMode, OpOverload, fake_mode_of, result_dtypes
 from ampgraph.errors import VerifyError
-from ampgraph.module_path import module_path, source_line
+from ampgraph.module_path import module_path, user_line
 from ampgraph.plan import Plan
 
 from .base import Pass, workspace
@@ -107,5 +107,5 @@ def _check_outputs(graph_module: GraphModule, facts: Facts) -> None:
 
 
 def _who(node: Node) -> str:
-    where = [p for p in (module_path(node), source_line(node)) if p]
+    where = [p for p in (module_path(node), user_line(node)) if p]
     return f"node {node.name!r} ({node.target}{', ' + ', '.join(where) if where else ''})"

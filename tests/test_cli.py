@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 
 import ampgraph
+from ampgraph import OpLists, Policy
 from ampgraph.cli import main
 from ampgraph.model_spec import SpecError, build_inputs, parse_input, resolve
+from ampgraph.terminal import wants_colour
 
 OWN = """
 import torch
@@ -146,6 +150,198 @@ def test_usage_errors(argv: list[str], message: str, capsys: pytest.CaptureFixtu
 def test_conversion_errors(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(*argv) == 1
     assert message in capsys.readouterr().err
+
+
+# -- reports -------------------------------------------------------------------------------------------
+
+
+def test_markdown_and_peers(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(OURS + "with_inputs", "--markdown", "--peers") == 0
+    out = capsys.readouterr().out
+    assert out.startswith("# Sequential: 3 ops")
+    assert "| paddle lists | " in out
+    assert run(OURS + "with_inputs", "--json", "--peers") == 0
+    assert set(json.loads(capsys.readouterr().out)["peers"]) == {"torch", "paddle", "mindspore", "oneflow"}
+
+
+def test_why_with_what_flipping_costs(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(OURS + "with_inputs", "--why", "gelu", "--why", "input") == 0
+    out = capsys.readouterr().out
+    assert "linear is bfloat16, decided by list: white" in out
+    assert "  flipping: +2 casts, +144 B of casts, +192 B of modelled traffic; 1 nodes change dtype" in out
+    assert "  flipping: no policy can flip 'input'" in out
+    assert run(OURS + "with_inputs", "--why", "gelu", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["gelu"]["flip"]["dtypes"][0]["node"] == "gelu"
+    assert run(OURS + "with_inputs", "--why", "gleu") == 1
+    assert "Did you mean 'gelu'" in capsys.readouterr().err
+
+
+def test_diff_with_a_policy_and_with_a_report(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(OURS + "with_inputs", "--diff", "O0") == 0
+    assert "3 nodes in another dtype, 0 casts appeared, 6 casts vanished" in capsys.readouterr().out
+    assert run(OURS + "with_inputs", "--json", "-o", "before.json") == 0
+    assert run(OURS + "with_inputs", "--diff", "before.json") == 0
+    assert "no difference" in capsys.readouterr().out
+    assert run(OURS + "with_inputs", "--black", "aten.gelu", "--diff", "before.json", "--markdown") == 0
+    assert "| gelu | aten.gelu | 1 | float32 | bfloat16 |" in capsys.readouterr().out
+
+
+# -- policies ------------------------------------------------------------------------------------------
+
+
+def test_a_policy_from_a_file_and_what_options_change_of_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    policy = Policy("O2", ops=OpLists.torch(), rules={"2": "fp32"})
+    (tmp_path / "mine.json").write_text(policy.to_json())
+    assert run(OURS + "with_inputs", "--policy", "mine.json", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["policy"] == repr(policy.replace(dtype=torch.bfloat16))
+    options = ["--level", "O1", "--rules", "0=fp32", "--gray", "aten.gelu", "--clear", "aten.tanh"]
+    assert run(OURS + "with_inputs", "--policy", "mine.json", *options, "--dtype", "fp16", "--json") == 0
+    expected = Policy(
+        "O1",
+        dtype=torch.float16,
+        ops=OpLists.torch().with_gray("aten.gelu").with_clear("aten.tanh"),
+        rules={"2": "fp32", "0": "fp32"},
+    )
+    assert json.loads(capsys.readouterr().out)["policy"] == repr(expected)
+
+
+def test_a_peers_policy_is_its_lists_under_the_autocast_rule(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(OURS + "with_inputs", "--policy", "torch", "--json") == 0
+    policy = json.loads(capsys.readouterr().out)["policy"]
+    assert "OpLists.torch()" in policy
+    assert "placement='autocast'" in policy
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--policy", "O5"], "there is no policy 'O5'; legal: O0, O1"),
+        (["--policy", "troch"], "Did you mean 'torch'"),
+        (["--policy", "none.json"], "none.json: No such file"),
+        (["--policy", "bad.json"], "bad.json: policy: key 'levle' is not known"),
+        (["--policy", "text.json"], "text.json: policy: no JSON"),
+        (["--diff", "text.json"], "text.json: no JSON"),
+        (["--diff", "old.json"], "old.json: not a report that this version"),
+        (["--diff", "padle"], "Did you mean 'paddle'"),
+        (["--json", "--markdown"], "not allowed with"),
+        (["--gray", "aten.geluu"], "Did you mean 'aten.gelu'"),
+    ],
+)
+def test_wrong_policies(
+    argv: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "bad.json").write_text('{"levle": "O1"}')
+    (tmp_path / "text.json").write_text("level: O1")
+    (tmp_path / "old.json").write_text('{"nodes": [], "casts": []}')
+    assert run(OURS + "with_inputs", *argv) == 2
+    out, err = capsys.readouterr()
+    assert message in err
+    assert out == ""
+
+
+def test_compare_policies(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "mine.json").write_text('{"ops": {"black": ["aten.gelu"]}}')
+    command = ["compare-policies", OURS + "with_inputs", "--policies", "O1", "torch", "mine.json"]
+    with mock.patch("torch.export.export", wraps=torch.export.export) as export:
+        assert main(command) == 0
+    assert export.call_count == 1
+    out, err = capsys.readouterr()
+    assert [line.split()[0] for line in out.splitlines()[4:8]] == ["fp32", "O1", "torch", "mine.json"]
+    assert "planning 3 policies" in err
+    assert main([*command, "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert [row["totals"]["casts"] for row in rows] == [0, 6, 6, 8]
+    assert main([*command, "--markdown", "-o", "table.md"]) == 0
+    assert "| mine.json | 8 |" in (tmp_path / "table.md").read_text()
+    assert main([*command, "--policies", "O1", "troch"]) == 2
+
+
+# -- drawing -------------------------------------------------------------------------------------------
+
+
+def test_draw_writes_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["draw", OURS + "with_inputs", "-o", "model.dot", "--policy", "O2"]) == 0
+    assert "gelu" in (tmp_path / "model.dot").read_text()
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "wrote model.dot" in err
+
+
+def test_draw_hands_its_options_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    monkeypatch.setattr(ampgraph, "draw", lambda amp, path, **keywords: calls.append((path, keywords)))
+    command = ["draw", OURS + "with_inputs", "-o", "x.svg"]
+    options = ["--depth", "2", "--focus", "0*", "--highlight", "casts", "--graph", "both"]
+    assert main([*command, *options]) == 0
+    assert main([*command, "--highlight", "gelu", "linear*"]) == 0
+    assert main(command) == 0
+    assert calls == [
+        ("x.svg", {"depth": 2, "focus": "0*", "highlight": "casts", "graph": "both"}),
+        ("x.svg", {"highlight": ["gelu", "linear*"]}),
+        ("x.svg", {}),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("argv", "status", "message"),
+    [([], 2, "-o/--output"), (["-o", "model"], 1, "no suffix"), (["-o", "x.svg", "--depth", "z"], 2, "int")],
+)
+def test_draw_errors(argv: list[str], status: int, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["draw", OURS + "with_inputs", *argv]) == status
+    assert message in capsys.readouterr().err
+
+
+# -- the terminal --------------------------------------------------------------------------------------
+
+
+def test_quiet_says_nothing_but_errors(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(OURS + "with_inputs", "-q") == 0
+    assert capsys.readouterr().err == ""
+    assert run(OURS + "branches", "--input", "3", "-q") == 1
+    assert "could not be captured" in capsys.readouterr().err
+
+
+def test_colours_keep_the_text(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(OURS + "with_inputs", "--color", "always") == 0
+    coloured = capsys.readouterr().out
+    assert run(OURS + "with_inputs") == 0
+    plain = capsys.readouterr().out
+    assert "\x1b[34mbfloat16\x1b[0m" in coloured
+    assert "\x1b[33mfloat32\x1b[0m" in coloured
+    assert re.sub("\x1b\\[[0-9]+m", "", coloured) == plain
+    for form in ("--json", "--markdown"):
+        assert run(OURS + "with_inputs", "--color", "always", form) == 0
+        assert "\x1b" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("choice", "is_terminal", "environment", "expected"),
+    [
+        ("auto", True, {"TERM": "xterm"}, True),
+        ("auto", False, {"TERM": "xterm"}, False),
+        ("auto", True, {"NO_COLOR": "1"}, False),
+        ("auto", True, {"NO_COLOR": ""}, True),
+        ("auto", True, {"TERM": "dumb"}, False),
+        ("always", False, {"NO_COLOR": "1"}, True),
+        ("never", True, {}, False),
+    ],
+)
+def test_when_to_colour(choice: str, is_terminal: bool, environment: dict[str, str], expected: bool) -> None:
+    stream = mock.Mock(isatty=lambda: is_terminal)
+    assert bool(wants_colour(choice, stream, environment)) is expected
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"ampgraph {ampgraph.__version__} (torch {torch.__version__})\n"
+
+
+@pytest.mark.parametrize("command", ["explain", "draw", "compare-policies"])
+def test_every_command_has_examples(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([command, "--help"]) == 0
+    assert f"  ampgraph {command} torchvision:resnet18" in capsys.readouterr().out
 
 
 def test_help(capsys: pytest.CaptureFixture[str]) -> None:

@@ -179,7 +179,7 @@ def test_takes_a_rewritten_graph_module() -> None:
     amp = attention()
     explanation = ampgraph.explain(amp.graph_module)
     assert explanation.casts == ampgraph.explain(amp).casts
-    assert explanation.policy == ""
+    assert explanation.policy == repr(amp.policy)
 
 
 def test_just_in_time_model_is_explained_after_a_call() -> None:

@@ -71,7 +71,7 @@ BAD = [
     ({"dtype": torch.float32}, "float16"),
     ({"dtype": torch.float64}, "bfloat16"),
     ({"dtype": torch.int8}, "float16"),
-    ({"dtype": "float16"}, "float16"),
+    ({"dtype": "float"}, "float16"),
     ({"placement": "greedy"}, "optimal"),
     ({"objective": "time"}, "traffic"),
     ({"rules": {"a": "fp16"}}, "low"),

@@ -53,7 +53,7 @@ def ampgraphs_part(subject: Subject) -> Record:
         level, name = run.split()
         amp = subject.convert(OPTIMAL[level], DTYPES[name])
         if not record:
-            record |= {"capture_s": amp._current.capture_seconds, "nodes": len(amp.plan.decisions)}
+            record |= {"capture_s": amp.timings[0].capture, "nodes": len(amp.plan.decisions)}
         output_error, gradient_error = subject.errors(subject.run_converted(amp))
         errors = {"output_error": output_error, "gradient_error": gradient_error}
         record[run] = {**of_plan(amp), **errors}
@@ -66,7 +66,7 @@ def of_plan(amp: AmpModule) -> Record:
         "cast_bytes": activation_cast_bytes(amp.graph_module),
         "casts": amp.plan.cost.activation_casts,
         "traffic": amp.plan.cost.traffic,
-        "rewrite_s": amp._current.rewrite_seconds,
+        "rewrite_s": amp.timings[0].rewrite,
         "proven": amp.plan.optimal,
     }
 
@@ -169,7 +169,7 @@ def refresh(record: Record) -> Record:
     amps = {level: subject.convert(policy, torch.float16) for level, policy in OPTIMAL.items()}
     print(f"{record['model']}: refreshed", flush=True)
     new = {f"{level} float16": record[f"{level} float16"] | of_plan(amp) for level, amp in amps.items()}
-    return {**record, **new, "capture_s": amps["O1"]._current.capture_seconds}
+    return {**record, **new, "capture_s": amps["O1"].timings[0].capture}
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:

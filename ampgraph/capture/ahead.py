@@ -24,6 +24,31 @@ capture_lock = threading.RLock()
 _OURS = Path(__file__).parents[1]
 _TORCH = Path(torch.__file__).parent
 _JUST_IN_TIME = "or call ampgraph.convert(model) without example inputs to capture just in time"
+_DATA_DEPENDENT = ("data-dependent", "data dependent", "DataDependent", "is_nonzero", "unbacked")
+# (part of torch's message, function that the error came through or "", what helps); the first that fits.
+_HINTS = (
+    *(
+        (cause, "rnn.py:forward", "Lengths of packed sequences are tensor values: pass the padded batch.")
+        for cause in ("got FakeTensor", *_DATA_DEPENDENT)
+    ),
+    *(
+        (cause, "", f"Control flow depends on tensor values: use torch.cond, {_JUST_IN_TIME}.")
+        for cause in _DATA_DEPENDENT
+    ),
+    *(
+        (
+            cause,
+            "",
+            "Make a dataclass among inputs or outputs known with torch.export.register_dataclass(TheClass); "
+            "of other types, take and return their tensors.",
+        )
+        for cause in ("in output, which is not a known type", "Unsupported input type")
+    ),
+    *(
+        (cause, "", f"Gradients inside forward: take them outside of the model, {_JUST_IN_TIME}.")
+        for cause in ("fake tensor in the exported program constant's list", "functorch tensor")
+    ),
+)
 
 
 def capture_program(
@@ -84,18 +109,22 @@ def _warn_about_custom_functions(model: str) -> Iterator[None]:
 
 
 def _explain(model: nn.Module, error: Exception) -> str:
-    message = str(error).strip().splitlines() or [type(error).__name__]
-    hint = ""
-    if any(
-        w in str(error)
-        for w in ("data-dependent", "data dependent", "DataDependent", "is_nonzero", "unbacked")
-    ):
-        hint = f" Control flow depends on tensor values: use torch.cond, {_JUST_IN_TIME}."
+    lines = str(error).strip().splitlines() or ["no message"]
     where = user_line(error)
     return (
         f"{type(model).__name__} could not be captured{f' at {where}' if where else ''}: "
-        f"{type(error).__name__}: {message[0]}{hint}"
+        f"{type(error).__name__}: {lines[0]}{_hint(error)}"
     )
+
+
+def _hint(error: BaseException) -> str:
+    """Returns what helps, for causes that torch's message does not name."""
+    frames = traceback.extract_tb(error.__traceback__)
+    through = {f"{Path(frame.filename).name}:{frame.name}" for frame in frames}
+    for cause, function, hint in _HINTS:
+        if cause in str(error) and (not function or function in through):
+            return f"\n{hint}"
+    return ""
 
 
 def user_line(error: BaseException) -> str:

@@ -1,0 +1,159 @@
+"""The rows of a report: each node, cast and module of a rewritten graph as plain values."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+_MANAGED = ("float32", "float16", "bfloat16")
+
+
+@dataclass(frozen=True)
+class NodeRow:
+    """One node of the rewritten graph that is not an inserted cast.
+
+    Attributes:
+        name: The node's name in the graph.
+        label: How people know it: a parameter's path, ``split[0]``, else the name.
+        kind: ``"input"``, ``"parameter"``, ``"op"``, ``"clamp"`` (inserted, before the cast of a mask),
+            ``"graph"`` (the body of a higher-order op) or ``"output"``.
+        op: ``"aten.conv2d"``.
+        module: Path of the innermost module, as in ``named_modules()``.
+        dtype: The dtype of its result (several, joined by commas).
+        shape: ``"2x8x16"``.
+        op_class: ``"white"``, ``"black"``, ``"gray"``, ``"clear"`` or ``""``.
+        by: Who decided, see `Decision`.
+        reason: Why, in one sentence.
+        line: ``file:line`` of the code that made it, outside torch.
+        reads_cast: Names of the inserted casts that it reads.
+        widens: Labels of the low operands that its kernel widens itself.
+        because: Names of the nodes whose dtype is the reason.
+    """
+
+    name: str
+    label: str
+    kind: str
+    op: str
+    module: str
+    dtype: str
+    shape: str
+    op_class: str
+    by: str
+    reason: str
+    line: str
+    reads_cast: tuple[str, ...]
+    widens: tuple[str, ...]
+    because: tuple[str, ...] = ()
+
+    @property
+    def is_float_op(self) -> bool:
+        """Whether it is an op whose dtype ampgraph decides; the picking of one of several results is none."""
+        return self.kind == "op" and self.op != "getitem" and self.dtype in _MANAGED
+
+
+@dataclass(frozen=True)
+class CastRow:
+    """One inserted cast.
+
+    Attributes:
+        name: The cast node's name in the graph.
+        tensor: Label of the tensor that it reads.
+        src: Its dtype before.
+        dst: Its dtype after.
+        shape: ``"2x8x16"``.
+        bytes: Bytes read plus bytes written.
+        is_parameter: Whether the tensor is a parameter, buffer or constant.
+        clamped: Whether it is a mask, clamped into the low dtype's range before the cast.
+        users: Labels of the nodes that share the cast.
+        src_reason: Why the tensor has the dtype it has.
+        dst_reason: Why the first user needs the other one.
+        module: Path of the innermost module around the first user.
+    """
+
+    name: str
+    tensor: str
+    src: str
+    dst: str
+    shape: str
+    bytes: int
+    is_parameter: bool
+    clamped: bool
+    users: tuple[str, ...]
+    src_reason: str
+    dst_reason: str
+    module: str = ""
+
+
+@dataclass(frozen=True)
+class ModuleRow:
+    """What is inside one module, its submodules included.
+
+    Attributes:
+        path: As in ``named_modules()``.
+        ops: Ops whose dtype ampgraph decides.
+        low: Those of them that run low.
+        casts: Inserted casts.
+        cast_bytes: Bytes that those read and write.
+    """
+
+    path: str
+    ops: int
+    low: int
+    casts: int
+    cast_bytes: int
+
+
+@dataclass(frozen=True)
+class Totals:
+    """Counts over one graph, for one forward.
+
+    Attributes:
+        casts: Inserted casts.
+        activation_casts: Those of activations.
+        parameter_casts: Those of parameters, buffers and constants.
+        cast_bytes: Bytes that all casts read and write.
+        activation_cast_bytes: Those of activation casts.
+        parameter_cast_bytes: Those of parameter casts.
+        traffic: Modelled bytes that all kernels and casts read and write.
+    """
+
+    casts: int
+    activation_casts: int
+    parameter_casts: int
+    cast_bytes: int
+    activation_cast_bytes: int
+    parameter_cast_bytes: int
+    traffic: int
+
+
+def module_rows(nodes: Iterable[NodeRow], casts: Iterable[CastRow], low_dtype: str) -> tuple[ModuleRow, ...]:
+    """Counts by module, submodules included; in the order in which modules run."""
+    counts: dict[str, list[int]] = defaultdict(lambda: [0, 0, 0, 0])
+    for node in nodes:
+        for path in _prefixes(node.module) if node.is_float_op else ():
+            counts[path][0] += 1
+            counts[path][1] += node.dtype == low_dtype
+    for cast in casts:
+        for path in _prefixes(cast.module):
+            counts[path][2] += 1
+            counts[path][3] += cast.bytes
+    return tuple(ModuleRow(path, *row) for path, row in counts.items())
+
+
+def operator_counts(nodes: Iterable[NodeRow], casts: Iterable[CastRow]) -> dict[str, dict[str, int]]:
+    """Counts calls by operator and dtype, as Paddle's operator statistics do, from the graph alone."""
+    found = [(n.op, n.dtype) for n in nodes if n.kind == "op" and n.op != "getitem"]
+    found += [("clamp (inserted)", n.dtype) for n in nodes if n.kind == "clamp"]
+    found += [("cast (inserted)", c.dst) for c in casts]
+    counts: dict[str, dict[str, int]] = {}
+    for name, dtype in sorted(found):
+        row = counts.setdefault(name, {})
+        row[dtype or "other"] = row.get(dtype or "other", 0) + 1
+    return counts
+
+
+def _prefixes(path: str) -> list[str]:
+    """Returns ``["a", "a.b", "a.b.c"]`` for ``"a.b.c"``; nothing for the root."""
+    parts = path.split(".") if path else []
+    return [".".join(parts[: i + 1]) for i in range(len(parts))]
