@@ -2,7 +2,7 @@
 
 from . import testing
 from .convert import convert
-from .draw import draw, to_networkx
+from .drawing import draw, to_networkx
 from .errors import AmpGraphError, CaptureError, PassError, PolicyError, VerifyError
 from .explain import explain
 from .explanation import Explanation

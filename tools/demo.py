@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import ampgraph
-from ampgraph.draw import can_render
+from ampgraph.drawing import can_render
 from ampgraph.explanation import Explanation
 from ampgraph.graph_view import human_bytes
 from ampgraph.testing import cast_map

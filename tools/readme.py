@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import ampgraph
-from ampgraph.draw import can_render
+from ampgraph.drawing import can_render
 from ampgraph.testing import cast_map
 
 ROOT = Path(__file__).resolve().parent.parent
