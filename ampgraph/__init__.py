@@ -2,7 +2,7 @@
 
 from . import testing
 from .convert import convert
-from .drawing import draw, to_networkx
+from .drawing import draw, to_model_explorer, to_networkx
 from .errors import AmpGraphError, CaptureError, PassError, PolicyError, VerifyError
 from .explain import explain
 from .explanation import Explanation
@@ -39,5 +39,6 @@ __all__ = [
     "fp16_guard",
     "fp32_guard",
     "testing",
+    "to_model_explorer",
     "to_networkx",
 ]

@@ -127,6 +127,12 @@ class AmpModule(nn.Module):
         """The plan of `graph_module`."""
         return self._variant().plan
 
+    def _repr_svg_(self) -> str | None:
+        """A small diagram for notebooks; None, which shows the text, where nothing can render one."""
+        from .drawing import notebook_svg
+
+        return notebook_svg(self)
+
     def _variant(self) -> Variant:
         if self._current is None:
             raise CaptureError(

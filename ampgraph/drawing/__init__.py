@@ -2,6 +2,7 @@
 
 from .annotated import to_networkx
 from .draw import draw, notebook_svg, to_dot
+from .model_explorer import to_model_explorer
 from .render import can_render
 
-__all__ = ["can_render", "draw", "notebook_svg", "to_dot", "to_networkx"]
+__all__ = ["can_render", "draw", "notebook_svg", "to_dot", "to_model_explorer", "to_networkx"]

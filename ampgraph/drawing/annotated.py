@@ -123,8 +123,8 @@ def _annotated(graph_module: GraphModule, plan: Plan | None, name: str) -> Annot
     graph.graph["low_dtype"] = _low_dtype(graph, plan)
     ops = {n for n, data in graph.nodes(data=True) if data["kind"] == "op"}
     scopes = with_guards(result.scopes, guards, ops)
-    shared = [n for n, data in graph.nodes(data=True) if data["kind"] in ("cast", "clamp")]
-    result.scopes = numbered_calls(graph, beside_users(graph, scopes, shared))
+    moved = [n for n, data in graph.nodes(data=True) if data["kind"] in ("parameter", "cast", "clamp")]
+    result.scopes = numbered_calls(graph, beside_users(graph, scopes, moved))
     for node, scope in result.scopes.items():
         graph.nodes[node]["scope"] = scope_text(scope)
     return result

@@ -140,6 +140,8 @@ def picture(
     graph = source.graph
     highlighted = None if highlight is None else _highlighted(source, highlight)
     shown = list(graph) if focus is None else _in_focus(source, focus)
+    # Buffers that nothing reads (num_batches_tracked in evaluation mode) are no part of what runs.
+    shown = [n for n in shown if graph.nodes[n]["kind"] != "parameter" or graph.out_degree(n)]
     root = _boxes(source, shown)
     _count(root, graph, highlighted or frozenset())
     if depth is not None:
@@ -206,7 +208,7 @@ def _count_node(data: dict, highlighted: bool) -> Counts:
 def _fold(box: Box, depth: int) -> None:
     """Folds modules ``depth`` levels down; guarded regions and bodies are no level of their own."""
     if depth == 0:
-        box.folded = True
+        box.folded = not is_single(box)
         return
     for part, inner in box.boxes.items():
         if part.kind == MODULE:

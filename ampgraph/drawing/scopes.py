@@ -80,18 +80,20 @@ def with_guards(scopes: Mapping[str, Scope], guards: Mapping[str, str], ops: set
 
 
 def beside_users(graph: nx.DiGraph, scopes: Mapping[str, Scope], moved: Iterable[str]) -> dict[str, Scope]:
-    """Moves nodes that several modules share (casts) to where all of their users are, or beside their source
-    where that is further inside."""
+    """Moves nodes that belong to nobody (parameters, casts) to the innermost scope that holds all of their users.
+
+    A cast whose source is further inside stays with it, or the source's module would be left and entered again.
+    """
     result = dict(scopes)
-    for name in moved:
-        users = [scopes[user] for user in graph.successors(name)]
-        sources = [result[source] for source in graph.predecessors(name)]
+    order = {name: number for number, name in enumerate(graph)}
+    for name in sorted(moved, key=order.__getitem__, reverse=True):
+        users = [result[user] for user in graph.successors(name)]
         if not users:
             continue
         common = _common_prefix(users)
-        inner = [s for s in sources if len(s) > len(common) and s[: len(common)] == common]
-        is_parameter = graph.nodes[name]["is_parameter"]
-        result[name] = inner[0] if inner and (len(users) > 1 or is_parameter) else common
+        inner = [scopes[source] for source in graph.predecessors(name) if not graph.nodes[name]["is_parameter"]]
+        inner = [scope for scope in inner if len(users) > 1 and scope[: len(common)] == common]
+        result[name] = inner[0] if inner else common
     return result
 
 

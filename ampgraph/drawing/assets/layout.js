@@ -3,7 +3,7 @@
 // are items in layers from top to bottom; an edge that leaves or enters the box ends at a port on its border.
 // So no line runs through a node, and folding a box changes nothing inside of the others.
 
-const GAP_X = 18, GAP_Y = 34, PADDING = 12, HEADER = 24, SWEEPS = 8;
+const GAP_X = 18, GAP_Y = 34, GAP_PORT = 12, PADDING = 12, HEADER = 24, SWEEPS = 8;
 
 // item: {w, h, inside: Map(port -> x) for open boxes}; link: {from, to, fromPort, toPort}, ends are items.
 // Sets x and y (centre and top, relative to the content) of every item, and points of every link.
@@ -141,12 +141,15 @@ function spread(row, wishes, weights) {
   for (const block of blocks) for (const item of block.items) item.x = block.sum / block.weight + item.shift;
 }
 
+function isBorder(row) { return row.some((item) => item.isPort); }
+
 function assignHeights(rows) {
   let y = 0;
   rows.forEach((row, i) => {
     const height = Math.max(0, ...row.map((item) => item.h));
     for (const item of row) Object.assign(item, {y, rowTop: y, rowBottom: y + height});
-    y += height + (i < rows.length - 1 ? GAP_Y : 0);
+    if (i === rows.length - 1) y += height;
+    else y += height + (isBorder(row) ? GAP_PORT : isBorder(rows[i + 1]) ? 0 : GAP_Y);
   });
   return y;
 }

@@ -190,8 +190,9 @@ function spreadEntries(all) {
     const room = target.w * (target.kind === "cast" && target.precision !== "low" ? .4 : .7);
     coming.forEach((line, i) => {
       const x = target.ax + target.w / 2 + room * ((i + .5) / coming.length - .5);
-      line.points[line.points.length - 1][0] = x;
-      line.points.push([x, target.ay]);
+      const last = line.points[line.points.length - 1];
+      last[0] = x;
+      if (last[1] !== target.ay) line.points.push([x, target.ay]);
     });
   }
 }
@@ -301,6 +302,8 @@ function reveal(node) {
 function search() {
   const words = byId("search").value.toLowerCase().split(/\s+/).filter(Boolean);
   matches = words.length ? nodes.filter((node) => words.every((word) => node.text.includes(word))) : [];
+  const named = (node) => words.some((word) => node.name.toLowerCase().includes(word) || node.lines[0].toLowerCase().includes(word));
+  matches = [...matches.filter(named), ...matches.filter((node) => !named(node))];
   matchAt = -1;
   byId("found").textContent = words.length ? `${matches.length} found` : "";
   mark();
