@@ -95,7 +95,9 @@ def test_boundary_is_marked() -> None:
 
 
 def legend(text: str) -> set[str]:
-    return {style["label"] for name, style in statements(text).items() if name.startswith("_legend_") and style}
+    return {
+        style["label"] for name, style in statements(text).items() if name.startswith("_legend_") and style
+    }
 
 
 def test_legend_shows_what_occurs(amp: ampgraph.AmpModule) -> None:
@@ -160,13 +162,19 @@ def test_highlight(amp: ampgraph.AmpModule) -> None:
     assert {n for n, s in drawn.items() if s.get("color") == look.HIGHLIGHT and "_legend" not in n} == {
         cast.name for cast in ampgraph.explain(amp).casts
     }
-    assert "2 highlighted" in statements(to_dot(amp, highlight="relu_[23]", depth=1))["[[fp32_guard]/tail]"]["label"]
+    assert (
+        "2 highlighted"
+        in statements(to_dot(amp, highlight="relu_[23]", depth=1))["[[fp32_guard]/tail]"]["label"]
+    )
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"focus": "tial.*"}, r"focus='tial\.\*' matches no module path and no node name\. Did you mean 'tail"),
+        (
+            {"focus": "tial.*"},
+            r"focus='tial\.\*' matches no module path and no node name\. Did you mean 'tail",
+        ),
         ({"highlight": "lineer"}, "no node 'lineer'. Did you mean 'linear"),
         ({"highlight": "cast"}, "Did you mean 'casts'"),
         ({"depth": -1}, "depth=-1: expected"),
@@ -220,7 +228,7 @@ def test_every_route_draws_everything(amp: ampgraph.AmpModule, route: str) -> No
         pytest.skip(f"{route} is not installed")
     svg = function(to_dot(amp), "svg").decode()
     titles = set(re.findall(r"<title>([^<]+)</title>", svg))
-    assert {name for name in ampgraph.to_networkx(amp)} <= titles
+    assert set(ampgraph.to_networkx(amp)) <= titles
     # The legend shows one cast as well.
     assert svg.lower().count(look.CAST.lower()) == len(ampgraph.explain(amp).casts) + 1
     assert function(to_dot(amp), "png").startswith(b"\x89PNG")

@@ -161,7 +161,9 @@ def plain_graph() -> fx.GraphModule:
 def test_graph_without_a_plan() -> None:
     graph = ampgraph.to_networkx(plain_graph())
     assert graph.graph["low_dtype"] == "float16"
-    casts = {n: (data["dtype"], data["bytes"]) for n, data in graph.nodes(data=True) if data["kind"] == "cast"}
+    casts = {
+        n: (data["dtype"], data["bytes"]) for n, data in graph.nodes(data=True) if data["kind"] == "cast"
+    }
     assert casts == {"_to_copy": ("float16", 16 * 6)}
     roles = {n: data["boundary"] for n, data in graph.nodes(data=True) if data["boundary"]}
     assert roles["mul"] == "scale"

@@ -106,7 +106,9 @@ class Browser:
         for letter in text:
             if letter == "\n":
                 for event in ("rawKeyDown", "char", "keyUp"):
-                    self._call("Input.dispatchKeyEvent", type=event, key="Enter", text="\r", windowsVirtualKeyCode=13)
+                    self._call(
+                        "Input.dispatchKeyEvent", type=event, key="Enter", text="\r", windowsVirtualKeyCode=13
+                    )
             else:
                 self._call("Input.insertText", text=letter)
 

@@ -13,7 +13,17 @@ from ..module import AmpModule
 from ..passes import Workspace
 from ..plan import META_KEY, Plan
 from .attributes import LOW_DTYPES, boundary_roles, called_modules, modules_around, node_attributes
-from .scopes import BODY, GRAPH, Part, Scope, beside_users, module_scope, numbered_calls, scope_text, with_guards
+from .scopes import (
+    BODY,
+    GRAPH,
+    Part,
+    Scope,
+    beside_users,
+    module_scope,
+    numbered_calls,
+    scope_text,
+    with_guards,
+)
 
 GRAPHS = ("forward", "backward", "both")
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from . import look
 from .picture import Arc, Box, Picture, box_id, is_single
-from .scopes import BODY, GUARD, MODULE, Part
+from .scopes import GUARD, MODULE, Part, Scope
 
 _Style = dict[str, str]
 
@@ -49,13 +49,13 @@ class _Writer:
             yield indent + _statement(box_id(box), self._folded_style(box))
             return
         for name in box.nodes:
-            yield indent + _statement(name, self._node_style(name))
+            yield indent + _statement(name, self._node_style(name, box.scope))
         for part, inner in box.boxes.items():
             if inner.folded:
                 yield from self._inside(inner, indent)
                 continue
             if is_single(inner):
-                yield indent + _statement(inner.nodes[0], self._node_style(inner.nodes[0], inner))
+                yield indent + _statement(inner.nodes[0], self._node_style(inner.nodes[0], box.scope, inner))
                 continue
             yield f"{indent}subgraph {_quoted('cluster_' + inner.key)} {{"
             yield f"{indent}  {_attributes(self._cluster_style(part, inner), ' ')};"
@@ -70,14 +70,14 @@ class _Writer:
             style["fontcolor"] = "#00664B"
             self._seen("guarded region", {"shape": "box", "style": "rounded,dashed"} | _outline(look.GUARDED))
         elif part.kind != MODULE:
-            style |= {"style": "rounded,bold" if part.kind == BODY else "bold", "color": "#555555"}
+            style |= {"style": "rounded,bold", "color": "#555555"}
         return style
 
-    def _node_style(self, name: str, around: Box | None = None) -> _Style:
+    def _node_style(self, name: str, scope: Scope, alone_in: Box | None = None) -> _Style:
         data = self.graph.nodes[name]
-        style = {"label": look.node_label(data), "tooltip": look.node_tooltip(name, data)}
-        if around:
-            style["label"] += f"\nin {look.box_name(around)}"
+        style = {"label": look.node_label(data, scope), "tooltip": look.node_tooltip(name, data)}
+        if alone_in:
+            style["label"] += f"\nin {look.box_name(alone_in)}"
         style |= self._look(data)
         if data["boundary"]:
             style |= {"fillcolor": look.BOUNDARY, "label": f"{style['label']}\n({data['boundary']})"}
@@ -148,7 +148,7 @@ class _Writer:
     def _neighbour_style(self, name: str) -> _Style:
         data = self.graph.nodes[name]
         style = {
-            "label": look.node_label(data),
+            "label": look.node_label(data, ()),
             "tooltip": look.node_tooltip(name, data),
             "shape": "box",
             "style": "dashed",
@@ -162,7 +162,11 @@ class _Writer:
         if self.picture.highlighted is None:
             return style
         if not highlighted:
-            return style | {"fillcolor": _faded(style["fillcolor"]), "color": "#BBBBBB", "fontcolor": "#777777"}
+            return style | {
+                "fillcolor": _faded(style["fillcolor"]),
+                "color": "#BBBBBB",
+                "fontcolor": "#777777",
+            }
         self._seen("highlighted", _outline(look.HIGHLIGHT))
         return style | {"color": look.HIGHLIGHT, "penwidth": "4"}
 

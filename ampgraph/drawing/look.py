@@ -6,7 +6,7 @@ from typing import Any
 
 from .. import graph_view as view
 from .picture import Box, Counts
-from .scopes import BODY, GUARD
+from .scopes import BODY, GUARD, Scope
 
 # Okabe and Ito's palette, the large areas lightened: the classes stay apart for the usual forms of colour
 # blindness (https://jfly.uni-koeln.de/color/).
@@ -31,12 +31,18 @@ def cast_label(data: dict[str, Any]) -> str:
     return f"cast to {short_dtype(data['dtype'])}\n{view.human_bytes(data['bytes'])}"
 
 
-def node_label(data: dict[str, Any]) -> str:
-    """Returns a node's name, and its op where the name does not tell it."""
+def node_label(data: dict[str, Any], scope: Scope) -> str:
+    """Returns a node's name, and its op where the name does not tell it.
+
+    Inside of a module's box, its parameters go without its path.
+    """
     if data["kind"] == "cast":
         return cast_label(data)
     if data["kind"] == "graph":
         return f"result of {data['label']}"
+    if data["kind"] == "parameter":
+        inner = next((part.module for part in reversed(scope) if part.module), "")
+        return str(data["label"]).removeprefix(f"{inner}.")
     return f"{data['label']}\n{data['op']}" if data["op"] and data["op"] != "getitem" else data["label"]
 
 

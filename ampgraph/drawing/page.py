@@ -14,7 +14,7 @@ from .. import graph_view as view
 from . import look
 from .picture import Box, Picture, is_single
 
-_FACTS = ("op", "module", "type", "op_class", "guard", "line")
+_FACTS = ("op", "module", "type", "op_class", "guard")
 
 
 def page(picture: Picture) -> str:
@@ -61,8 +61,8 @@ def _data(picture: Picture) -> dict[str, Any]:
         for a, b, data in graph.edges(data=True)
         if a in index and b in index and inside & {a, b}
     ]
-    alone = {box.nodes[0]: look.box_name(box) for box in picture.root.all_boxes() if is_single(box)}
-    nodes = [_node(name, graph.nodes[name], alone.get(name, ""), name not in inside) for name in names]
+    around = {name: box for box in (picture.root, *picture.root.all_boxes()) for name in box.nodes}
+    nodes = [_node(name, graph.nodes[name], around.get(name)) for name in names]
     highlighted = picture.highlighted
     return {
         "title": look.title(
@@ -77,13 +77,20 @@ def _data(picture: Picture) -> dict[str, Any]:
     }
 
 
-def _node(name: str, data: dict[str, Any], module: str, neighbour: bool) -> dict[str, Any]:
-    lines = look.node_label(data).split("\n") + ([f"in {module}"] if module else [])
+def _node(name: str, data: dict[str, Any], box: Box | None) -> dict[str, Any]:
+    """Returns a node in its box; a node outside of the focus has none."""
+    alone = box is not None and is_single(box)
+    scope = box.scope[: -1 if alone else None] if box else ()
+    lines = look.node_label(data, scope).split("\n")
+    if box and alone:
+        lines.append(f"in {look.box_name(box)}")
     if data["type"] and "], " not in data["type"]:
         lines.append(data["type"])
     facts = [(key.replace("_", " "), data[key]) for key in _FACTS if data[key]]
     if data["kind"] == "cast":
         facts.append(("moves", f"{view.human_bytes(data['bytes'])} ({data['bytes']} bytes)"))
+    if data["line"]:
+        facts.append(("line", view.short_line(data["line"])))
     if data["boundary"]:
         facts.append(("boundary", look.BOUNDARY_WORDS[data["boundary"]]))
     searched = (name, data["label"], data["op"], data["module"], data["dtype"], data["kind"], data["reason"])
@@ -98,7 +105,7 @@ def _node(name: str, data: dict[str, Any], module: str, neighbour: bool) -> dict
         "facts": facts,
         "tooltip": look.node_tooltip(name, data),
         "text": " ".join(searched).lower(),
-        "neighbour": neighbour,
+        "neighbour": box is None,
     }
 
 

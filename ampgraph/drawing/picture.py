@@ -200,9 +200,7 @@ def _count(box: Box, graph: nx.DiGraph, highlighted: frozenset[str]) -> None:
 def _count_node(data: dict, highlighted: bool) -> Counts:
     computes = data["kind"] == "op" and "float" in data["dtype"] and data["op"] != "getitem"
     is_cast = data["kind"] == "cast"
-    return Counts(
-        computes, computes and data["precision"] == "low", is_cast, data["bytes"], highlighted
-    )
+    return Counts(computes, computes and data["precision"] == "low", is_cast, data["bytes"], highlighted)
 
 
 def _fold(box: Box, depth: int) -> None:

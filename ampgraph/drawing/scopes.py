@@ -91,7 +91,9 @@ def beside_users(graph: nx.DiGraph, scopes: Mapping[str, Scope], moved: Iterable
         if not users:
             continue
         common = _common_prefix(users)
-        inner = [scopes[source] for source in graph.predecessors(name) if not graph.nodes[name]["is_parameter"]]
+        inner = [
+            scopes[source] for source in graph.predecessors(name) if not graph.nodes[name]["is_parameter"]
+        ]
         inner = [scope for scope in inner if len(users) > 1 and scope[: len(common)] == common]
         result[name] = inner[0] if inner else common
     return result

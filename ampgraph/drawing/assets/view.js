@@ -390,7 +390,7 @@ document.addEventListener("keydown", (event) => {
   if (event.key === "/") { event.preventDefault(); byId("search").focus(); }
   if (event.key === "f") fit();
 });
-const arrow = make(make(canvas, "defs"), "marker", {id: "arrow", viewBox: "0 0 8 8", refX: 8, refY: 4, markerWidth: 7, markerHeight: 7, orient: "auto"});
+const arrow = make(make(canvas, "defs"), "marker", {id: "arrow", viewBox: "0 0 8 8", refX: 8, refY: 4, markerWidth: 7, markerHeight: 7, markerUnits: "userSpaceOnUse", orient: "auto"});
 make(arrow, "path", {d: "M0,0L8,4L0,8z", fill: "#555"});
 legend();
 draw();
