@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
-from torch import nn
+from functorch.compile import make_boxed_func
+from torch import fx, nn
+from torch._dynamo.backends.common import aot_autograd
 
 import ampgraph
 
@@ -36,3 +40,18 @@ class Stack(nn.Module):
 def stack() -> ampgraph.AmpModule:
     """Returns `Stack`, converted for float16."""
     return ampgraph.convert(Stack(), (torch.randn(2, 8),), dtype=torch.float16)
+
+
+def aot_graphs() -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Returns the forward and the backward graph that AOTAutograd makes of `Layer`."""
+    graphs: list[fx.GraphModule] = []
+
+    def keep(graph_module: fx.GraphModule, inputs: list) -> Callable:
+        graphs.append(graph_module)
+        return make_boxed_func(graph_module)
+
+    backend = aot_autograd(fw_compiler=keep, bw_compiler=keep)
+    amp = ampgraph.convert(Layer(), (torch.randn(2, 8),), dtype=torch.float16, backend=backend)
+    amp(torch.randn(2, 8)).sum().backward()
+    forward, backward = graphs
+    return forward, backward

@@ -18,7 +18,7 @@ from ampgraph.drawing.annotated import annotated
 from ampgraph.drawing.picture import fitting, picture
 from ampgraph.errors import AmpGraphError
 
-from .drawn_models import Layer, stack
+from .drawn_models import Layer, aot_graphs, stack
 
 RENDER = sys.modules["ampgraph.drawing.render"]
 needs_renderer = pytest.mark.skipif(not can_render(), reason="neither dot nor pygraphviz is installed")
@@ -31,7 +31,7 @@ def amp() -> ampgraph.AmpModule:
 
 @pytest.fixture
 def no_renderer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(RENDER, "_routes", lambda: [])
+    monkeypatch.setattr(RENDER, "_routes", list)
 
 
 def statements(text: str) -> dict[str, dict[str, str]]:
@@ -189,6 +189,27 @@ def test_wrong_options_write_nothing(
     with pytest.raises(AmpGraphError, match=message):
         ampgraph.draw(amp, tmp_path / "model.dot", **options)
     assert not list(tmp_path.iterdir())
+
+
+def test_forward_and_backward_side_by_side(amp: ampgraph.AmpModule, monkeypatch: pytest.MonkeyPatch) -> None:
+    forward, backward = aot_graphs()
+    monkeypatch.setattr(type(amp), "forward_graph", forward, raising=False)
+    monkeypatch.setattr(type(amp), "backward_graph", backward, raising=False)
+    text = to_dot(amp, graph="both")
+    drawn = statements(text)
+    for which, graph_module in (("forward", forward), ("backward", backward)):
+        read = {f"{which}/{n.name}" for n in graph_module.graph.nodes}
+        assert read <= set(drawn)
+        assert f'subgraph "cluster_{which}"' in text
+    saved = {a for a in drawn if drawn[a].get("style") == "dotted"}
+    kept = {n.name for n in backward.graph.find_nodes(op="placeholder")} & {
+        n.name for n in forward.graph.nodes
+    }
+    assert saved == {f"forward/{name} -> backward/{name}" for name in kept}
+    assert kept
+    alone = statements(to_dot(amp, graph="backward"))
+    assert {n.name for n in backward.graph.nodes} <= set(alone)
+    assert alone["_to_copy_9"]["fillcolor"] == look.CAST
 
 
 def test_names_are_quoted() -> None:

@@ -139,8 +139,8 @@ OVERLAPS = """(() => {
   const shapes = groups.map((group) => group.querySelector('.shape').getBoundingClientRect());
   let count = 0;
   shapes.forEach((a, i) => shapes.slice(i + 1).forEach((b) => {
-    const apart = a.left > b.right - .5 || b.left > a.right - .5 || a.top > b.bottom - .5 || b.top > a.bottom - .5;
-    if (!apart) count++;
+    const beside = a.left > b.right - .5 || b.left > a.right - .5;
+    if (!beside && a.top < b.bottom - .5 && b.top < a.bottom - .5) count++;
   }));
   return count;
 })()"""

@@ -51,7 +51,7 @@ class Browser:
         self.errors: list[str] = []
         self._count = 0
         self._buffer = b""
-        self._profile = tempfile.TemporaryDirectory()
+        self._profile = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
         flags = (*_FLAGS, f"--user-data-dir={self._profile.name}", f"--window-size={size[0]},{size[1]}")
         self._process, self._read, self._write = _start([program, *flags])
         self._session = self._attach(size)
@@ -62,7 +62,7 @@ class Browser:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._process.terminate()
+        self._send("Browser.close")
         self._process.wait(SECONDS)
         os.close(self._read)
         os.close(self._write)

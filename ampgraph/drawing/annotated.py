@@ -58,7 +58,8 @@ def to_networkx(amp: AmpModule | GraphModule, graph: str = "forward") -> nx.DiGr
             relu, ``[fp32_guard]`` a guarded region, ``{true_graph_0}`` a body
         ``guard``: ``"fp16_guard"``, ``"fp32_guard"``, ``"autocast"`` (a region of ``torch.autocast``) or
             ``""``
-        ``boundary``: ``"scale"``, ``"unscale"`` or ``"check"`` on nodes of the loss scaling, else ``""``
+        ``boundary``: ``"scale"``, ``"unscale"`` or ``"check"`` on nodes of the loss scaling, ``"shadow"`` on
+            the low copies of parameters, else ``""``
         ``dtype``, ``shape``: ``"float16"``, ``"2x8x16"``
         ``type``: both in short, ``"f16[2, 8, 16]"``
         ``precision``: ``"low"``, ``"fp32"`` or ``"other"``

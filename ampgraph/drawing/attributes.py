@@ -7,9 +7,11 @@ from typing import Any
 from torch.fx import GraphModule, Node
 
 from .. import graph_view as view
+from ..boundary import unscale_gradients
 from ..guards import guard_of
 from ..module_path import clean_path, module_paths_of
-from ..passes import is_boundary
+from ..passes import ReadShadows, is_boundary
+from ..passes.boundary import BOUNDARY
 from ..plan import META_KEY, Plan
 
 LOW_DTYPES = ("float16", "bfloat16")
@@ -77,7 +79,8 @@ def modules_around(node: Node, called: dict[str, tuple[str, ...]]) -> tuple[str,
 
 
 def boundary_roles(graph_module: GraphModule) -> dict[Node, str]:
-    """Returns the nodes of the loss scaling: ``"scale"``, ``"unscale"`` or ``"check"`` (for infinities).
+    """Returns the nodes of the loss scaling (``"scale"``, ``"unscale"``, ``"check"`` for infinities) and the
+    low copies of parameters (``"shadow"``).
 
     In ampgraph's own graphs the boundary's nodes are marked. In AOTAutograd's backward, what reads the scale
     scales, what reads its inverse unscales, and whatever reads unscaled gradients checks them.
@@ -85,9 +88,15 @@ def boundary_roles(graph_module: GraphModule) -> dict[Node, str]:
     roles: dict[Node, str] = {}
     for node in graph_module.graph.nodes:
         if is_boundary(node):
-            function = node.args[0].target if view.is_item(node) else node.target
-            roles[node] = "unscale" if "unscale" in getattr(function, "__name__", "") else "scale"
+            roles[node] = _own_role(node)
     return roles or _aot_roles(graph_module)
+
+
+def _own_role(node: Node) -> str:
+    if node.meta[META_KEY][BOUNDARY] == ReadShadows.name:
+        return "shadow"
+    call = node.args[0] if view.is_item(node) else node
+    return "unscale" if call.target is unscale_gradients else "scale"  # type: ignore[union-attr]
 
 
 def _aot_roles(graph_module: GraphModule) -> dict[Node, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 from . import look
@@ -81,7 +82,7 @@ class _Writer:
         style |= self._look(data)
         if data["boundary"]:
             style |= {"fillcolor": look.BOUNDARY, "label": f"{style['label']}\n({data['boundary']})"}
-            self._seen("loss scaling", {"fillcolor": look.BOUNDARY})
+            self._seen(look.boundary_legend(data["boundary"]), {"fillcolor": look.BOUNDARY})
         return self._with_highlight(style, name in (self.picture.highlighted or ()))
 
     def _look(self, data: dict[str, Any]) -> _Style:
@@ -195,7 +196,7 @@ class _Writer:
         names = [f"_legend_{number}" for number in range(len(entries))]
         for name, (words, style) in zip(names, entries, strict=True):
             yield "    " + _statement(name, {"label": words, "fontsize": "9", "tooltip": words} | style)
-        for upper, lower in zip(names, names[1:], strict=False):
+        for upper, lower in pairwise(names):
             yield f"    {_quoted(upper)} -> {_quoted(lower)} [style=invis minlen=1];"
         yield "  }"
 

@@ -35,8 +35,8 @@ def draw(
     """Draws a converted model.
 
     Colour tells precision, purple trapezoids are casts with the bytes they read and write, edges carry dtype
-    and shape, nested boxes are module calls; guarded regions and the nodes of the loss scaling are marked, and
-    each node's reason is its tooltip. The legend explains what occurs.
+    and shape, nested boxes are module calls. Guarded regions and the nodes of the loss scaling are marked. A
+    node's reason is its tooltip. The legend explains what occurs.
 
     Args:
         amp: What `ampgraph.convert` returned, or a graph module whose nodes have ``meta["val"]``.

@@ -18,7 +18,13 @@ BOUNDARY_WORDS = {
     "scale": "loss scaling: multiplies by the scale",
     "unscale": "loss scaling: multiplies by 1/scale",
     "check": "loss scaling: looks for infinities and NaN",
+    "shadow": "shadow weight: a parameter's low copy, refreshed after updates; the gradient goes to the parameter",
 }
+
+
+def boundary_legend(role: str) -> str:
+    """Returns what the legend calls a boundary node."""
+    return BOUNDARY_WORDS[role].partition(":")[0]
 
 
 def short_dtype(dtype: str) -> str:

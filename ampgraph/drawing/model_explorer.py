@@ -1,4 +1,4 @@
-"""Precision as node data for Google's Model Explorer, to be laid over its own view of the exported program."""
+"""Precision as node data for Google's Model Explorer, laid over its view of the exported program."""
 
 from __future__ import annotations
 

@@ -20,8 +20,8 @@ _FACTS = ("op", "module", "type", "op_class", "guard")
 def page(picture: Picture) -> str:
     """Returns the picture as an HTML page.
 
-    The page may run its own script and style and nothing else (its Content-Security-Policy names both by their
-    hashes), and names and reasons reach it as JSON, so that nothing in them can act.
+    The page may run its own script and style and nothing else (its Content-Security-Policy names both by
+    their hashes), and names and reasons reach it as JSON, so that nothing in them can act.
     """
     style, script = _asset("page.css"), f"{_asset('layout.js')}\n{_asset('view.js')}"
     policy = f"default-src 'none'; style-src {_hash(style)}; script-src {_hash(script)}"
@@ -151,8 +151,10 @@ def _legend(picture: Picture, nodes: list[dict], edges: list[list]) -> list[dict
         for kind, text in kinds.items()
         if any(k == kind for k, _ in seen)
     ]
-    if any(n["boundary"] for n in inside):
-        shown.append({"words": "loss scaling", "kind": "op", "precision": "other", "boundary": "scale"})
+    shown += [
+        {"words": text, "kind": "op", "precision": "other", "boundary": True}
+        for text in dict.fromkeys(look.boundary_legend(n["boundary"]) for n in inside if n["boundary"])
+    ]
     if len(inside) < len(nodes):
         shown.append({"words": "outside of the focus", "kind": "op", "precision": "other", "neighbour": True})
     boxes = list(picture.root.all_boxes())

@@ -1,4 +1,4 @@
-"""Graphviz text to pictures: by the ``dot`` program, or by pygraphviz, whose wheels bring their own Graphviz."""
+"""Graphviz text to pictures: by the ``dot`` program, or by pygraphviz, whose wheels bring Graphviz."""
 
 from __future__ import annotations
 

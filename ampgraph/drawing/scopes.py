@@ -80,9 +80,9 @@ def with_guards(scopes: Mapping[str, Scope], guards: Mapping[str, str], ops: set
 
 
 def beside_users(graph: nx.DiGraph, scopes: Mapping[str, Scope], moved: Iterable[str]) -> dict[str, Scope]:
-    """Moves nodes that belong to nobody (parameters, casts) to the innermost scope that holds all of their users.
+    """Moves nodes that belong to nobody (parameters, casts) to the innermost scope around all users.
 
-    A cast whose source is further inside stays with it, or the source's module would be left and entered again.
+    A shared cast stays with a source further inside, or the source's module would be left and entered again.
     """
     result = dict(scopes)
     order = {name: number for number, name in enumerate(graph)}
