@@ -175,6 +175,7 @@ def test_graph_without_a_plan() -> None:
 def test_boundary_of_the_training_graph() -> None:
     amp = ampgraph.convert(Layer(), (torch.randn(2, 8),), dtype=torch.float16)
     data = ampgraph.to_networkx(amp.training_graph).nodes
+    assert {data[n]["kind"] for n in ("_amp_scale", "_amp_inverse", "_amp_probe")} == {"parameter"}
     assert {n: data[n]["boundary"] for n in data if "gradients" in n} == {
         "unscale_gradients": "unscale",
         "unscale_gradients_1": "unscale",

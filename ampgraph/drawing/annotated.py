@@ -12,7 +12,14 @@ from ..errors import AmpGraphError
 from ..module import AmpModule
 from ..passes import Workspace
 from ..plan import META_KEY, Plan
-from .attributes import LOW_DTYPES, boundary_roles, called_modules, modules_around, node_attributes
+from .attributes import (
+    LOW_DTYPES,
+    body_of,
+    boundary_roles,
+    called_modules,
+    modules_around,
+    node_attributes,
+)
 from .scopes import (
     BODY,
     GRAPH,
@@ -158,16 +165,13 @@ def _add_graph(
             widens = (node.name, path) in widened and view.dtype_of(source) in LOW_DTYPES
             _add_edge(result.graph, prefix + source.name, name, source, widens)
         if data["kind"] == "graph":
-            _add_body(result, guards, graph_module, node, name)
+            _add_body(result, guards, node, name)
     return prefix + graph_module.graph.output_node().name
 
 
-def _add_body(
-    result: Annotated, guards: dict[str, str], graph_module: GraphModule, node: Node, name: str
-) -> None:
-    body = getattr(graph_module, str(node.target), None)
-    if not isinstance(body, GraphModule):
-        return
+def _add_body(result: Annotated, guards: dict[str, str], node: Node, name: str) -> None:
+    body = body_of(node)
+    assert isinstance(body, GraphModule)
     result.scopes[name] = (*result.scopes[name], Part(BODY, node.name))
     output = _add_graph(result, guards, body, _plan_of(body), f"{name}/")
     result.graph.add_edge(output, name, dtype="", shape="", type="", widened=False, saved=False)

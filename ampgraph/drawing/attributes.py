@@ -122,7 +122,14 @@ def _kind(node: Node, plan: Plan | None) -> str:
     kind = view.kind_of(node)
     if plan is None and kind == "op" and _changes_dtype(node):
         return "cast"
+    if kind == "graph" and not isinstance(body_of(node), GraphModule):
+        return "parameter"  # a tensor without a fake value, such as the loss scale
     return "parameter" if kind == "input" and _parameter_path(node) else kind
+
+
+def body_of(node: Node) -> object:
+    """Returns what the attribute that a node reads is: for a higher-order op, the body it runs."""
+    return getattr(node.graph.owning_module, str(node.target), None)
 
 
 def _changes_dtype(node: Node) -> bool:
@@ -136,7 +143,7 @@ def _changes_dtype(node: Node) -> bool:
 def _parameter_path(node: Node) -> str:
     """Returns the path of the parameter, buffer or constant that the node is, or ``""``."""
     if node.op == "get_attr":
-        return clean_path(str(node.target)) if view.values(node) else ""
+        return clean_path(str(node.target)) if not isinstance(body_of(node), GraphModule) else ""
     # AOTAutograd describes its inputs: ParamAOTInput(target="layer1.weight").
     described = node.meta.get("desc") if node.op == "placeholder" else None
     return clean_path(str(getattr(described, "target", "")))

@@ -18,7 +18,7 @@ BOUNDARY_WORDS = {
     "scale": "loss scaling: multiplies by the scale",
     "unscale": "loss scaling: multiplies by 1/scale",
     "check": "loss scaling: looks for infinities and NaN",
-    "shadow": "shadow weight: a parameter's low copy, refreshed after updates; the gradient goes to the parameter",
+    "shadow": "shadow weight: a parameter's low copy; the gradient goes to the parameter",
 }
 
 

@@ -22,15 +22,15 @@ function acyclicOrder(items, links) {
   for (const item of items) Object.assign(item, {out: [], in: [], state: 0});
   for (const link of links) { link.reversed = false; link.from.out.push(link); link.to.in.push(link); }
   const done = [];
-  for (const root of items) {
-    const stack = root.state ? [] : [[root, 0]];
+  for (const root of [...items].reverse()) {  // the result is reversed once more
+    const stack = root.state ? [] : [[root, root.out.length]];
     root.state = root.state || 1;
     while (stack.length) {
       const top = stack[stack.length - 1];
-      const link = top[0].out[top[1]++];
+      const link = top[0].out[--top[1]];
       if (!link) { top[0].state = 2; done.push(top[0]); stack.pop(); continue; }
       if (link.to.state === 1) link.reversed = true;
-      if (link.to.state === 0) { link.to.state = 1; stack.push([link.to, 0]); }
+      if (link.to.state === 0) { link.to.state = 1; stack.push([link.to, link.to.out.length]); }
     }
   }
   return done.reverse();
