@@ -119,7 +119,7 @@ def row(name: str, level: str, amp: ampgraph.AmpModule) -> str:
     explanation = ampgraph.explain(amp)
     totals, autocast = explanation.totals, explanation.baselines["autocast"]
     cells = (
-        f"[{GALLERY[name].title}](#{name})",
+        f"[{GALLERY[name].title}](#{GALLERY[name].title.lower().replace(' ', '-')})",
         level,
         totals.casts,
         human_bytes(totals.activation_cast_bytes),
