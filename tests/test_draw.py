@@ -153,6 +153,17 @@ def test_focus_shows_the_edges_to_the_rest(amp: ampgraph.AmpModule) -> None:
     assert "add -> add_1" not in drawn
 
 
+class Skip(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.exp()
+        return x + x.sin()
+
+
+def test_edges_between_neighbours_are_left_out() -> None:
+    drawn = statements(to_dot(ampgraph.convert(Skip(), (torch.randn(4),)), focus="sin"))
+    assert {name for name in drawn if "->" in name and "_legend" not in name} == {"exp -> sin", "sin -> add"}
+
+
 def test_highlight(amp: ampgraph.AmpModule) -> None:
     drawn = statements(to_dot(amp, highlight=["linear_1", "relu*"]))
     bright = {n for n, style in drawn.items() if style.get("color") == look.HIGHLIGHT and "_legend" not in n}
@@ -254,6 +265,15 @@ def test_every_route_draws_everything(amp: ampgraph.AmpModule, route: str) -> No
     assert svg.lower().count(look.CAST.lower()) == len(ampgraph.explain(amp).casts) + 1
     assert function(to_dot(amp), "png").startswith(b"\x89PNG")
     assert function(to_dot(amp), "pdf").startswith(b"%PDF")
+
+
+def test_pygraphviz_stands_in_for_the_program(
+    amp: ampgraph.AmpModule, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not ROUTES["pygraphviz"][1]:
+        pytest.skip("pygraphviz is not installed")
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    assert ampgraph.draw(amp, tmp_path / "model.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_routes_agree(amp: ampgraph.AmpModule) -> None:
