@@ -18,7 +18,7 @@ from ampgraph.drawing.annotated import annotated
 from ampgraph.drawing.picture import fitting, picture
 from ampgraph.errors import AmpGraphError
 
-from .drawn_models import Layer, aot_graphs, stack
+from .drawn_models import Layer, stack, trained
 
 RENDER = sys.modules["ampgraph.drawing.render"]
 needs_renderer = pytest.mark.skipif(not can_render(), reason="neither dot nor pygraphviz is installed")
@@ -191,7 +191,7 @@ def test_highlight(amp: ampgraph.AmpModule) -> None:
         ({"depth": -1}, "depth=-1: expected"),
         ({"depth": "deep"}, "depth='deep': expected"),
         ({"graph": "sideways"}, "graph='sideways': expected 'forward'"),
-        ({"graph": "backward"}, "there is no backward graph"),
+        ({"graph": "backward"}, "keeps no backward graph"),
     ],
 )
 def test_wrong_options_write_nothing(
@@ -202,10 +202,9 @@ def test_wrong_options_write_nothing(
     assert not list(tmp_path.iterdir())
 
 
-def test_forward_and_backward_side_by_side(amp: ampgraph.AmpModule, monkeypatch: pytest.MonkeyPatch) -> None:
-    forward, backward = aot_graphs()
-    monkeypatch.setattr(type(amp), "forward_graph", forward, raising=False)
-    monkeypatch.setattr(type(amp), "backward_graph", backward, raising=False)
+def test_forward_and_backward_side_by_side() -> None:
+    amp = trained()
+    forward, backward = amp.forward_graph, amp.backward_graph
     text = to_dot(amp, graph="both")
     drawn = statements(text)
     for which, graph_module in (("forward", forward), ("backward", backward)):
@@ -220,7 +219,9 @@ def test_forward_and_backward_side_by_side(amp: ampgraph.AmpModule, monkeypatch:
     assert kept
     alone = statements(to_dot(amp, graph="backward"))
     assert {n.name for n in backward.graph.nodes} <= set(alone)
-    assert alone["_to_copy_9"]["fillcolor"] == look.CAST
+    purple = {n for n, s in alone.items() if s.get("fillcolor") == look.CAST and "_legend" not in n}
+    assert {alone[n]["shape"] for n in purple} == {"trapezium", "invtrapezium"}
+    assert alone["_foreach_mul"]["fillcolor"] == look.BOUNDARY
 
 
 def test_names_are_quoted() -> None:

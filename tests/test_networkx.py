@@ -10,13 +10,12 @@ import networkx as nx
 import pytest
 import torch
 from torch import fx, nn
-from torch.fx.experimental.proxy_tensor import make_fx
 
 import ampgraph
 from ampgraph.errors import AmpGraphError
 from ampgraph.passes import workspace
 
-from .drawn_models import Layer, stack
+from .drawn_models import Layer, stack, trained
 
 
 class Block(nn.Module):
@@ -49,7 +48,9 @@ def test_every_node_and_read(amp: ampgraph.AmpModule) -> None:
     assert nx.is_directed_acyclic_graph(graph)
 
 
-@pytest.mark.parametrize("converted", [lambda: stack(), lambda: stack().graph_module, lambda: plain_graph()])
+@pytest.mark.parametrize(
+    "converted", [lambda: stack(), lambda: stack().graph_module, lambda: trained().backward_graph]
+)
 def test_table_and_attributes_agree(converted: Callable) -> None:
     graph = ampgraph.to_networkx(converted())
     assert set(graph.graph) == documented("Graph attributes")
@@ -144,31 +145,22 @@ def test_folding_scopes_makes_no_cycle(depth: int) -> None:
     assert nx.is_directed_acyclic_graph(folded_once(ampgraph.to_networkx(stack()), depth))
 
 
-def plain_graph() -> fx.GraphModule:
-    """Returns a graph that ampgraph has not planned, as AOTAutograd makes them."""
-
-    def function(amp_scale: torch.Tensor, amp_inverse: torch.Tensor, x: torch.Tensor):
-        scaled = (x * amp_scale).to(torch.float16)
-        grad = torch._foreach_mul([scaled @ scaled.t()], amp_inverse)[0]
-        return grad, torch.isfinite(grad).all()
-
-    graph_module = make_fx(function, tracing_mode="fake")(torch.ones(()), torch.ones(()), torch.randn(4, 4))
-    for node, name in zip(graph_module.graph.nodes, ("amp_scale", "amp_inverse", "x"), strict=False):
-        node.name = name
-    return graph_module
-
-
 def test_graph_without_a_plan() -> None:
-    graph = ampgraph.to_networkx(plain_graph())
+    amp = trained()
+    graph = ampgraph.to_networkx(amp, graph="backward")
+    assert list(graph) == list(ampgraph.to_networkx(amp.backward_graph))
     assert graph.graph["low_dtype"] == "float16"
-    casts = {
-        n: (data["dtype"], data["bytes"]) for n, data in graph.nodes(data=True) if data["kind"] == "cast"
-    }
-    assert casts == {"_to_copy": ("float16", 16 * 6)}
+    nodes = {n.name: n for n in amp.backward_graph.graph.nodes}
+    casts = {n: data for n, data in graph.nodes(data=True) if data["kind"] == "cast"}
+    for name, data in casts.items():
+        assert {data["dtype"], graph.nodes[nodes[name].args[0].name]["dtype"]} == {"float16", "float32"}
+        assert data["bytes"] == 6 * nodes[name].meta["val"].numel()
+    weights = sum(p.numel() for p in amp.parameters())
+    assert sum(data["bytes"] for data in casts.values()) == 6 * (weights + 2 * 8)  # and the incoming gradient
     roles = {n: data["boundary"] for n, data in graph.nodes(data=True) if data["boundary"]}
     assert roles["mul"] == "scale"
     assert roles["_foreach_mul"] == roles["getitem"] == "unscale"
-    assert roles["all_1"] == "check"
+    assert roles["_foreach_norm"] == "finite check"
     assert "mm" not in roles
 
 
@@ -195,6 +187,8 @@ def test_shadow_weights_are_marked() -> None:
 def test_unknown_graphs_are_refused(amp: ampgraph.AmpModule) -> None:
     with pytest.raises(AmpGraphError, match="'forward', 'backward', 'both'"):
         ampgraph.to_networkx(amp, graph="sideways")
+    with pytest.raises(AmpGraphError, match=r"draw amp\.backward_graph by itself"):
+        ampgraph.to_networkx(amp.graph_module, graph="backward")
     with pytest.raises(AmpGraphError, match=r"meta\['val'\]"):
         ampgraph.to_networkx(fx.symbolic_trace(Block()))
 

@@ -15,7 +15,6 @@ from ..plan import META_KEY, Plan
 from .attributes import (
     LOW_DTYPES,
     body_of,
-    boundary_roles,
     called_modules,
     modules_around,
     node_attributes,
@@ -65,8 +64,8 @@ def to_networkx(amp: AmpModule | GraphModule, graph: str = "forward") -> nx.DiGr
             relu, ``[fp32_guard]`` a guarded region, ``{true_graph_0}`` a body
         ``guard``: ``"fp16_guard"``, ``"fp32_guard"``, ``"autocast"`` (a region of ``torch.autocast``) or
             ``""``
-        ``boundary``: ``"scale"``, ``"unscale"`` or ``"check"`` on nodes of the loss scaling, ``"shadow"`` on
-            the low copies of parameters, else ``""``
+        ``boundary``: ``"scale"``, ``"unscale"`` or ``"finite check"`` on nodes of the loss scaling,
+            ``"shadow"`` on the low copies of parameters, else ``""``
         ``dtype``, ``shape``: ``"float16"``, ``"2x8x16"``
         ``type``: both in short, ``"f16[2, 8, 16]"``
         ``precision``: ``"low"``, ``"fp32"`` or ``"other"``
@@ -87,9 +86,9 @@ def to_networkx(amp: AmpModule | GraphModule, graph: str = "forward") -> nx.DiGr
 
     Args:
         amp: What `ampgraph.convert` returned, or a graph module whose nodes have ``meta["val"]``.
-        graph: ``"forward"`` is the rewritten graph; ``"backward"`` the one that AOTAutograd made, there after
-            the first backward; ``"both"`` AOTAutograd's forward and backward, with names that start with
-            ``forward/`` and ``backward/``.
+        graph: ``"forward"`` is the rewritten graph; ``"backward"`` is ``amp.backward_graph``, which backend
+            ``"aot_eager"`` has after the first backward; ``"both"`` is ``amp.forward_graph`` beside it, with
+            names that start with ``forward/`` and ``backward/``.
 
     Raises:
         AmpGraphError: There is no such graph, or its nodes do not tell their dtypes.
@@ -124,13 +123,11 @@ def _plan_of(graph_module: GraphModule) -> Plan | None:
 
 
 def _aot_graph(amp: AmpModule | GraphModule, which: str) -> GraphModule:
-    graph_module = getattr(amp, f"{which}_graph", None) if isinstance(amp, AmpModule) else None
-    if isinstance(graph_module, GraphModule):
-        return graph_module
-    raise AmpGraphError(
-        f"there is no {which} graph: AOTAutograd makes it at the first backward, on a backend that uses it "
-        "(convert with backend='aot_eager' and run one forward and backward); plain eager has none."
-    )
+    if not isinstance(amp, AmpModule):
+        raise AmpGraphError(
+            f"graph={which!r}: only a converted model has one; draw amp.{which}_graph by itself."
+        )
+    return amp.forward_graph if which == "forward" else amp.backward_graph
 
 
 def _annotated(graph_module: GraphModule, plan: Plan | None, name: str) -> Annotated:
@@ -153,11 +150,11 @@ def _add_graph(
 ) -> str:
     """Adds a graph and the bodies that it runs; returns the name of its output node."""
     around = result.scopes.get(prefix.removesuffix("/"), ())
-    called, roles = called_modules(graph_module), boundary_roles(graph_module)
+    called = called_modules(graph_module)
     widened = set(plan.widened) if plan else set()
     for node in graph_module.graph.nodes:
         name = prefix + node.name
-        data = node_attributes(node, plan, roles.get(node, ""))
+        data = node_attributes(node, plan)
         result.graph.add_node(name, **data)
         result.scopes[name] = (*around, *module_scope(modules_around(node, called)))
         guards[name] = data["guard"]

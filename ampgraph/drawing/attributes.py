@@ -7,7 +7,7 @@ from typing import Any
 from torch.fx import GraphModule, Node
 
 from .. import graph_view as view
-from ..boundary import unscale_gradients
+from ..boundary import ROLES, unscale_gradients
 from ..guards import guard_of
 from ..module_path import clean_path, module_paths_of
 from ..passes import ReadShadows, is_boundary
@@ -17,17 +17,14 @@ from ..plan import META_KEY, Plan
 LOW_DTYPES = ("float16", "bfloat16")
 _CASTS = ("aten._to_copy", "aten.to.dtype", "prims.convert_element_type")
 _GUARDS = {"fp16": "fp16_guard", "fp32": "fp32_guard", "lists": "autocast"}
-# The inputs of AOTAutograd's graphs that hold the loss scale and its inverse.
-_SCALE, _INVERSE = "amp_scale", "amp_inverse"
 
 
-def node_attributes(node: Node, plan: Plan | None, boundary: str) -> dict[str, Any]:
+def node_attributes(node: Node, plan: Plan | None) -> dict[str, Any]:
     """Returns a node's attributes as `to_networkx` documents them; its scope is told by the whole graph.
 
     Args:
         node: A node with ``meta["val"]``.
         plan: The plan of its graph, or None for a graph that ampgraph has not planned.
-        boundary: Its part in the loss scaling, see `boundary_roles`.
     """
     kind = _kind(node, plan)
     decision = plan.decisions.get(node.name) if plan else None
@@ -41,7 +38,7 @@ def node_attributes(node: Node, plan: Plan | None, boundary: str) -> dict[str, A
         "module": next(iter(reversed(modules_around(node, {}))), ""),
         "scope": "",
         "guard": _GUARDS.get(guard_of(node) or "", ""),
-        "boundary": boundary,
+        "boundary": boundary_role(node),
         "dtype": dtype,
         "shape": view.shape_of(node) if returns else "",
         "type": view.type_of(node) if returns else "",
@@ -78,40 +75,17 @@ def modules_around(node: Node, called: dict[str, tuple[str, ...]]) -> tuple[str,
     return (*called.get(around, ()), owner)
 
 
-def boundary_roles(graph_module: GraphModule) -> dict[Node, str]:
-    """Returns the nodes of the loss scaling (``"scale"``, ``"unscale"``, ``"check"`` for infinities) and the
-    low copies of parameters (``"shadow"``).
-
-    In ampgraph's own graphs the boundary's nodes are marked. In AOTAutograd's backward, what reads the scale
-    scales, what reads its inverse unscales, and whatever reads unscaled gradients checks them.
-    """
-    roles: dict[Node, str] = {}
-    for node in graph_module.graph.nodes:
-        if is_boundary(node):
-            roles[node] = _own_role(node)
-    return roles or _aot_roles(graph_module)
-
-
-def _own_role(node: Node) -> str:
-    if node.meta[META_KEY][BOUNDARY] == ReadShadows.name:
+def boundary_role(node: Node) -> str:
+    """Returns a node's part in the loss scaling, ``"shadow"`` for a low copy of a parameter, or ``""``."""
+    if not is_boundary(node):
+        return ""
+    mark = node.meta[META_KEY][BOUNDARY]
+    if mark in ROLES.values():  # AOTAutograd's backward
+        return str(mark)
+    if mark == ReadShadows.name:
         return "shadow"
     call = node.args[0] if view.is_item(node) else node
     return "unscale" if call.target is unscale_gradients else "scale"  # type: ignore[union-attr]
-
-
-def _aot_roles(graph_module: GraphModule) -> dict[Node, str]:
-    roles: dict[Node, str] = {}
-    for node in graph_module.graph.nodes:
-        read = {source.name for source in node.all_input_nodes}
-        if node.op != "call_function":
-            continue
-        if _SCALE in read or _INVERSE in read:
-            roles[node] = "scale" if _SCALE in read else "unscale"
-        elif view.is_item(node) and node.args[0] in roles:
-            roles[node] = roles[node.args[0]]
-        elif any(roles.get(source) in ("unscale", "check") for source in node.all_input_nodes):
-            roles[node] = "check"
-    return roles
 
 
 def _stack(node: Node) -> tuple[str, ...]:

@@ -17,7 +17,7 @@ PRECISION_COLOURS = {"low": LOW, "fp32": FP32, "other": OTHER}
 BOUNDARY_WORDS = {
     "scale": "loss scaling: multiplies by the scale",
     "unscale": "loss scaling: multiplies by 1/scale",
-    "check": "loss scaling: looks for infinities and NaN",
+    "finite check": "loss scaling: looks for infinities and NaN",
     "shadow": "shadow weight: a parameter's low copy; the gradient goes to the parameter",
 }
 
