@@ -3,7 +3,7 @@
 from . import testing
 from .blocks import convert_blocks
 from .convert import convert
-from .draw import draw, to_networkx
+from .drawing import draw, to_model_explorer, to_networkx
 from .errors import AmpGraphError, CaptureError, PassError, PolicyError, VerifyError
 from .explain import explain
 from .explanation import Explanation
@@ -41,5 +41,6 @@ __all__ = [
     "fp16_guard",
     "fp32_guard",
     "testing",
+    "to_model_explorer",
     "to_networkx",
 ]

@@ -141,6 +141,12 @@ class AmpModule(nn.Module):
         """Seconds that capture and rewriting took, for each of `graph_modules`."""
         return [v.timing for variants in self._variants.values() for v in variants]
 
+    def _repr_svg_(self) -> str | None:
+        """A small diagram for notebooks; None, which shows the text, where nothing can render one."""
+        from .drawing import notebook_svg
+
+        return notebook_svg(self)
+
     def _variant(self) -> Variant:
         if self._current is None:
             raise CaptureError(

@@ -10,6 +10,7 @@ from torch import nn
 from torch.export import ExportedProgram
 
 from .capture import capture_program
+from .passes.insert_casts import is_inserted
 from .plan import META_KEY
 from .policy import Policy
 from .rewrite import rewrite
@@ -55,7 +56,7 @@ def convert_program(program: ExportedProgram, policy: Policy) -> ExportedProgram
     for node in graph_module.graph.nodes:
         node.meta.pop("ampgraph_parameter", None)
         node.meta.pop("ampgraph_value", None)
-        if isinstance(node.meta.get(META_KEY), dict):
+        if is_inserted(node):
             # Metadata of a saved program must be strings.
             node.meta["custom"] = {**node.meta.get("custom", {}), META_KEY: node.meta[META_KEY]["reason"]}
     graph_module.meta.pop(META_KEY, None)

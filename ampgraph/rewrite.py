@@ -63,7 +63,16 @@ def rewrite(
         raise PassError("the pipeline ended without a plan.")
     # Analysis results point at nodes; the plan alone stays.
     graph_module.meta[META_KEY] = Workspace(plan=space.plan, seconds=space.seconds, policy=asked)
+    _leave_reasons(graph_module.graph, space.plan)
     return space.plan
+
+
+def _leave_reasons(graph: fx.Graph, plan: Plan) -> None:
+    """Leaves each decision on its node, for ``print_readable(additional_meta=["ampgraph"])``."""
+    for node in graph.nodes:
+        decision = plan.decisions.get(node.name)
+        if decision and META_KEY not in node.meta:
+            node.meta[META_KEY] = {"by": decision.by, "reason": decision.reason}
 
 
 def may_go_low(graph: fx.Graph, policy: Policy, low_dtype: torch.dtype) -> bool:

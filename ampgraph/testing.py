@@ -6,7 +6,7 @@ assert_casts(amp, at_most=4, activations_only=True)
 assert_no_casts_between(amp, "encoder.*.attn", "encoder.*.proj")
 assert_close_to_fp32(amp, (x,))
 
-With pytest there is also the fixture ``ampgraph_golden``, see ``pytest_ampgraph.py``.
+With pytest there is also the fixture ``ampgraph_golden``, see ``ampgraph/pytest_plugin``.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import ampgraph
-from ampgraph.draw import to_dot
+from ampgraph.drawing import to_dot
 from ampgraph.testing import (
     assert_casts,
     assert_close_to_fp32,

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import ampgraph
-from ampgraph.draw import can_render
+from ampgraph.drawing import can_render
 from ampgraph.explanation import Explanation
 from ampgraph.graph_view import human_bytes
 from ampgraph.testing import cast_map
@@ -132,14 +132,14 @@ def summary(results: dict[str, float], explanation: Explanation) -> str:
 
 
 def write(model: nn.Module, explanation: Explanation, text: str, out: Path) -> None:
-    """Writes the graph as text and as a picture (as Graphviz text where none can be made)."""
+    """Writes the graph as text and as a picture (as a page where no picture can be made)."""
     out.mkdir(parents=True, exist_ok=True)
     code = model.graph_module.print_readable(print_output=False)
     parts = {"cast map": cast_map(model), "explanation": str(explanation), "graph": code}
     pages = "\n\n".join(f"== {title} ==\n{part}" for title, part in parts.items())
     (out / "graph.txt").write_text(pages + "\n")
     (out / "summary.txt").write_text(text + "\n")
-    picture = ampgraph.draw(model, out / ("graph.svg" if can_render() else "graph.dot"))
+    picture = ampgraph.draw(model, out / ("graph.svg" if can_render() else "graph.html"))
     print(f"wrote {out / 'graph.txt'} and {picture}")
 
 

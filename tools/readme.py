@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, fx, nn
 
 import ampgraph
-from ampgraph.draw import can_render
+from ampgraph.drawing import can_render
 from ampgraph.passes.boundary import BOUNDARY
 from ampgraph.plan import META_KEY
 from ampgraph.testing import cast_map

@@ -1,0 +1,169 @@
+"""A picture as one HTML page, without anything from elsewhere: to pan, zoom, search, fold and click."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+import json
+from importlib.resources import files
+from string import Template
+from typing import Any
+
+from .. import graph_view as view
+from . import look
+from .picture import Box, Picture, is_single
+
+_FACTS = ("op", "module", "type", "op_class", "guard")
+
+
+def page(picture: Picture) -> str:
+    """Returns the picture as an HTML page.
+
+    The page may run its own script and style and nothing else (its Content-Security-Policy names both by
+    their hashes), and names and reasons reach it as JSON, so that nothing in them can act.
+    """
+    style, script = _asset("page.css"), f"{_asset('layout.js')}\n{_asset('view.js')}"
+    policy = f"default-src 'none'; style-src {_hash(style)}; script-src {_hash(script)}"
+    data = _data(picture)
+    return Template(_asset("index.html")).substitute(
+        policy=html.escape(policy),
+        title=html.escape(data["title"]),
+        style=style,
+        script=script,
+        data=_json(data),
+    )
+
+
+def _asset(name: str) -> str:
+    return (files(__package__) / "assets" / name).read_text(encoding="utf-8")
+
+
+def _hash(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+
+def _json(data: dict[str, Any]) -> str:
+    """Returns JSON that ends no script element, whatever is in it."""
+    text = json.dumps(data, separators=(",", ":"))
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def _data(picture: Picture) -> dict[str, Any]:
+    graph = picture.graph
+    names = [*picture.root.all_nodes(), *picture.neighbours]
+    index = {name: number for number, name in enumerate(names)}
+    inside = set(names) - set(picture.neighbours)
+    root = _box(picture.root, index)
+    root["nodes"] += [index[name] for name in picture.neighbours]
+    edges = [
+        [index[a], index[b], data["type"], data["widened"], data["saved"]]
+        for a, b, data in graph.edges(data=True)
+        if a in index and b in index and inside & {a, b}
+    ]
+    around = {name: box for box in (picture.root, *picture.root.all_boxes()) for name in box.nodes}
+    nodes = [_node(name, graph.nodes[name], around.get(name)) for name in names]
+    highlighted = picture.highlighted
+    return {
+        "title": look.title(
+            graph.graph["name"], graph.graph["low_dtype"], picture.root.counts, picture.focus
+        ),
+        "colours": look.PRECISION_COLOURS | {"cast": look.CAST, "boundary": look.BOUNDARY},
+        "nodes": nodes,
+        "root": root,
+        "edges": edges,
+        "highlighted": None if highlighted is None else [index[n] for n in names if n in highlighted],
+        "legend": _legend(picture, nodes, edges),
+    }
+
+
+def _node(name: str, data: dict[str, Any], box: Box | None) -> dict[str, Any]:
+    """Returns a node in its box; a node outside of the focus has none."""
+    alone = box is not None and is_single(box)
+    scope = box.scope[: -1 if alone else None] if box else ()
+    lines = look.node_label(data, scope).split("\n")
+    if box and alone:
+        lines.append(f"in {look.box_name(box)}")
+    if data["type"] and "], " not in data["type"]:
+        lines.append(data["type"])
+    facts = [(key.replace("_", " "), data[key]) for key in _FACTS if data[key]]
+    if data["kind"] == "cast":
+        facts.append(("moves", f"{view.human_bytes(data['bytes'])} ({data['bytes']} bytes)"))
+    if data["line"]:
+        facts.append(("line", view.short_line(data["line"])))
+    if data["boundary"]:
+        facts.append(("boundary", look.BOUNDARY_WORDS[data["boundary"]]))
+    searched = (name, data["label"], data["op"], data["module"], data["dtype"], data["kind"], data["reason"])
+    return {
+        "name": name,
+        "lines": lines,
+        "kind": data["kind"],
+        "precision": data["precision"],
+        "boundary": data["boundary"],
+        "by": data["by"],
+        "reason": data["reason"],
+        "facts": facts,
+        "tooltip": look.node_tooltip(name, data),
+        "text": " ".join(searched).lower(),
+        "neighbour": box is None,
+    }
+
+
+def _box(box: Box, index: dict[str, int]) -> dict[str, Any]:
+    part = box.scope[-1] if box.scope else None
+    counts = look.counts_lines(box.counts)
+    facts = [("module", part.module)] if part and part.module else []
+    inner_boxes = [inner for inner in box.boxes.values() if not is_single(inner)]
+    nodes = [*box.nodes, *(inner.nodes[0] for inner in box.boxes.values() if is_single(inner))]
+    return {
+        "key": box.key,
+        "label": look.box_name(box),
+        "kind": part.kind if part else "model",
+        "open": not box.folded,
+        "counts": counts,
+        "ops": box.counts.ops,
+        "low": box.counts.low,
+        "facts": [*facts, *(("inside", line) for line in counts)],
+        "nodes": [index[name] for name in nodes],
+        "boxes": [_box(inner, index) for inner in inner_boxes],
+    }
+
+
+def _legend(picture: Picture, nodes: list[dict], edges: list[list]) -> list[dict[str, Any]]:
+    """Returns what occurs, in the words of `look`; looks are drawn as the nodes themselves are."""
+    low = picture.graph.graph["low_dtype"]
+    words = {"low": low, "fp32": "float32", "other": "other dtype"}
+    inside = [n for n in nodes if not n["neighbour"]]
+    seen = {(n["kind"], n["precision"]) for n in inside}
+    shown = [
+        {"words": words[p], "kind": "op", "precision": p}
+        for p in words
+        if any(kind not in ("cast", "output", "graph") and seen_p == p for kind, seen_p in seen)
+    ]
+    shown += [
+        {"words": f"cast to {words[p]}, with its bytes", "kind": "cast", "precision": p}
+        for p in words
+        if ("cast", p) in seen
+    ]
+    kinds = {"clamp": "clamp before a cast", "parameter": "parameter, buffer", "input": "input, output"}
+    shown += [
+        {"words": text, "kind": kind, "precision": "other", "plain": kind != "clamp"}
+        for kind, text in kinds.items()
+        if any(k == kind for k, _ in seen)
+    ]
+    shown += [
+        {"words": text, "kind": "op", "precision": "other", "boundary": True}
+        for text in dict.fromkeys(look.boundary_legend(n["boundary"]) for n in inside if n["boundary"])
+    ]
+    if len(inside) < len(nodes):
+        shown.append({"words": "outside of the focus", "kind": "op", "precision": "other", "neighbour": True})
+    boxes = list(picture.root.all_boxes())
+    if boxes:
+        shown.append({"words": "module, folded: the blue share of its ops is low", "outline": "folded"})
+    if any(box.scope[-1].kind == "guard" for box in boxes):
+        shown.append({"words": "guarded region", "outline": "guard"})
+    if picture.highlighted is not None:
+        shown.append({"words": "highlighted", "outline": "highlighted"})
+    if any(widened for *_, widened, _ in edges):
+        shown.append({"words": "widened inside the kernel", "line": "widened"})
+    return shown

@@ -1,0 +1,69 @@
+"""Graphviz text to pictures, by the package graphviz and its program ``dot``, or by pygraphviz alone."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+import subprocess
+from collections.abc import Callable
+
+from ..errors import AmpGraphError
+
+INSTALL = (
+    "`pip install pygraphviz`, whose wheels bring Graphviz, or `pip install graphviz` and the `dot` program; "
+    ".html and .dot need neither"
+)
+
+
+def can_render() -> bool:
+    """Whether pictures (SVG, PNG, PDF), not only HTML and Graphviz text, can be made here."""
+    return bool(_routes())
+
+
+def render(text: str, suffix: str) -> bytes:
+    """Returns Graphviz text as a picture.
+
+    Args:
+        text: What `dot_text` returns.
+        suffix: ``"svg"``, ``"png"``, ``"pdf"`` or another of Graphviz's formats.
+
+    Raises:
+        AmpGraphError: There is no Graphviz here, or it cannot make that.
+    """
+    routes = _routes()
+    if not routes:
+        raise AmpGraphError(f"draw: a picture (.{suffix}) needs Graphviz, which is not here: {INSTALL}.")
+    return routes[0](text, suffix)
+
+
+def by_program(text: str, suffix: str) -> bytes:
+    """Renders with the package graphviz, which calls the ``dot`` program."""
+    import graphviz
+
+    try:
+        return graphviz.pipe("dot", suffix, text.encode(), quiet=True)
+    except (subprocess.CalledProcessError, ValueError) as error:
+        raise _failed(suffix, str(error)) from error
+
+
+def by_pygraphviz(text: str, suffix: str) -> bytes:
+    """Renders with pygraphviz."""
+    import pygraphviz
+
+    try:
+        return pygraphviz.AGraph(string=text).draw(format=suffix, prog="dot")
+    except Exception as error:  # it passes on what Graphviz says, as several types
+        raise _failed(suffix, str(error)) from error
+
+
+def _routes() -> list[Callable[[str, str], bytes]]:
+    routes: list[Callable[[str, str], bytes]] = []
+    if shutil.which("dot") and importlib.util.find_spec("graphviz"):
+        routes.append(by_program)
+    if importlib.util.find_spec("pygraphviz"):
+        routes.append(by_pygraphviz)
+    return routes
+
+
+def _failed(suffix: str, message: str) -> AmpGraphError:
+    return AmpGraphError(f"draw: Graphviz could not make {suffix!r}: {message.strip()}")

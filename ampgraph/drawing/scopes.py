@@ -1,0 +1,138 @@
+"""Where a node is drawn: nested calls of modules, guarded regions and bodies of higher-order ops."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+import networkx as nx
+
+MODULE, GUARD, BODY, GRAPH = "module", "guard", "body", "graph"
+
+
+class Part(NamedTuple):
+    """One level of nesting.
+
+    Attributes:
+        kind: ``"module"``, ``"guard"``, ``"body"`` (of a higher-order op) or ``"graph"`` (forward, backward).
+        name: ``"layer1"``, ``"fp32_guard"``, ``"true_graph_0"``.
+        module: For a module, its path.
+        call: Which call of it this is, from 1.
+    """
+
+    kind: str
+    name: str
+    module: str = ""
+    call: int = 1
+
+    def __str__(self) -> str:
+        name = self.name.replace("/", "%2F")
+        name = {GUARD: f"[{name}]", BODY: f"{{{name}}}"}.get(self.kind, name)
+        return f"{name}@{self.call}" if self.call > 1 else name
+
+
+Scope = tuple[Part, ...]
+
+
+def scope_text(scope: Scope) -> str:
+    """Returns ``"layer1/0/relu@2"``."""
+    return "/".join(map(str, scope))
+
+
+def module_scope(paths: Iterable[str]) -> Scope:
+    """Returns the scope of nested module paths, outermost first; containers that are never called (a
+    ``ModuleList``) are no level of their own: ``h.0``."""
+    parts: list[Part] = []
+    outer = ""
+    for path in paths:
+        inside = path.removeprefix(outer + ".") if outer else path
+        parts.append(Part(MODULE, inside, path))
+        outer = path
+    return tuple(parts)
+
+
+def with_guards(scopes: Mapping[str, Scope], guards: Mapping[str, str], ops: set[str]) -> dict[str, Scope]:
+    """Puts every guarded node into a region: around the largest module that is guarded as a whole, else
+    innermost.
+
+    Args:
+        scopes: Node to its modules.
+        guards: Node to its guard's name, ``""`` for none.
+        ops: The nodes that tell whether a module is guarded; parameters do not know.
+    """
+    inside: dict[Scope, set[str]] = defaultdict(set)
+    for name in ops:
+        scope = scopes[name]
+        for depth in range(len(scope) + 1):
+            inside[scope[:depth]].add(guards[name])
+
+    def guarded(name: str) -> Scope:
+        scope = scopes[name]
+        for depth in range(len(scope) + 1):
+            seen = inside[scope[:depth]]
+            if len(seen) == 1 and (guard := next(iter(seen))):
+                at = max(depth - 1, 0)
+                return (*scope[:at], Part(GUARD, guard), *scope[at:])
+        return (*scope, Part(GUARD, guards[name])) if guards[name] else scope
+
+    return {name: guarded(name) for name in scopes}
+
+
+def beside_users(graph: nx.DiGraph, scopes: Mapping[str, Scope], moved: Iterable[str]) -> dict[str, Scope]:
+    """Moves nodes that belong to nobody (parameters, casts) to the innermost scope around all users.
+
+    A shared cast stays with a source further inside, or the source's module would be left and entered again.
+    """
+    result = dict(scopes)
+    order = {name: number for number, name in enumerate(graph)}
+    for name in sorted(moved, key=order.__getitem__, reverse=True):
+        users = [result[user] for user in graph.successors(name)]
+        if not users:
+            continue
+        common = _common_prefix(users)
+        inner = [
+            scopes[source] for source in graph.predecessors(name) if not graph.nodes[name]["is_parameter"]
+        ]
+        inner = [scope for scope in inner if len(users) > 1 and scope[: len(common)] == common]
+        result[name] = inner[0] if inner else common
+    return result
+
+
+def numbered_calls(graph: nx.DiGraph, scopes: Mapping[str, Scope]) -> dict[str, Scope]:
+    """Splits modules and regions that data leaves and comes back to, so that each part can be drawn as one
+    box of an acyclic picture: the second call of a module becomes ``relu@2``.
+
+    A node belongs to a later call than every call that it depends on through something outside.
+    """
+    calls: dict[str, tuple[int, ...]] = {}
+    reached: dict[str, dict[Scope, int]] = {}
+    result: dict[str, Scope] = {}
+    for name in nx.topological_sort(graph):
+        scope, sources = scopes[name], list(graph.predecessors(name))
+        seen: dict[Scope, int] = {}
+        for source in sources:
+            for key, call in reached[source].items():
+                seen[key] = max(call, seen.get(key, 0))
+        own = []
+        for depth in range(1, len(scope) + 1):
+            key = scope[:depth]
+            call = 1
+            for source in sources:
+                if scopes[source][:depth] == key:
+                    call = max(call, calls[source][depth - 1])
+                elif key in reached[source]:
+                    call = max(call, reached[source][key] + 1)
+            own.append(call)
+            seen[key] = max(call, seen.get(key, 0))
+        calls[name], reached[name] = tuple(own), seen
+        result[name] = tuple(part._replace(call=call) for part, call in zip(scope, own, strict=True))
+    return result
+
+
+def _common_prefix(scopes: list[Scope]) -> Scope:
+    first = min(scopes, key=len)
+    for depth, part in enumerate(first):
+        if any(scope[depth] != part for scope in scopes):
+            return first[:depth]
+    return first

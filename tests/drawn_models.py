@@ -1,0 +1,45 @@
+"""Small converted models for the tests of pictures."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+import ampgraph
+
+
+class Layer(nn.Module):
+    """Two linear layers around one ReLU module that is called twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.relu = nn.Linear(8, 8), nn.Linear(8, 8), nn.ReLU()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.relu(self.second(self.relu(self.first(x)))) + x
+
+
+class Stack(nn.Module):
+    """Two layers, one of them in a guard, and a branch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.tail = nn.ModuleList([Layer()]), Layer()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.layers[0](x)
+        with ampgraph.fp32_guard():
+            x = self.tail(x)
+        return torch.cond(x.sum() > 0, lambda t: t.sin(), lambda t: t.cos(), (x,))
+
+
+def stack() -> ampgraph.AmpModule:
+    """Returns `Stack`, converted for float16."""
+    return ampgraph.convert(Stack(), (torch.randn(2, 8),), dtype=torch.float16)
+
+
+def trained() -> ampgraph.AmpModule:
+    """Returns `Layer` on a backend that keeps AOTAutograd's graphs, after one backward."""
+    amp = ampgraph.convert(Layer(), (torch.randn(2, 8),), dtype=torch.float16, backend="aot_eager")
+    amp(torch.randn(2, 8)).sum().backward()
+    return amp
