@@ -44,7 +44,8 @@ def suite(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pytest.
 
 
 def run(suite: pytest.Pytester, *arguments: str) -> pytest.RunResult:
-    return suite.runpytest("-p", "pytest_ampgraph", "-p", "no:xdist", *arguments)
+    # In a process of its own: modules that a run in this process imports are imported once more after it.
+    return suite.runpytest_subprocess("-p", "pytest_ampgraph", "-p", "no:xdist", *arguments)
 
 
 def goldens(suite: pytest.Pytester) -> list[str]:
