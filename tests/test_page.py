@@ -206,6 +206,14 @@ def test_pan_and_zoom(browser: Any, amp: ampgraph.AmpModule, tmp_path: Path) -> 
     browser.mouse("mouseMoved", 1330, 540)
     browser.mouse("mouseReleased", 1330, 540)
     assert view() == pytest.approx([x + 30, y + 40, scale])
+    place = browser.evaluate(
+        "(r => [r.x + 5, r.y + 5])(document.querySelector('.node').getBoundingClientRect())"
+    )
+    browser.mouse("mousePressed", *place)
+    browser.mouse("mouseMoved", place[0] + 50, place[1] + 50)
+    browser.mouse("mouseReleased", place[0] + 50, place[1] + 50)
+    assert browser.evaluate("document.getElementById('details').hidden")
+    x, y, scale = view()
     browser.mouse("mouseWheel", 700, 500, deltaX=0, deltaY=-300)
     browser.wait(f"!document.getElementById('scene').getAttribute('transform').includes('scale({scale})')")
     assert view()[2] > scale

@@ -30,6 +30,7 @@ from browser import Browser, find_browser
 ROOT = Path(__file__).resolve().parent.parent
 PAGE, FOLDER = ROOT / "docs/gallery.md", ROOT / "docs/gallery"
 LEVELS = ("O1", "O2")
+TRAINING = "training.svg"
 
 
 class TransformerBlock(nn.Module):
@@ -141,6 +142,16 @@ def draw(name: str) -> list[str]:
     return rows
 
 
+def training() -> None:
+    """Draws the forward and backward of two layers, as AOTAutograd runs them under a loss scale."""
+    x = torch.randn(8, 16)
+    model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))
+    amp = ampgraph.convert(model, (x,), dtype=torch.float16, backend="aot_eager")
+    amp(x).square().mean().backward()
+    path = ampgraph.draw(amp, FOLDER / TRAINING, graph="both")
+    print(f"{path.relative_to(ROOT)}: {human_bytes(path.stat().st_size)}")
+
+
 def screenshot() -> None:
     """Writes what the page of the Transformer block shows after a click on a cast."""
     page = ampgraph.draw(converted("block", "O1"), ROOT / "out/gallery/block.html")
@@ -168,6 +179,7 @@ def main() -> int:
     names = parser.parse_args().names
     rows = [line for name in names or GALLERY for line in draw(name)]
     PAGE.write_text(with_rows(PAGE.read_text(), rows))
+    training()
     if find_browser():
         screenshot()
     else:

@@ -347,15 +347,21 @@ canvas.addEventListener("wheel", (event) => {
   zoom(Math.exp(-event.deltaY * .0015), event.clientX - area.left, event.clientY - area.top);
 }, {passive: false});
 
-let drag = null;
-canvas.addEventListener("pointerdown", (event) => { drag = {x: event.clientX - view.x, y: event.clientY - view.y}; });
+let drag = null, dragged = false;
+canvas.addEventListener("pointerdown", (event) => {
+  drag = {x: event.clientX - view.x, y: event.clientY - view.y};
+  dragged = false;
+});
 window.addEventListener("pointermove", (event) => {
   if (!drag) return;
+  dragged = dragged || Math.hypot(event.clientX - drag.x - view.x, event.clientY - drag.y - view.y) > 3;
   canvas.classList.add("dragging");
   view.x = event.clientX - drag.x;
   view.y = event.clientY - drag.y;
   show();
 });
+// Letting go after a drag is no click on what lies there.
+canvas.addEventListener("click", (event) => { if (dragged) event.stopPropagation(); }, {capture: true});
 window.addEventListener("pointerup", () => { drag = null; canvas.classList.remove("dragging"); });
 
 // -- start -----------------------------------------------------------------------------------------------------
