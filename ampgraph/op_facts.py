@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from functools import cache
 from typing import TypeVar
 
+import torch
 from torch._ops import OpOverload
 
 T = TypeVar("T")
@@ -144,6 +145,17 @@ FP32_ONLY_ON: Mapping[str, frozenset[str]] = {
     "cuda": _names("angle histc igamma igammac"),  # as declared in torch's own op tests; not run here
 }
 
+# No kernel for one of the two dtypes alone.
+FP32_ONLY_FOR: Mapping[tuple[str, torch.dtype], frozenset[str]] = {
+    ("cpu", torch.float16): _names("rrelu rrelu_with_noise round.decimals polygamma special_polygamma"),
+}
+
+# FakeTensor runs these while capturing and cannot run them again: they read values.
+OPAQUE = _names("tensor_split.tensor_indices_or_sections")
+
+# In-place ops whose functional form autograd cannot differentiate.
+IN_PLACE_ONLY = _names("copy_")
+
 # Arguments that take any floating dtype and have no say in the result's dtype.
 ANY_SLOTS: Mapping[str, tuple[str, ...]] = {
     "copy_": ("src",),
@@ -261,9 +273,35 @@ def rounds_once(target: OpOverload) -> bool:
 
 
 @cache
-def fp32_only(target: OpOverload, device_type: str = "") -> bool:
-    """Whether the op has no low-precision kernel: on no device, or none on ``device_type``."""
-    return _listed(FP32_ONLY | FP32_ONLY_ON.get(device_type, frozenset()), target)
+def fp32_only(target: OpOverload, device_type: str = "", low_dtype: torch.dtype | None = None) -> bool:
+    """Whether the op has no low-precision kernel.
+
+    Args:
+        target: The op.
+        device_type: Where; ``""`` asks whether there is none on any device.
+        low_dtype: For which dtype; None asks whether there is none for both.
+    """
+    names = FP32_ONLY | FP32_ONLY_ON.get(device_type, frozenset())
+    if low_dtype is not None:
+        names |= FP32_ONLY_FOR.get((device_type, low_dtype), frozenset())
+    return _listed(names, target)
+
+
+@cache
+def is_opaque(target: OpOverload) -> bool:
+    """Whether FakeTensor cannot run the op a second time."""
+    return _listed(OPAQUE, target)
+
+
+@cache
+def has_functional_form(target: OpOverload) -> bool:
+    """Whether autograd differentiates the functional form of an in-place op as it does the op itself."""
+    functional = target._schema.name.split("::")[1].removesuffix("_")
+    overload = getattr(getattr(torch.ops.aten, functional, None), target._overloadname, None)
+    if overload is None or _listed(IN_PLACE_ONLY, target):
+        return False
+    # Forms that torch generates for functionalization have no derivative.
+    return torch.Tag.generated not in overload.tags
 
 
 @cache
