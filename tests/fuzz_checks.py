@@ -58,6 +58,7 @@ def check_program(program: Program, level: str, backward: bool = True) -> str:
     try:
         expected = run(source, program, backward)
         captured = Captured(program)
+        captured.check_itself(expected, backward)
     except Exception as error:
         raise NotConvertible(f"{type(error).__name__}: {error}") from error
     amp = ampgraph.convert(program.build(), program.inputs(), policy=policy_of(program, level))
@@ -77,6 +78,22 @@ def check_program(program: Program, level: str, backward: bool = True) -> str:
     return "low"
 
 
+def check_just_in_time(program: Program, level: str, backward: bool = True) -> str:
+    """As `check_program`, captured by ``torch.compile``'s front end: types, values, what was written."""
+    try:
+        expected = run(program.build(), program, backward)
+        captured = Captured(program)
+        captured.check_itself(expected, backward)
+    except Exception as error:
+        raise NotConvertible(f"{type(error).__name__}: {error}") from error
+    amp = ampgraph.convert(program.build(), policy=policy_of(program, level), backend="eager")
+    actual = run(amp, program, backward)
+    check_types(actual, expected)
+    if level != "O3":
+        check_values(actual, expected, captured, backward)
+    return f"just in time, {len(amp.graph_modules)} graphs"
+
+
 def policy_of(program: Program, level: str) -> Policy:
     """Returns the policy that a program is converted with."""
     return Policy(level=level, dtype=program.low, loss_scale=NoLossScale())
@@ -90,6 +107,13 @@ class Captured:
         with _quiet():
             self.graph_module = unlift(capture_program(self.model, program.inputs()), self.model)[0]
         self.buffers = {n: b.clone() for n, b in self.model.named_buffers()}
+
+    def check_itself(self, expected: Outcome, backward: bool) -> None:
+        """Raises unless the captured graph, unconverted, does what the source does."""
+        actual = run(self.model, self.program, backward, fx.Interpreter(self.graph_module).run)
+        check_types(actual, expected)
+        wrong = [n for n, v in expected.values.items() if not _nearly(actual.values[n], v)]
+        assert not wrong, f"torch.export changes {wrong}"
 
     def copy(self) -> fx.GraphModule:
         """Returns a copy that passes may edit."""
@@ -251,6 +275,12 @@ def same(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
     if a is None or b is None:
         return a is b
     return a.dtype == b.dtype and torch.allclose(a, b, rtol=0, atol=0, equal_nan=True)
+
+
+def _nearly(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
+    if a is None or b is None:
+        return a is b
+    return torch.allclose(a, b, rtol=1e-3, atol=1e-4, equal_nan=True)
 
 
 def _quiet() -> warnings.catch_warnings:

@@ -29,6 +29,9 @@ import ampgraph
 from ampgraph import NoLossScale, Policy
 from ampgraph.passes import is_inserted_cast
 
+DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
+# Of others than float32 nothing is to be touched.
+OTHER_DTYPES = (torch.float64, torch.complex64, torch.int64, torch.bool)
 FORMS = ("float32", "low inputs", "mixed inputs", "after low", "first low", "rest low", "between low")
 PERTURBATIONS, MEAN_COTANGENT = 4, 1.0
 _INTO = {
@@ -80,9 +83,12 @@ class OneOp(nn.Module):
 
 @dataclass
 class Case:
-    """One sample in one form, with the reference's results in float32.
+    """One sample in one form.
 
     Attributes:
+        model: The op as a model.
+        inputs: Its tensors, as the form has them.
+        low: The low dtype.
         random: Whether the op draws random numbers, so that values are not compared.
         differentiable: Whether gradients are compared too.
     """
@@ -173,7 +179,18 @@ def _check(case: Case, level: str) -> str:
     rules = {"low": "low"} if case.model.through_low else {}
     policy = Policy(level=level, dtype=case.low, rules=rules, loss_scale=NoLossScale())
     amp = ampgraph.convert(case.model, tuple(_leaves(case, case.inputs)), policy=policy)
-    runs_low = check_graph(amp.graph_module, case)
+    return _compare(amp, case, check_graph(amp.graph_module, case))
+
+
+def check_just_in_time(case: Case, level: str) -> str:
+    """As `check`, for the model captured by ``torch.compile``'s front end; graph breaks run as they are."""
+    rules = {"low": "low"} if case.model.through_low else {}
+    policy = Policy(level=level, dtype=case.low, rules=rules, loss_scale=NoLossScale())
+    torch._dynamo.reset()
+    return _compare(ampgraph.convert(case.model, policy=policy, backend="eager"), case, runs_low=True)
+
+
+def _compare(amp: ampgraph.AmpModule, case: Case, runs_low: bool) -> str:
     actual = run(amp, case)
     expected_types = run(case.model, case)
     _compare_types(actual.outputs, expected_types.outputs)
