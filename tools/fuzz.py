@@ -71,7 +71,7 @@ def main(argv: list[str] | None = None) -> int:
     options = parse(argv)
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
-    logging.disable(logging.WARNING)
+    logging.disable(logging.CRITICAL)
     fuzz = Fuzz(options.just_in_time)
     run = settings(
         max_examples=options.examples,

@@ -74,7 +74,7 @@ def sweep(name: str, samples: int) -> Record:
     """Runs every form of a few samples of one op."""
     signal.signal(signal.SIGALRM, _too_slow)
     warnings.filterwarnings("ignore")
-    logging.disable(logging.WARNING)
+    logging.disable(logging.CRITICAL)
     torch.set_num_threads(1)
     op = next(op for op in op_tests.op_db if _name(op) == name)
     record: Record = {"op": name, "float": torch.float32 in op.supported_dtypes("cpu"), "counts": {}, "failures": []}
