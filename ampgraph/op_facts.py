@@ -6,6 +6,7 @@ an in-place op falls back to its functional form. The functions at the end are w
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from functools import cache
 from typing import TypeVar
@@ -76,6 +77,11 @@ DTYPE_ARG: Mapping[str, str] = dict.fromkeys(
     ),
     "dtype",
 )
+
+# With other values of this argument the backward raises the low input to a power in the input's dtype.
+DTYPE_ARG_NEEDS: Mapping[str, tuple[str, tuple[object, ...]]] = {
+    "linalg_vector_norm": ("ord", (None, 0, 1, 2, math.inf, -math.inf)),
+}
 
 # These take only sizes (and a default dtype) from their tensor; with a dtype argument it may be anything.
 LIKES: frozenset[str] = _names(
@@ -228,6 +234,12 @@ def promotes(target: OpOverload) -> bool:
 def dtype_arg(target: OpOverload) -> str | None:
     """Returns the argument that makes the op compute and return float32 from a low input, if it has one."""
     return _row(DTYPE_ARG, target) or ("dtype" if _listed(LIKES, target) else None)
+
+
+@cache
+def dtype_arg_needs(target: OpOverload) -> tuple[str, tuple[object, ...]] | None:
+    """Returns the argument, and its values, with which `dtype_arg` holds for the backward too; None: any."""
+    return _row(DTYPE_ARG_NEEDS, target)
 
 
 @cache

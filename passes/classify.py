@@ -163,12 +163,12 @@ class ClassifyOps(Pass):
         if fact.dtype is None:
             return SlotKind.ANY if self._only_tells(node, fact) else SlotKind.KEEP
         if fact.fixed_dtype is not None:
-            return SlotKind.ANY if op_facts.dtype_arg(target) else SlotKind.KEEP
+            return SlotKind.ANY if op_facts.dtype_arg(target) and _takes_dtype(node) else SlotKind.KEEP
         if self._mixes(node, fact, path, tensor):
             return SlotKind.KEEP
         if op_facts.promotes(target):
             return SlotKind.ANY if _is_bystander(node, path, tensor) else SlotKind.PROMOTED
-        if op_facts.dtype_arg(target):
+        if op_facts.dtype_arg(target) and _takes_dtype(node):
             return SlotKind.DTYPE_ARG
         return SlotKind.COMPUTE
 
@@ -300,6 +300,12 @@ def _is_bystander(node: Node, path: tuple[int | str, ...], tensor: Node) -> bool
 
 def _is_sequence(node: Node) -> bool:
     return isinstance(node.meta.get("val"), (list, tuple))
+
+
+def _takes_dtype(node: Node) -> bool:
+    """Whether the op's backward, too, computes in float32 when its dtype argument says so."""
+    name, values = op_facts.dtype_arg_needs(node.target) or ("", ())  # type: ignore[arg-type]
+    return not name or argument(node, name) in values
 
 
 def _is_nested(node: Node) -> bool:

@@ -113,7 +113,7 @@ def refresh_metadata(graph: Graph, edited: Iterable[Node]) -> None:
 
 
 def _stays_as_it_was(node: Node) -> bool:
-    """Whether the node reads and returns the dtypes of the source whatever the plan, so that its value is true."""
+    """Whether the node reads and returns the source's dtypes whatever the plan."""
     if isinstance(node.target, HigherOrderOperator):
         return True
     return isinstance(node.target, OpOverload) and op_facts.is_opaque(node.target)

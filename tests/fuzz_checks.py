@@ -1,8 +1,8 @@
 """What must hold of the conversion of any module: the invariants of the pipeline, checked by running it.
 
-How far values may be from float32 is computed. The captured source is run several times with the result of every node
-moved by ``+-eps`` of itself; where these runs differ from the unmoved one by ``spread``, the converted
-module may differ by ``8 * spread + 4 * eps * (|value| + mean |value|)``.
+How far values may be from float32 is computed. The captured source is run several times with the result of
+every node moved by ``+-eps`` of itself; where these runs differ from the unmoved one by ``spread``, the
+converted module may differ by ``8 * spread + 4 * eps * (|value| + mean |value|)``.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class NotConvertible(Exception):
 
 @dataclass
 class Outcome:
-    """Everything one run yields: outputs, what it left in inputs and buffers, gradients; and the structure."""
+    """What one run yields: outputs, gradients, what it left in inputs and buffers; and the structure."""
 
     values: dict[str, Any]
     spec: Any
@@ -160,7 +160,9 @@ def check_types(actual: Outcome, expected: Outcome) -> None:
         got = actual.values[name]
         assert (got is None) == (value is None), f"{name}: {got} instead of {value}"
         if value is not None:
-            assert (got.dtype, got.shape) == (value.dtype, value.shape), f"{name}: {got.dtype}, not {value.dtype}"
+            assert (got.dtype, got.shape) == (value.dtype, value.shape), (
+                f"{name}: {got.dtype}, not {value.dtype}"
+            )
 
 
 def check_casts(graph_module: fx.GraphModule, low: torch.dtype) -> None:
@@ -198,9 +200,7 @@ def check_against_autocast(captured: Captured) -> None:
 # -- values --------------------------------------------------------------------------------------------
 
 
-def check_values(
-    actual: Outcome, expected: Outcome, captured: Captured, backward: bool
-) -> None:
+def check_values(actual: Outcome, expected: Outcome, captured: Captured, backward: bool) -> None:
     """Every value is within the bound that moved runs of the source give."""
     runs: list[Outcome] = []
     for wanted_runs in (RUNS, MORE_RUNS):
@@ -249,7 +249,11 @@ class _Moving(fx.Interpreter):
 
 def tree_map_only_floats(function: Callable, value: Any) -> Any:
     if isinstance(value, (list, tuple)):
-        return type(value)(tree_map_only_floats(function, v) for v in value) if type(value) in (list, tuple) else value
+        return (
+            type(value)(tree_map_only_floats(function, v) for v in value)
+            if type(value) in (list, tuple)
+            else value
+        )
     return function(value) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
 
 

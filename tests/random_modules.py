@@ -28,7 +28,7 @@ INPUTS = {
     "boolean": "torch.bool",
 }
 
-HEADER = '''import torch
+HEADER = """import torch
 from torch import nn
 from torch.nn import functional as F
 
@@ -46,10 +46,10 @@ class Fuzzed(nn.Module):
         self.register_buffer("low_state", torch.zeros(8, dtype={low}))
 
     def forward(self, x, y, low, wide, integer, boolean):
-'''
+"""
 
-# One line each: {a} is any float tensor so far, {b} another of its shape, {i} and {m} integers and masks of its
-# shape, {o} any tensor at all; {n} is a small number, {k} another, {v} the new name.
+# {a} is any float tensor so far, {b} another of its shape, {i} and {m} integers and masks of its shape, {o} any
+# tensor at all; {n} is a small number, {k} one more, {s} a scalar, {l} the low dtype, {v} the new name.
 LINES = (
     # low by the lists
     "{v} = self.first({a})",

@@ -78,7 +78,11 @@ def main(argv: list[str] | None = None) -> int:
         deadline=None,
         database=None,
         suppress_health_check=list(HealthCheck),
-    )(seed(options.seed)(given(programs(options.steps), st.sampled_from(options.levels.split(",")))(fuzz.__call__)))
+    )(
+        seed(options.seed)(
+            given(programs(options.steps), st.sampled_from(options.levels.split(",")))(fuzz.__call__)
+        )
+    )
     try:
         run()
     except Exception as error:

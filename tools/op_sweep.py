@@ -15,13 +15,12 @@ import argparse
 import json
 import logging
 import multiprocessing
-import random
 import signal
 import sys
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -33,41 +32,16 @@ import op_sweep_report  # noqa: E402
 import torch  # noqa: E402
 from torch.testing._internal import common_methods_invocations as op_tests  # noqa: E402
 
-from ampgraph import CaptureError  # noqa: E402
-from tests.one_op import (  # noqa: E402
-    DTYPES,
-    FORMS,
-    OTHER_DTYPES,
-    Case,
-    Finding,
-    KernelError,
-    TorchError,
-    Unusable,
-    check,
-    check_just_in_time,
-    first_line,
-    make_case,
-)
+from tests.one_op import Case, Unusable, cases_of, first_line, name_of, op_names  # noqa: E402
+from tests.one_op_checks import Finding, KernelError, TorchError, check, check_just_in_time  # noqa: E402
 
 Record = dict[str, Any]
 LEVELS = ("O1", "O2")
 SECONDS_PER_CHECK = 120
 
-# Samples of random ops reset the seed around each call, which would hide that they are random.
-op_tests.wrapper_set_seed = lambda op, *args, **kwargs: op(*args, **kwargs)
-
 
 class Slow(Exception):
     """One check took too long."""
-
-
-def op_names() -> list[str]:
-    """Names of all entries of op_db, variants included."""
-    return [_name(op) for op in op_tests.op_db]
-
-
-def _name(op: Any) -> str:
-    return f"{op.name}.{op.variant_test_name}" if op.variant_test_name else op.name
 
 
 def sweep(name: str, samples: int) -> Record:
@@ -76,10 +50,15 @@ def sweep(name: str, samples: int) -> Record:
     warnings.filterwarnings("ignore")
     logging.disable(logging.CRITICAL)
     torch.set_num_threads(1)
-    op = next(op for op in op_tests.op_db if _name(op) == name)
-    record: Record = {"op": name, "float": torch.float32 in op.supported_dtypes("cpu"), "counts": {}, "failures": []}
+    op = next(op for op in op_tests.op_db if name_of(op) == name)
+    record: Record = {
+        "op": name,
+        "float": torch.float32 in op.supported_dtypes("cpu"),
+        "counts": {},
+        "failures": [],
+    }
     counts: Counter[str] = Counter()
-    for case, where in _cases(op, samples):
+    for case, where in _usable(op, samples):
         for level in LEVELS:
             outcome, error = _outcome(case, level)
             counts[outcome] += 1
@@ -88,52 +67,16 @@ def sweep(name: str, samples: int) -> Record:
     return record | {"counts": dict(counts), "cpu": bool(op.supported_dtypes("cpu"))}
 
 
-def _cases(op: Any, samples: int) -> Iterator[tuple[Case, str]]:
-    for dtype in (torch.float32, *OTHER_DTYPES):
-        if dtype not in op.supported_dtypes("cpu"):
+def _usable(op: Any, samples: int) -> Iterator[tuple[Case, str]]:
+    for make, where in cases_of(op, samples):
+        signal.alarm(SECONDS_PER_CHECK)
+        try:
+            case = make()
+        except (Unusable, Slow):
             continue
-        wide = dtype is torch.float32
-        grad = op.supports_autograd and dtype in op.supported_backward_dtypes("cpu")
-        for index, sample in enumerate(_samples(op, dtype, samples if wide else 1)):
-            call = ((sample.input, *sample.args), sample.kwargs)
-            for form in FORMS if wide else ("float32",):
-                for low in DTYPES if wide else ("float16",):
-                    where = f"sample {index}, {form}, {low}" if wide else f"{dtype} sample"
-                    yield from _usable(lambda: make_case(op.op, call, form, DTYPES[low], grad), where)  # noqa: B023
-            if wide and op.inplace_variant is not None:
-                in_place = _on_a_copy(op.inplace_variant)
-                for low in DTYPES:
-                    where = f"sample {index}, in place, {low}"
-                    yield from _usable(lambda: make_case(in_place, call, "after low", DTYPES[low], grad), where)  # noqa: B023
-
-
-def _usable(make: Callable[[], Case], where: str) -> Iterator[tuple[Case, str]]:
-    signal.alarm(SECONDS_PER_CHECK)
-    try:
-        yield make(), where
-    except (Unusable, Slow):
-        return
-    finally:
-        signal.alarm(0)
-
-
-def _on_a_copy(function: Callable) -> Callable:
-    def call(first: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        copied = first + 0
-        function(copied, *args, **kwargs)
-        return copied
-
-    return call
-
-
-def _samples(op: Any, dtype: torch.dtype, limit: int) -> list[Any]:
-    """Returns up to ``limit`` samples, evenly spread over those that torch's own tests use."""
-    torch.manual_seed(0)
-    random.seed(0)
-    found = list(op.sample_inputs("cpu", dtype))
-    if len(found) <= limit:
-        return found
-    return [found[round(i * (len(found) - 1) / max(limit - 1, 1))] for i in range(limit)]
+        finally:
+            signal.alarm(0)
+        yield case, where
 
 
 def _outcome(case: Case, level: str) -> tuple[str, str]:
@@ -180,7 +123,9 @@ def sweep_all(names: list[str], path: Path, samples: int, processes: int) -> lis
             records.append(record)
             file.write(json.dumps(record) + "\n")
             file.flush()
-            failures = "; ".join(f"{f['outcome']} ({f['where']}): {f['error'][:100]}" for f in record["failures"])
+            failures = "; ".join(
+                f"{f['outcome']} ({f['where']}): {f['error'][:100]}" for f in record["failures"]
+            )
             seconds = time.perf_counter() - start
             print(f"[{index}/{len(todo)} {seconds:.0f} s] {record['op']}: {failures or 'ok'}", flush=True)
     return [record for record in records if record["op"] in names]
@@ -196,7 +141,11 @@ class _Sweep:
         try:
             return sweep(name, self.samples)
         except Exception as error:
-            failure = {"outcome": "crash", "where": "samples", "error": f"{type(error).__name__}: {first_line(error)}"}
+            failure = {
+                "outcome": "crash",
+                "where": "samples",
+                "error": f"{type(error).__name__}: {first_line(error)}",
+            }
             return {"op": name, "float": True, "cpu": True, "counts": {"crash": 1}, "failures": [failure]}
 
 

@@ -8,25 +8,28 @@ from typing import Any
 Record = dict[str, Any]
 FAILURES = ("wrong", "crash", "slow")
 LIMITS = {
-    "just in time": "torch.export refuses it, or gives a program that is wrong by itself; captured just in time it is right",
+    "just in time": "torch.export refuses it or breaks it by itself; captured just in time it is right",
     "torch": "neither capture of torch's gives a right program, without any conversion",
     "kernel": "torch's own low-precision kernel, called by hand, gives the very same values",
 }
 
 HEAD = """# Every op
 
-Each entry of torch's operator tests (`op_db`, torch {version}) as a model of one op, converted and compared with the
-source: {samples} samples an op, evenly spread over torch's own; forward and, where there is one, backward; float16
-and bfloat16; levels O1 and O2. Written by `python tools/op_sweep.py --output docs/op-sweep.md`, on CPU.
+Each entry of torch's operator tests (`op_db`, torch {version}) as a model of one op, converted and compared
+with the source: {samples} samples an op, evenly spread over torch's own; forward and, where there is one,
+backward; float16 and bfloat16; levels O1 and O2. Written by `python tools/op_sweep.py --output
+docs/op-sweep.md`, on CPU.
 
-Forms: all inputs float32; all low; one low; and float32 models in which all inputs, the first or all others are
-produced by something that runs low, the result is read by something that runs low, or the op works in place on a
-copy. One sample each of float64, complex, integers and booleans must come through untouched.
+Forms: all inputs float32; all low; one low; and float32 models in which all inputs, the first or all others
+come from something that runs low, the result is read by something that runs low, or the op works in place on
+a copy. In float16 once more with inputs times and divided by 200, near the ends of its range. One sample each
+of float64, complex, integers and booleans must come through untouched.
 
-**Tolerance.** An element may be off by `4 * (eps * |value| + spread) + eps * mean |value|`, where `spread` is how much
-the float32 op's own result changes when each input moves by `eps` of itself, and `eps` is that of the low dtype;
-gradients by `eps` of the incoming gradient more. Where nothing runs low, results are equal bit for bit. What differs
-between two seeds is compared in dtype and shape only.
+**Tolerance.** An element may be off by `4 * (eps * |value| + spread) + eps * mean |value|`, where `spread` is
+how much the float32 op's own result changes when each input moves by `eps` of itself, and `eps` is that of the
+low dtype; gradients by `eps` of the incoming gradient more. Where nothing runs low, results are equal bit for
+bit. What differs between two seeds is compared in dtype and shape only; what the low dtype cannot hold is not
+compared.
 """
 
 
@@ -40,7 +43,9 @@ def report(records: list[Record], samples: int) -> str:
     import torch
 
     text = HEAD.format(version=torch.__version__.split("+")[0], samples=samples)
-    return text + "\n" + _rates(records) + "".join(_table(records, outcome) for outcome in (*FAILURES, *LIMITS))
+    return (
+        text + "\n" + _rates(records) + "".join(_table(records, outcome) for outcome in (*FAILURES, *LIMITS))
+    )
 
 
 def _rates(records: list[Record]) -> str:
@@ -64,7 +69,9 @@ def _rates(records: list[Record]) -> str:
 
 
 def _table(records: list[Record], outcome: str) -> str:
-    rows = [(r["op"], r["counts"][outcome], f) for r in records for f in r["failures"] if f["outcome"] == outcome]
+    rows = [
+        (r["op"], r["counts"][outcome], f) for r in records for f in r["failures"] if f["outcome"] == outcome
+    ]
     if not rows:
         return ""
     title = LIMITS.get(outcome, "failed")
