@@ -48,8 +48,8 @@ class Fuzzed(nn.Module):
     def forward(self, x, y, low, wide, integer, boolean):
 """
 
-# {a} is any float tensor so far, {b} another of its shape, {i} and {m} integers and masks of its shape, {o} any
-# tensor at all; {n} is a small number, {k} one more, {s} a scalar, {l} the low dtype, {v} the new name.
+# {a} is any float tensor so far, {b} another of its shape, {i} and {m} integers and masks of its shape, {o}
+# any tensor at all; {n} is a small number, {k} one more, {s} a scalar, {l} the low dtype, {v} the new name.
 LINES = (
     # low by the lists
     "{v} = self.first({a})",

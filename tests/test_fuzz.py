@@ -14,7 +14,7 @@ from .random_modules import HEADER, Program, programs
 QUICK = settings(deadline=None, database=None, derandomize=True, suppress_health_check=list(HealthCheck))
 
 
-@pytest.mark.parametrize(("level", "count"), [("O1", 100), ("O2", 100), ("O3", 50)])
+@pytest.mark.parametrize(("level", "count"), [("O1", 80), ("O2", 80), ("O3", 40)])
 def test_random_modules(level, count):
     @settings(QUICK, max_examples=count)
     @given(programs(10))
@@ -28,7 +28,7 @@ def test_random_modules(level, count):
 
 
 def test_random_modules_just_in_time():
-    @settings(QUICK, max_examples=20)
+    @settings(QUICK, max_examples=10)
     @given(programs(8))
     def convert(program):
         torch._dynamo.reset()
