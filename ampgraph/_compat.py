@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -77,6 +78,9 @@ def result_dtypes(node: Node, mode: FakeTensorMode | None) -> tuple[torch.dtype 
     non-tensor arguments, never from sizes; so one evaluation serves every node with the same key
     (sizes only tell how many results ``split`` has).
     """
+    if node.target is operator.getitem:
+        value = node.args[0].meta["val"][node.args[1]]  # type: ignore[union-attr,index]
+        return _dtypes(value)
     leaves, spec = tree_flatten((node.args, node.kwargs))
     value = node.meta.get("val")
     count = len(value) if isinstance(value, (list, tuple)) else 1
@@ -85,9 +89,13 @@ def result_dtypes(node: Node, mode: FakeTensorMode | None) -> tuple[torch.dtype 
         # A dtype has nothing to do with gradients; a parameter written under no_grad must be allowed to be.
         with torch.no_grad():
             values = evaluate(node, mode, one_step=True)
-        values = values if isinstance(values, (list, tuple)) else (values,)
-        _dtype_cache[key] = tuple(v.dtype if isinstance(v, torch.Tensor) else None for v in values)
+        _dtype_cache[key] = _dtypes(values)
     return _dtype_cache[key]
+
+
+def _dtypes(value: Any) -> tuple[torch.dtype | None, ...]:
+    values = value if isinstance(value, (list, tuple)) else (value,)
+    return tuple(v.dtype if isinstance(v, torch.Tensor) else None for v in values)
 
 
 def _dtype_key(leaf: Any) -> Any:

@@ -81,6 +81,12 @@ DEFAULT_BLACK = (
         "angles must not be rounded (rotary tables); torch leaves sin and cos alone",
         "sin cos sinc special_sinc affine_grid_generator polar view_as_complex complex angle",
     ),
+    Rows(
+        "black",
+        "sampling positions: one rounding moves them by pixels in a large image",
+        "grid_sampler grid_sampler_2d grid_sampler_3d _grid_sampler_2d_cpu_fallback cudnn_grid_sampler",
+    ),
+    Rows("black", "its backward squares its input, which overflows", "addcdiv asinh arcsinh"),
     Rows("black", "steep near a pole", "tan acos asin arccos arcsin acosh arccosh atanh arctanh"),
     Rows(
         "black",
@@ -176,14 +182,14 @@ DEFAULT_GRAY = (
         "gray",
         "elementwise arithmetic: one rounding of the result",
         """add sub rsub mul div subtract multiply divide true_divide floor_divide remainder fmod addcmul
-        addcdiv lerp""",
+        lerp""",
         "scalars_fit",
         "black",
     ),
     Rows(
         "gray",
         "elementwise arithmetic: one rounding of the result",
-        """addr outer ger kron dot vdot cross linalg_cross atan2 arctan2 atan arctan hypot sqrt asinh arcsinh
+        """addr outer ger kron dot vdot cross linalg_cross atan2 arctan2 atan arctan hypot sqrt
         erf frac deg2rad rad2deg diff gradient _add_relu""",
     ),
     Rows(
@@ -218,8 +224,7 @@ DEFAULT_GRAY = (
         "gray",
         "interpolation: weighted mean of neighbours; torch forces float32",
         """upsample_linear1d upsample_bilinear2d upsample_trilinear3d upsample_bicubic2d
-        _upsample_bilinear2d_aa _upsample_bicubic2d_aa _upsample_lanczos2d_aa grid_sampler grid_sampler_2d
-        grid_sampler_3d _grid_sampler_2d_cpu_fallback cudnn_grid_sampler""",
+        _upsample_bilinear2d_aa _upsample_bicubic2d_aa _upsample_lanczos2d_aa""",
     ),
     Rows(
         "gray",

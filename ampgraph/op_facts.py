@@ -6,10 +6,12 @@ an in-place op falls back to its functional form. The functions at the end are w
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from functools import cache
 from typing import TypeVar
 
+import torch
 from torch._ops import OpOverload
 
 T = TypeVar("T")
@@ -75,6 +77,11 @@ DTYPE_ARG: Mapping[str, str] = dict.fromkeys(
     ),
     "dtype",
 )
+
+# With other values of this argument the backward raises the low input to a power in the input's dtype.
+DTYPE_ARG_NEEDS: Mapping[str, tuple[str, tuple[object, ...]]] = {
+    "linalg_vector_norm": ("ord", (None, 0, 1, 2, math.inf, -math.inf)),
+}
 
 # These take only sizes (and a default dtype) from their tensor; with a dtype argument it may be anything.
 LIKES: frozenset[str] = _names(
@@ -143,6 +150,17 @@ FP32_ONLY_ON: Mapping[str, frozenset[str]] = {
     ),
     "cuda": _names("angle histc igamma igammac"),  # as declared in torch's own op tests; not run here
 }
+
+# No kernel for one of the two dtypes alone.
+FP32_ONLY_FOR: Mapping[tuple[str, torch.dtype], frozenset[str]] = {
+    ("cpu", torch.float16): _names("rrelu rrelu_with_noise round.decimals polygamma special_polygamma"),
+}
+
+# FakeTensor runs these while capturing and cannot run them again: they read values.
+OPAQUE = _names("tensor_split.tensor_indices_or_sections")
+
+# In-place ops whose functional form autograd cannot differentiate.
+IN_PLACE_ONLY = _names("copy_")
 
 # Arguments that take any floating dtype and have no say in the result's dtype.
 ANY_SLOTS: Mapping[str, tuple[str, ...]] = {
@@ -219,6 +237,12 @@ def dtype_arg(target: OpOverload) -> str | None:
 
 
 @cache
+def dtype_arg_needs(target: OpOverload) -> tuple[str, tuple[object, ...]] | None:
+    """Returns the argument, and its values, with which `dtype_arg` holds for the backward too; None: any."""
+    return _row(DTYPE_ARG_NEEDS, target)
+
+
+@cache
 def fp32_slots(target: OpOverload) -> tuple[str, ...]:
     """Returns the names of the arguments that stay float32 in every precision."""
     return _row(FP32_SLOTS, target) or ()
@@ -261,9 +285,35 @@ def rounds_once(target: OpOverload) -> bool:
 
 
 @cache
-def fp32_only(target: OpOverload, device_type: str = "") -> bool:
-    """Whether the op has no low-precision kernel: on no device, or none on ``device_type``."""
-    return _listed(FP32_ONLY | FP32_ONLY_ON.get(device_type, frozenset()), target)
+def fp32_only(target: OpOverload, device_type: str = "", low_dtype: torch.dtype | None = None) -> bool:
+    """Whether the op has no low-precision kernel.
+
+    Args:
+        target: The op.
+        device_type: Where; ``""`` asks whether there is none on any device.
+        low_dtype: For which dtype; None asks whether there is none for both.
+    """
+    names = FP32_ONLY | FP32_ONLY_ON.get(device_type, frozenset())
+    if low_dtype is not None:
+        names |= FP32_ONLY_FOR.get((device_type, low_dtype), frozenset())
+    return _listed(names, target)
+
+
+@cache
+def is_opaque(target: OpOverload) -> bool:
+    """Whether FakeTensor cannot run the op a second time."""
+    return _listed(OPAQUE, target)
+
+
+@cache
+def has_functional_form(target: OpOverload) -> bool:
+    """Whether autograd differentiates the functional form of an in-place op as it does the op itself."""
+    functional = target._schema.name.split("::")[1].removesuffix("_")
+    overload = getattr(getattr(torch.ops.aten, functional, None), target._overloadname, None)
+    if overload is None or _listed(IN_PLACE_ONLY, target):
+        return False
+    # Forms that torch generates for functionalization have no derivative.
+    return torch.Tag.generated not in overload.tags
 
 
 @cache

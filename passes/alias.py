@@ -8,6 +8,7 @@ import torch
 from torch.fx import Graph, Node
 
 from ampgraph._compat import OpOverload, storage_key
+from ampgraph.op_facts import is_view
 
 SOURCES = ("placeholder", "get_attr")
 
@@ -78,5 +79,14 @@ def _schema_aliases(node: Node) -> Iterator[Node]:
     for position, argument in enumerate(schema.arguments):
         if argument.alias_info is None or position >= len(node.args):
             continue
-        if isinstance(node.args[position], Node):
-            yield node.args[position]  # type: ignore[misc]
+        source = node.args[position]
+        if isinstance(source, Node) and not _converts(source, node):
+            yield source
+
+
+def _converts(source: Node, node: Node) -> bool:
+    """Whether the op made new memory because it changed the dtype, as ``to`` does."""
+    if is_view(node.target):  # type: ignore[arg-type]
+        return False
+    before, after = (getattr(n.meta.get("val"), "dtype", None) for n in (source, node))
+    return before != after

@@ -64,6 +64,7 @@ class NodeFacts:
         moves_data: Whether it costs memory traffic (views and inputs do not).
         written: Whether the tensor lives in memory that some node writes in place.
         is_parameter: Whether it is a parameter, buffer or constant of the module, or a view of one.
+        reads_sparse: Whether it reads a sparse or nested tensor, which nothing here casts.
     """
 
     dtype: torch.dtype | None
@@ -76,6 +77,7 @@ class NodeFacts:
     moves_data: bool = False
     written: bool = False
     is_parameter: bool = False
+    reads_sparse: bool = False
 
 
 Facts = dict[Node, NodeFacts]
@@ -107,12 +109,15 @@ class ClassifyOps(Pass):
 
     def _facts(self, node: Node, facts: Facts) -> NodeFacts:
         if node.target is operator.getitem and isinstance(node.args[0], Node) and _is_sequence(node.args[0]):
-            owner = facts[node.args[0]].owner
+            # An op that yields both float32 and low tensors keeps them all: each is then its own owner.
+            whole = facts[node.args[0]]
+            owner = whole.owner if whole.dtype else node
             return NodeFacts(self._dtype(node), owner, elements=_elements(node, self.low_dtype))
         fact = NodeFacts(
             self._dtype(node), _dtype_giver(node, facts), elements=_elements(node, self.low_dtype)
         )
         fact.is_parameter = _is_parameter(node, facts)
+        fact.reads_sparse = any(not is_dense(t) for n in node.all_input_nodes for t in tensors(n))
         if isinstance(node.target, OpOverload):
             fact.op_class, fact.class_reason = self.ops.classify(node, self.low_dtype)
             fact.fixed_dtype = _explicit_dtype(node)
@@ -125,6 +130,8 @@ class ClassifyOps(Pass):
         return fact
 
     def _dtype(self, node: Node) -> torch.dtype | None:
+        if not all(map(is_dense, tensors(node))) or _is_nested(node):
+            return None
         dtypes = {v.dtype for v in tensors(node)}
         managed = dtypes & {torch.float32, self.low_dtype}
         if len(managed) != 1 or any(d.is_floating_point or d.is_complex for d in dtypes - managed):
@@ -142,7 +149,9 @@ class ClassifyOps(Pass):
         target = node.target
         if node.op == "output":
             return SlotKind.KEEP if self.keep_io_dtypes else SlotKind.ANY
-        if not isinstance(target, OpOverload) or _is_sequence(tensor):
+        if not isinstance(target, OpOverload) or _is_sequence(tensor) or fact.reads_sparse:
+            return SlotKind.KEEP
+        if op_facts.is_opaque(target):
             return SlotKind.KEEP
         name = argument_name(node, path)
         if is_cast(node) or target in _CASTS_LIKE or name in op_facts.any_slots(target):
@@ -152,17 +161,31 @@ class ClassifyOps(Pass):
         if written := written_args(node):
             return SlotKind.ANY if op_facts.promotes(target) and tensor not in written else SlotKind.KEEP
         if fact.dtype is None:
-            return SlotKind.ANY if self._only_tells(node) else SlotKind.KEEP
+            return SlotKind.ANY if self._only_tells(node, fact) else SlotKind.KEEP
         if fact.fixed_dtype is not None:
-            return SlotKind.ANY if op_facts.dtype_arg(target) else SlotKind.KEEP
+            return SlotKind.ANY if op_facts.dtype_arg(target) and _takes_dtype(node) else SlotKind.KEEP
+        if self._mixes(node, fact, path, tensor):
+            return SlotKind.KEEP
         if op_facts.promotes(target):
-            return SlotKind.ANY if _is_bystander(node, tensor) else SlotKind.PROMOTED
-        if op_facts.dtype_arg(target):
+            return SlotKind.ANY if _is_bystander(node, path, tensor) else SlotKind.PROMOTED
+        if op_facts.dtype_arg(target) and _takes_dtype(node):
             return SlotKind.DTYPE_ARG
         return SlotKind.COMPUTE
 
-    def _only_tells(self, node: Node) -> bool:
+    def _mixes(self, node: Node, fact: NodeFacts, path: tuple[int | str, ...], tensor: Node) -> bool:
+        """Whether the source itself reads a float32 tensor here and yields low: the kernel takes both.
+
+        Matrix products never do, whatever FakeTensor lets pass.
+        """
+        if fact.op_class is OpClass.WHITE:
+            return False
+        wide = tensor.meta["val"].dtype == torch.float32 and fact.dtype == self.low_dtype
+        return wide and not _is_bystander(node, path, tensor)
+
+    def _only_tells(self, node: Node, fact: NodeFacts) -> bool:
         """Whether the op answers with integers or booleans and takes its operands in any dtype."""
+        if fact.op_class is None or not has_kernel(node, self.low_dtype):
+            return False
         if any(v.dtype.is_floating_point or v.dtype.is_complex for v in tensors(node)):
             return False
         managed = [t for _, t in tensor_arguments(node) if self._dtype(t)]
@@ -174,6 +197,11 @@ def tensors(node: Node) -> list[torch.Tensor]:
     value = node.meta.get("val")
     values = value if isinstance(value, (list, tuple)) else (value,)
     return [v for v in values if isinstance(v, torch.Tensor)]
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is neither sparse nor nested nor in a library's own layout."""
+    return tensor.layout == torch.strided and not tensor.is_nested
 
 
 def tensor_arguments(node: Node) -> Iterator[tuple[tuple[int | str, ...], Node]]:
@@ -223,6 +251,13 @@ def saves_large_statistics(node: Node, low_dtype: torch.dtype) -> bool:
     return isinstance(eps, float) and 0 < eps < torch.finfo(low_dtype).max ** -2
 
 
+def has_kernel(node: Node, low_dtype: torch.dtype) -> bool:
+    """Whether an ATen op has a kernel for ``low_dtype`` on the device of its tensors."""
+    found = [*tensors(node), *(t for n in node.all_input_nodes for t in tensors(n))]
+    device = found[0].device.type if found else ""
+    return not op_facts.fp32_only(node.target, device, low_dtype)  # type: ignore[arg-type]
+
+
 def is_cast(node: Node) -> bool:
     """Whether the node is an explicit dtype conversion (one that names its dtype)."""
     if not isinstance(node.target, OpOverload) or op_facts.packet_name(node.target) not in _CASTS:
@@ -252,9 +287,12 @@ def _explicit_dtype(node: Node) -> torch.dtype | None:
     return dtype if isinstance(dtype, torch.dtype) else None
 
 
-def _is_bystander(node: Node, tensor: Node) -> bool:
-    """0-dim operands do not take part in type promotion beside floating operands that have dimensions."""
-    if tensor.meta["val"].dim() > 0:
+def _is_bystander(node: Node, path: tuple[int | str, ...], tensor: Node) -> bool:
+    """0-dim operands do not take part in type promotion beside floating operands that have dimensions.
+
+    Those of a list (``column_stack``) do: they are given dimensions first.
+    """
+    if tensor.meta["val"].dim() > 0 or len(path) > 1:
         return False
     floats = [v for _, n in tensor_arguments(node) for v in tensors(n) if v.is_floating_point()]
     return any(v.dim() > 0 for v in floats)
@@ -262,6 +300,17 @@ def _is_bystander(node: Node, tensor: Node) -> bool:
 
 def _is_sequence(node: Node) -> bool:
     return isinstance(node.meta.get("val"), (list, tuple))
+
+
+def _takes_dtype(node: Node) -> bool:
+    """Whether the op's backward, too, computes in float32 when its dtype argument says so."""
+    name, values = op_facts.dtype_arg_needs(node.target) or ("", ())  # type: ignore[arg-type]
+    return not name or argument(node, name) in values
+
+
+def _is_nested(node: Node) -> bool:
+    """Whether the op returns a list within its tuple; casts of its results are not followed."""
+    return _is_sequence(node) and any(isinstance(v, (list, tuple)) for v in node.meta["val"])
 
 
 def _elements(node: Node, low_dtype: torch.dtype) -> int:

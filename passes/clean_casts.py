@@ -14,8 +14,8 @@ from torch.fx import Graph, GraphModule, Node
 
 from ampgraph.plan import META_KEY
 
-from .base import Pass
-from .classify import is_cast
+from .base import Pass, workspace
+from .classify import Facts, is_cast
 from .insert_casts import is_inserted_cast
 from .normalize import STORAGE_NODE
 
@@ -28,14 +28,17 @@ class CleanCasts(Pass):
 
     def run(self, graph_module: GraphModule) -> bool:
         graph = graph_module.graph
-        return _drop_undone_widenings(graph) | _drop_storage_nodes(graph)
+        facts = workspace(graph_module).facts or {}
+        return _drop_undone_widenings(graph, facts) | _drop_storage_nodes(graph)
 
 
-def _drop_undone_widenings(graph: Graph) -> bool:
+def _drop_undone_widenings(graph: Graph, facts: Facts) -> bool:
     modified = False
     for node in list(graph.nodes):
         if not is_inserted_cast(node) or not is_cast(widening := node.args[0]):
             continue
+        if widening in facts and facts[widening].written:
+            continue  # its memory no longer holds what was widened
         origin = widening.args[0]
         if origin.meta["val"].dtype != node.meta["val"].dtype or widening.meta["val"].dtype != torch.float32:
             continue

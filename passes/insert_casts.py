@@ -9,7 +9,8 @@ from typing import Any, ClassVar
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from ampgraph._compat import HigherOrderOperator, fake_mode_of, result_dtypes, with_dtypes
+from ampgraph import op_facts
+from ampgraph._compat import HigherOrderOperator, OpOverload, fake_mode_of, result_dtypes, with_dtypes
 from ampgraph.errors import PassError
 from ampgraph.plan import META_KEY, Cast
 
@@ -100,8 +101,7 @@ def refresh_metadata(graph: Graph, edited: Iterable[Node]) -> None:
     mode = fake_mode_of(graph)
     dirty = set(edited)
     for node in graph.nodes:
-        # A higher-order op reads and returns what it did in the source: its value stays true.
-        if node not in dirty or node.op != "call_function" or isinstance(node.target, HigherOrderOperator):
+        if node not in dirty or node.op != "call_function" or _stays_as_it_was(node):
             continue
         previous = node.meta.get("val", node.args[0].meta["val"] if is_inserted_cast(node) else None)
         value = with_dtypes(previous, result_dtypes(node, mode))
@@ -110,6 +110,13 @@ def refresh_metadata(graph: Graph, edited: Iterable[Node]) -> None:
         node.meta["val"] = value
         node.meta.pop("tensor_meta", None)
         dirty.update(node.users)
+
+
+def _stays_as_it_was(node: Node) -> bool:
+    """Whether the node reads and returns the source's dtypes whatever the plan."""
+    if isinstance(node.target, HigherOrderOperator):
+        return True
+    return isinstance(node.target, OpOverload) and op_facts.is_opaque(node.target)
 
 
 def _after(graph: Graph, node: Node) -> Node:

@@ -14,7 +14,8 @@ from typing import ClassVar
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from ampgraph._compat import FakeTensorMode, OpOverload, evaluate, fake_mode_of
+from ampgraph import op_facts
+from ampgraph._compat import FakeTensorMode, OpOverload, evaluate, fake_mode_of, result_dtypes
 from ampgraph.plan import META_KEY
 
 from .alias import SOURCES, AliasSets, written_args
@@ -50,17 +51,17 @@ def _functionalize(graph: Graph) -> bool:
     if not candidates:
         return False
     order = {n: i for i, n in enumerate(graph.nodes)}
-    aliases = AliasSets(graph)
+    aliases, mode = AliasSets(graph), fake_mode_of(graph)
     modified = []
     for node in candidates:
         target = written_args(node)[0]
-        if not _only_seen_through(node, target, aliases, order):
+        if not _only_seen_through(node, target, aliases, order) or not _keeps_dtype(node, mode):
             continue
         for user in [u for u in target.users if order[u] > order[node]]:
             user.replace_input_with(target, node)
         node.target = _functional(node)
         modified.append(node)
-    _refresh_written_sets(modified, aliases, fake_mode_of(graph))
+    _refresh_written_sets(modified, aliases, mode)
     return bool(modified)
 
 
@@ -81,12 +82,23 @@ def _functional(node: Node) -> OpOverload | None:
     name = node.target._schema.name.split("::")[1]  # type: ignore[union-attr]
     if not name.endswith("_") or node.target.namespace != "aten":  # type: ignore[union-attr]
         return None
+    if not op_facts.has_functional_form(node.target):  # type: ignore[arg-type]
+        return None
     packet = getattr(aten, name[:-1], None)
     functional = getattr(packet, node.target._overloadname, None) if packet else None  # type: ignore[union-attr]
     if functional is None or functional._schema.is_mutable:
         return None
     ours, theirs = ([str(a.type) for a in op._schema.arguments] for op in (node.target, functional))  # type: ignore[union-attr]
     return functional if ours == theirs and not node.kwargs.keys() - _names(functional) else None
+
+
+def _keeps_dtype(node: Node, mode: FakeTensorMode | None) -> bool:
+    """Whether the functional form yields the dtype of the memory that the in-place form writes."""
+    before, node.target = node.target, _functional(node)  # type: ignore[assignment]
+    try:
+        return result_dtypes(node, mode) == (node.meta["val"].dtype,)
+    finally:
+        node.target = before
 
 
 def _names(op: OpOverload) -> set[str]:

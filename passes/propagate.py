@@ -30,7 +30,7 @@ from ampgraph.oplists import OpClass
 from ampgraph.policy import Policy
 
 from .base import Pass, Pins, workspace
-from .classify import Facts, NodeFacts, SlotKind, argument, tensors
+from .classify import Facts, NodeFacts, SlotKind, argument, has_kernel
 from .ranges import find_range_pins
 
 
@@ -131,7 +131,11 @@ class PropagatePins(Pass):
             return Variable(source_low, "alias", "its memory is written in place")
         if not isinstance(node.target, OpOverload):
             return Variable(source_low, "kernel", "not an ATen op")
-        if op_facts.fp32_only(node.target, tensors(node)[0].device.type):
+        if fact.reads_sparse:
+            return Variable(source_low, "kernel", "reads a sparse or nested tensor")
+        if op_facts.is_opaque(node.target):
+            return Variable(source_low, "kernel", "FakeTensor cannot tell what it yields from other dtypes")
+        if not has_kernel(node, self.low_dtype):
             return Variable(False, "kernel", "no low-precision kernel")
         if (sparse := op_facts.sparse_gradient_arg(node.target)) and argument(node, sparse):
             return Variable(source_low, "kernel", "the gradient of its weight is sparse")

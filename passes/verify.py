@@ -8,6 +8,7 @@ from typing import ClassVar
 import torch
 from torch.fx import GraphModule, Node
 
+from ampgraph import op_facts
 from ampgraph._compat import FakeTensorMode, OpOverload, fake_mode_of, result_dtypes
 from ampgraph.errors import VerifyError
 from ampgraph.module_path import module_path, user_line
@@ -53,7 +54,7 @@ class Verify(Pass):
 
 def _check_metadata(node: Node, mode: FakeTensorMode | None) -> None:
     """Asks FakeTensor itself: ``meta["val"]`` must have the dtypes that the op yields from its arguments."""
-    if not isinstance(node.target, OpOverload) or "val" not in node.meta:
+    if not isinstance(node.target, OpOverload) or "val" not in node.meta or op_facts.is_opaque(node.target):
         return
     value = node.meta["val"]
     values = value if isinstance(value, (list, tuple)) else (value,)

@@ -151,6 +151,17 @@ def test_dtype_argument_equals_casting_by_hand(name, low):
         assert_same(gradient, wanted.to(low))
 
 
+@pytest.mark.parametrize("order", [0, 1, 2, 3, 4, float("inf")])
+def test_orders_whose_backward_computes_in_float32(order):
+    op, x = aten.linalg_vector_norm.default, torch.randn(2, 5).mul(200).half()
+    widened, (gradient,) = run_with_gradients(lambda t: op(t, order, [1], dtype=torch.float32), [x], True)
+    _, (wanted,) = run_with_gradients(lambda t: op(t, order, [1]), [x.float()], True)
+    name, orders = op_facts.dtype_arg_needs(op)
+    assert (name, widened.dtype) == ("ord", torch.float32)
+    exact = gradient is wanted or torch.allclose(gradient.float(), wanted, rtol=2e-3)
+    assert exact == (order in orders)
+
+
 # -- one rounding ------------------------------------------------------------------------------------------
 
 REDUCING = {
@@ -314,6 +325,41 @@ def test_slots():
     assert op_facts.follow_slots(aten.layer_norm.default) == ("input",)
     assert op_facts.follow_slots(aten.add.Tensor) is None
     assert op_facts.any_slots(aten.copy_.default) == ("src",)
+
+
+def test_fp32_only_by_dtype():
+    assert op_facts.fp32_only(aten.rrelu.default, "cpu", torch.float16)
+    assert not op_facts.fp32_only(aten.rrelu.default, "cpu", torch.bfloat16)
+    assert not op_facts.fp32_only(aten.rrelu.default, "cpu")
+    assert not op_facts.fp32_only(aten.round.default, "cpu", torch.float16)
+    assert op_facts.fp32_only(aten.cdist.default, "cpu", torch.float16)
+
+
+FOR_ONE_DTYPE = {
+    "rrelu": (SPD,),
+    "rrelu_with_noise": (SPD, torch.ones(3, 3), 0.1, 0.3, True),
+    "round.decimals": (SPD,),
+    "polygamma": (1, SPD),
+    "special_polygamma": (1, SPD),
+}
+
+
+@pytest.mark.parametrize("low", LOW)
+@pytest.mark.parametrize("name", sorted(op_facts.FP32_ONLY_FOR["cpu", torch.float16]))
+def test_a_kernel_for_one_low_dtype_only(name, low):
+    op, keywords = find(name), {"decimals": 1} if name == "round.decimals" else {}
+    arguments = [narrowed(argument, low) for argument in FOR_ONE_DTYPE[name]]
+    if low is torch.bfloat16:
+        op(*arguments, **keywords)
+        return
+    with pytest.raises((RuntimeError, NotImplementedError)):
+        op(*arguments, **keywords)
+
+
+@pytest.mark.parametrize("name", ["copy_.default", "uniform_.default", "zero_.default"])
+def test_functional_forms_without_the_derivative(name):
+    assert not op_facts.has_functional_form(find(name))
+    assert op_facts.has_functional_form(aten.add_.Tensor)
 
 
 def test_fp32_only_by_device():

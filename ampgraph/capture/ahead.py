@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.export import ExportedProgram
 from torch.fx import traceback as fx_traceback
 
@@ -72,9 +72,26 @@ def capture_program(
         )
     try:
         with capturing(), _warn_about_custom_functions(type(model).__name__):
-            return torch.export.export(model, args, kwargs or {}, dynamic_shapes=dynamic_shapes, strict=False)
+            program = torch.export.export(
+                model, args, kwargs or {}, dynamic_shapes=dynamic_shapes, strict=False
+            )
     except Exception as error:
         raise CaptureError(_explain(model, error)) from error
+    for module in program.graph_module.modules():
+        if isinstance(module, fx.GraphModule):
+            _complete_users(module.graph)
+    return program
+
+
+def _complete_users(graph: fx.Graph) -> None:
+    """Enters every reader among the users of what it reads.
+
+    ``torch.export`` forgets readers whose results nothing reads in turn, beside a grad-mode region; torch.fx
+    then fails to edit them.
+    """
+    for node in graph.nodes:
+        for source in node.all_input_nodes:
+            source.users.setdefault(node)
 
 
 @contextlib.contextmanager

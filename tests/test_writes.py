@@ -1,0 +1,94 @@
+"""Memory that the source writes in place: what converting must not lose, add or make undifferentiable."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import ampgraph
+from ampgraph import NoLossScale, Policy
+
+from .helpers import Fn, close
+
+X, Y, W = torch.randn(4, 8), torch.randn(4, 8), torch.randn(8, 8)
+LOW = torch.bfloat16
+
+
+def converted(function, *args, level="O1", **children):
+    policy = Policy(level=level, dtype=LOW, loss_scale=NoLossScale())
+    return ampgraph.convert(Fn(function, **children), args, policy=policy)
+
+
+def writes_after_widening(h, y, w):
+    wide = h.float()
+    wide[0].copy_(y[0])
+    return wide @ w
+
+
+def test_a_write_after_a_widening_is_not_undone():
+    """Narrowing the written memory gives not what was widened, but what was written."""
+    args = (X.to(LOW), Y, W)
+    close(converted(writes_after_widening, *args)(*args), writes_after_widening(*args))
+
+
+def test_a_second_run_of_the_pipeline_keeps_the_write():
+    def function(x, y, w):
+        low = x @ w
+        low[0].copy_(y[0])
+        return low @ w, low
+
+    from ampgraph.rewrite import rewrite
+
+    amp = converted(function, X, Y.to(LOW), W)
+    expected = amp(X, Y.to(LOW), W)
+    rewrite(amp.graph_module, amp.policy, LOW)
+    amp.graph_module.recompile()
+    for got, wanted in zip(amp(X, Y.to(LOW), W), expected, strict=True):
+        assert torch.equal(got, wanted)
+
+
+@pytest.mark.parametrize("dtype", [LOW, torch.float32])
+def test_an_in_place_op_keeps_the_dtype_it_writes(dtype):
+    """``x.add_(wider)`` has the dtype of x, ``x + wider`` has not."""
+
+    def function(x, wider):
+        made = x.relu()
+        made.add_(wider)
+        return made * 2
+
+    args = (X.to(dtype), Y.to(torch.float32 if dtype == LOW else torch.float64))
+    result = converted(function, *args)(*args)
+    assert result.dtype == dtype
+    assert torch.equal(result, function(*args))
+
+
+def overwrite(x, other):
+    return torch.empty_like(x).copy_(x).mul(other)
+
+
+def draw(x, other):
+    return x.mul(2).uniform_() * other
+
+
+def zero(x, other):
+    return x.mul(2).zero_() * other
+
+
+@pytest.mark.parametrize("function", [overwrite, draw, zero])
+def test_in_place_ops_stay_differentiable(function):
+    """Functional forms of these have no derivative; a gradient of zeros is not the same as none."""
+    first, second = nn.Linear(8, 8), nn.Linear(8, 8)
+    policy = Policy(dtype=LOW, loss_scale=NoLossScale())
+    model = nn.Sequential(first, Two(function, second))
+    ampgraph.convert(model, (X,), policy=policy)(X).sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+class Two(nn.Module):
+    def __init__(self, function, layer):
+        super().__init__()
+        self.function, self.layer = function, layer
+
+    def forward(self, x):
+        return self.function(x, self.layer(x))
