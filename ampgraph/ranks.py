@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.nn.parallel import DistributedDataParallel
 
 from ._compat import active_data_parallel
 from .errors import CaptureError
@@ -68,12 +68,11 @@ def check_wrappers(model: nn.Module, just_in_time: bool) -> None:
     Raises:
         CaptureError: The model is wrapped or sharded; the message says what to do instead.
     """
-    if isinstance(model, (DataParallel, DistributedDataParallel)):
-        name = type(model).__name__
+    if isinstance(model, DistributedDataParallel):
         raise CaptureError(
-            f"the model is wrapped in {name}, whose communication no graph can hold. Convert what is inside, "
-            f"then wrap: {name}(ampgraph.convert(model, ...)); or convert it in place: "
-            "ampgraph.convert_blocks(model, 'module')."
+            "the model is wrapped in DistributedDataParallel, whose communication no graph can hold. Convert "
+            "what is inside, then wrap: DistributedDataParallel(ampgraph.convert(model, ...)); or convert it "
+            "in place: ampgraph.convert_blocks(model, 'module')."
         )
     if not just_in_time and any(is_spread(p) for p in model.parameters()):
         raise CaptureError(f"{type(model).__name__}: {_SHARDED}")

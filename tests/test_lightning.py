@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from ampgraph import AmpGraphError, DynamicLossScale, Policy
+from ampgraph import AmpGraphError, DynamicLossScale, Policy, PolicyError
 from ampgraph._torchvision import allow_torchvision
 from ampgraph.testing import assert_dtype
 
@@ -151,6 +151,24 @@ def test_one_plugin_fits_then_validates_and_own_forward(packages) -> None:
     assert list(plugin.blocks) == [""]
     assert_dtype(plugin.blocks[""], "net.2", torch.bfloat16)
     assert runner.precision == "bf16-mixed"
+
+
+def test_a_module_with_nothing_to_convert_is_told_so(packages) -> None:
+    framework, integration = packages
+
+    class Bare(framework.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight, self.loss = nn.Parameter(torch.ones(4)), nn.MSELoss()
+
+        def training_step(self, batch: list[torch.Tensor], index: int) -> torch.Tensor:
+            return self.loss(batch[0] * self.weight, batch[0])
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    with pytest.raises(PolicyError, match="Bare has no child module with parameters"):
+        trainer(framework, integration.AmpGraphPrecision()).fit(Bare(), data())
 
 
 def test_manual_optimization(packages) -> None:

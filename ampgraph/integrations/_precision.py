@@ -11,7 +11,7 @@ from torch import nn
 
 from ..backends import default_backend
 from ..blocks import Blocks, Which, convert_blocks
-from ..errors import AmpGraphError
+from ..errors import AmpGraphError, PolicyError
 from ..policy import Policy
 from ..scaler import LossScaler
 
@@ -61,6 +61,11 @@ class PrecisionMixin:
         device = module.trainer.strategy.root_device  # the module is moved there only later
         policy = self.policy.replace(dtype=self.policy.low_dtype(device))
         which = networks(module) if self.which is None else self.which
+        if not which and which != "":
+            raise PolicyError(
+                f"AmpGraphPrecision: {type(module).__name__} has no child module with parameters to convert; "
+                "put the network into one, or pass blocks='' for the module's own forward."
+            )
         backend = self.backend or default_backend(device)
         self.blocks = convert_blocks(module, which, policy=policy, backend=backend)
         self.precision = "16-mixed" if policy.dtype == torch.float16 else "bf16-mixed"
