@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from enum import Enum
+from functools import partial
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
@@ -255,7 +256,7 @@ PRESETS: Mapping[str, Callable[[], OpLists]] = MappingProxyType(
         "default": OpLists.default,
         "torch": OpLists.torch,
         "paddle": OpLists.paddle,
-        **{f"paddle:{level}": lambda level=level: OpLists.paddle(level) for level in ("OD", "O1", "O2")},
+        **{f"paddle:{level}": partial(OpLists.paddle, level) for level in ("OD", "O1", "O2")},
         "mindspore": OpLists.mindspore,
         "oneflow": OpLists.oneflow,
     }

@@ -106,6 +106,10 @@ def test_legend_shows_what_occurs(amp: ampgraph.AmpModule) -> None:
     assert {e for e in legend(to_dot(amp)) if e} == common | {"guarded region"}
     layer = ampgraph.convert(Layer(), (torch.randn(2, 8),), dtype=torch.float16)
     assert {e for e in legend(to_dot(layer)) if e} == common - {"other dtype"}
+    backward = legend(to_dot(trained(), graph="backward"))
+    assert {e for e in backward if e} == {
+        *("float16", "float32", "loss scaling", "input, output", "cast to float16", "cast to float32")
+    }
     folded = r"module, folded: blue is\nthe share of its ops that is low"
     assert legend(to_dot(amp, depth=1)) >= {folded, "guarded region", "float16", "float32"}
     assert "outside of the focus" in legend(to_dot(amp, focus="tail"))

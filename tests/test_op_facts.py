@@ -331,29 +331,22 @@ def test_fp32_only_by_dtype():
     assert op_facts.fp32_only(aten.rrelu.default, "cpu", torch.float16)
     assert not op_facts.fp32_only(aten.rrelu.default, "cpu", torch.bfloat16)
     assert not op_facts.fp32_only(aten.rrelu.default, "cpu")
-    assert not op_facts.fp32_only(aten.round.default, "cpu", torch.float16)
     assert op_facts.fp32_only(aten.cdist.default, "cpu", torch.float16)
 
 
 FOR_ONE_DTYPE = {
-    "rrelu": (SPD,),
-    "rrelu_with_noise": (SPD, torch.ones(3, 3), 0.1, 0.3, True),
-    "round.decimals": (SPD,),
-    "polygamma": (1, SPD),
-    "special_polygamma": (1, SPD),
+    "rrelu": (SPD, 0.1, 0.3, True),
+    "rrelu_with_noise": (SPD, SPD, 0.1, 0.3, True),
+    "rrelu_with_noise_functional": (SPD, SPD, 0.1, 0.3, True),
 }
 
 
-@pytest.mark.parametrize("low", LOW)
 @pytest.mark.parametrize("name", sorted(op_facts.FP32_ONLY_FOR["cpu", torch.float16]))
-def test_a_kernel_for_one_low_dtype_only(name, low):
-    op, keywords = find(name), {"decimals": 1} if name == "round.decimals" else {}
-    arguments = [narrowed(argument, low) for argument in FOR_ONE_DTYPE[name]]
-    if low is torch.bfloat16:
-        op(*arguments, **keywords)
-        return
+def test_a_kernel_for_one_low_dtype_only(name):
+    op, arguments = find(name), FOR_ONE_DTYPE[name]
+    op(*(narrowed(argument, torch.bfloat16) for argument in arguments))
     with pytest.raises((RuntimeError, NotImplementedError)):
-        op(*arguments, **keywords)
+        op(*(narrowed(argument, torch.float16) for argument in arguments))
 
 
 @pytest.mark.parametrize("name", ["copy_.default", "uniform_.default", "zero_.default"])

@@ -28,8 +28,8 @@ of float64, complex, integers and booleans must come through untouched.
 **Tolerance.** An element may be off by `4 * (eps * |value| + spread) + eps * mean |value|`, where `spread` is
 how much the float32 op's own result changes when each input moves by `eps` of itself, and `eps` is that of
 the low dtype; gradients by `eps` of the incoming gradient more. Where nothing runs low, results are equal bit
-for bit. What differs between two seeds is compared in dtype and shape only; what the low dtype cannot hold is not
-compared.
+for bit. What differs between two seeds is compared in dtype and shape only; what the low dtype cannot hold is
+not compared.
 """
 
 

@@ -112,7 +112,7 @@ class _Writer:
             style = {}
         low = self.graph.graph["low_dtype"]
         words = {"low": low, "fp32": "float32", "other": "other dtype"}[data["precision"]]
-        if data["dtype"]:
+        if data["dtype"] and not data["boundary"]:
             self._seen(words, {"shape": "box"} | colour)
         return style | colour
 

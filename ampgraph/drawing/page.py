@@ -134,7 +134,7 @@ def _legend(picture: Picture, nodes: list[dict], edges: list[list]) -> list[dict
     low = picture.graph.graph["low_dtype"]
     words = {"low": low, "fp32": "float32", "other": "other dtype"}
     inside = [n for n in nodes if not n["neighbour"]]
-    seen = {(n["kind"], n["precision"]) for n in inside}
+    seen = {(n["kind"], n["precision"]) for n in inside if not n["boundary"]}
     shown = [
         {"words": words[p], "kind": "op", "precision": p}
         for p in words
