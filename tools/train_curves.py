@@ -247,12 +247,14 @@ def train(task: Task, policy: ampgraph.Policy | None) -> dict[str, Any]:
     optimizer = task.optimizer(model.parameters())
     if isinstance(model, ampgraph.AmpModule):
         model.scaler.attach(optimizer)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=task.steps)
     losses, start = [], time.perf_counter()
     for inputs, targets in batches:
         loss = task.loss(model(inputs), targets)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
+        schedule.step()
         losses.append(loss.item())
     gradient = max(float(p.grad.abs().max()) for p in model.parameters())
     final = sum(losses[-50:]) / 50
