@@ -151,7 +151,7 @@ def role_of(node: torch.fx.Node) -> str | None:
     if role != "unscale":
         return role
     # Where the trace is the forward node's, it is the same for all that its backward computes.
-    product = node.args[0] if node.target is operator.getitem else node
+    product = node.all_input_nodes[0] if node.target is operator.getitem else node
     return role if product.target is torch.ops.aten._foreach_mul.Tensor else ROLES[non_finite.__name__]
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import weakref
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -42,6 +43,8 @@ class ShadowWeights(nn.Module):
         model: The model, for its training flag.
         low_dtype: The copies' dtype.
     """
+
+    _model: Callable[[], nn.Module | None]
 
     def __init__(self, model: nn.Module | None, low_dtype: torch.dtype):
         super().__init__()
