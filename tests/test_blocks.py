@@ -22,10 +22,10 @@ class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
-        self.drop = nn.Dropout(0.5)
 
     def forward(self, x: torch.Tensor, *, gain: float = 1.0) -> torch.Tensor:
-        return x + gain * self.down(self.drop(self.up(x).relu()))
+        hidden = nn.functional.dropout(self.up(x).relu(), training=self.training)
+        return x + gain * self.down(hidden)
 
 
 class Net(nn.Module):
@@ -209,7 +209,11 @@ def test_levels_that_keep_low_weights(level) -> None:
     low = model(x)
     close(low, expected)
     assert (model.layers[0].up.weight.dtype == torch.bfloat16) == (level == "O3")
-    assert torch.equal(copy.deepcopy(model)(x), low)
+    copied = copy.deepcopy(model)
+    assert torch.equal(copied(x), low)
+    stored = [m.layers[0].forward.amp.stored_low for m in (copied, model)]
+    assert stored[0] == stored[1]
+    assert ("up.weight" in stored[0]) == (level == "O3")
     with torch.no_grad():
         model.layers[0].down.weight.zero_()
         model.layers[1].down.weight.zero_()
