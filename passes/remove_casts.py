@@ -53,6 +53,8 @@ class RemoveCasts(Pass):
         for node in reversed(inserted):
             _erase(graph, node)
         edited |= {user for node in _stored_low(graph, self.plan) for user in node.users}
+        for node in graph.nodes:
+            node.meta.pop(META_KEY, None)  # what the old plan left there
         graph_module.meta[META_KEY] = Workspace()
         refresh_metadata(graph, edited)
         return bool(edited)

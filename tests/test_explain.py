@@ -82,7 +82,7 @@ def counted(graph_module: torch.fx.GraphModule) -> tuple[int, int, int, int]:
     """Counts inserted casts by other means: (casts, bytes, activation casts, activation bytes)."""
     casts = moved = activations = activation_bytes = 0
     for node in graph_module.graph.find_nodes(op="call_function", target=torch.ops.aten.to.dtype):
-        if not isinstance(node.meta.get("ampgraph"), dict):
+        if "inserted" not in node.meta.get("ampgraph", {}):
             continue
         value = node.meta["val"]
         size = value.numel() * (2 + 4)

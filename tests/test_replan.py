@@ -121,6 +121,13 @@ def test_a_graph_without_casts_computes_what_the_source_does(name: str) -> None:
         assert torch.equal(ours, theirs)
 
 
+def test_nodes_tell_the_new_plans_reasons() -> None:
+    amp = converted("conv", POLICIES["O1"], "ahead of time")
+    graph_module, plan = replanned(amp.graph_module, amp.plan, amp.policy, pins=(("conv2d", False),))
+    (conv,) = [n for n in graph_module.graph.nodes if n.name == "conv2d"]
+    assert conv.meta["ampgraph"]["reason"] == plan["conv2d"].reason == "asked for"
+
+
 def test_pins_stand_above_guards_rules_and_lists() -> None:
     amp = converted("everything", Policy(dtype=LOW, rules={"linear": "fp32"}), "ahead of time")
     assert amp.plan["linear_2"].by == "guard"

@@ -42,7 +42,7 @@ def explanation(amp: ampgraph.AmpModule) -> Explanation:
 
 
 def is_inserted(node: torch.fx.Node) -> bool:
-    return isinstance(node.meta.get("ampgraph"), dict)
+    return "inserted" in node.meta.get("ampgraph", {})
 
 
 def dtype_name(node: torch.fx.Node) -> str:
