@@ -20,8 +20,7 @@ from .plan import Plan
 from .tables import Column, table
 
 # Unit roundoffs of error for the square root of each rounding in a row: independent errors add up by their
-# squares. Trained and untrained vision and language models stay below a third of what 2 allows; what exceeds
-# it has left the low dtype's range, mostly.
+# squares. docs/decisions.md says how much room this leaves.
 FACTOR = 2
 _RANDOM = ("dropout", "bernoulli", "rand", "multinomial", "normal")
 _COLUMNS = (

@@ -207,3 +207,11 @@ def test_policies_side_by_side(explanation: Explanation) -> None:
     assert "60%" in str(comparison)
     assert json.loads(comparison.to_json()) == comparison.to_dict()
     assert "| O1 | " in comparison.to_markdown()
+
+
+def test_the_autocast_rule_counts_casts_at_each_use() -> None:
+    explanation = ampgraph.explain(attention())
+    torchs = Policy(ops=OpLists.torch(), placement="autocast")
+    row = compare_policies(explanation, {"torch": torchs}).rows[1]
+    assert row.totals == explanation.peers()["torch"]
+    assert row.totals.casts > explanation.under(torchs).totals.casts
