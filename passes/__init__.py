@@ -69,7 +69,7 @@ def default_pipeline(
     if policy.level == "O0":
         return analysis
     return (
-        InlineRegions(),
+        InlineRegions(low_dtype),
         Normalize(),
         *analysis,
         InsertCasts(),

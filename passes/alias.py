@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator
 
 import torch
@@ -25,6 +26,21 @@ def written_args(node: Node) -> list[Node]:
         values = value if isinstance(value, (list, tuple)) else (value,)
         written += [v for v in values if isinstance(v, Node)]
     return written
+
+
+def returned_views(graph: Graph) -> set[Node]:
+    """Returns the views of the caller's own memory that the graph returns, and the views between."""
+    found: set[Node] = set()
+    for node in graph.output_node().all_input_nodes:
+        chain = []
+        while node.target is operator.getitem or (
+            isinstance(node.target, OpOverload) and is_view(node.target)
+        ):
+            chain.append(node)
+            node = node.all_input_nodes[0]
+        if node.op in SOURCES:
+            found.update(chain)
+    return found
 
 
 class AliasSets:

@@ -23,7 +23,7 @@ from ampgraph import op_facts
 from ampgraph._compat import OpOverload, size_hint
 from ampgraph.oplists import OpClass, OpLists
 
-from .alias import AliasSets, written_args
+from .alias import AliasSets, returned_views, written_args
 from .base import Pass, workspace
 
 _CASTS_LIKE = (torch.ops.aten.type_as.default, torch.ops.aten.to.other)
@@ -64,6 +64,7 @@ class NodeFacts:
         moves_data: Whether it costs memory traffic (views and inputs do not).
         written: Whether the tensor lives in memory that some node writes in place.
         is_parameter: Whether it is a parameter, buffer or constant of the module, or a view of one.
+        returned: Whether it is a view of the caller's own memory that the graph returns.
         reads_sparse: Whether it reads a sparse or nested tensor, which nothing here casts.
     """
 
@@ -77,6 +78,7 @@ class NodeFacts:
     moves_data: bool = False
     written: bool = False
     is_parameter: bool = False
+    returned: bool = False
     reads_sparse: bool = False
 
 
@@ -104,6 +106,8 @@ class ClassifyOps(Pass):
         for node in graph_module.graph.nodes:
             facts[node] = self._facts(node, facts)
         _mark_written(graph_module, facts)
+        for view in returned_views(graph_module.graph):
+            facts[view].returned = True
         workspace(graph_module).facts = facts
         return False
 

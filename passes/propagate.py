@@ -129,6 +129,8 @@ class PropagatePins(Pass):
             return Variable(source_low, "user cast", "the source names this dtype")
         if fact.written:
             return Variable(source_low, "alias", "its memory is written in place")
+        if fact.returned:
+            return Variable(source_low, "alias", "a view of the caller's own memory, returned")
         if not isinstance(node.target, OpOverload):
             return Variable(source_low, "kernel", "not an ATen op")
         if fact.reads_sparse:

@@ -41,10 +41,17 @@ class NotConvertible(Exception):
 
 @dataclass
 class Outcome:
-    """What one run yields: outputs, gradients, what it left in inputs and buffers; and the structure."""
+    """What one run yields.
+
+    Attributes:
+        values: By name: outputs, gradients, and what it left in inputs and buffers.
+        spec: The structure of the outputs.
+        shares: Which (output, input) share memory.
+    """
 
     values: dict[str, Any]
     spec: Any
+    shares: set[tuple[int, int]]
 
 
 def check_program(program: Program, level: str, backward: bool = True) -> str:
@@ -144,7 +151,16 @@ def run(model: nn.Module, program: Program, backward: bool, call: Callable | Non
         values |= {f"gradient of {n}": g for n, g in zip(parameters, gradients, strict=True)}
     values |= {f"input {i}": t for i, t in enumerate(inputs)}
     values |= {f"buffer {n}": t for n, t in model.named_buffers()}
-    return Outcome({n: v.detach().clone() if v is not None else None for n, v in values.items()}, spec)
+    shares = {
+        (i, j) for i, leaf in enumerate(leaves) for j, t in enumerate(inputs) if _memory(leaf) == _memory(t)
+    }
+    return Outcome(
+        {n: v.detach().clone() if v is not None else None for n, v in values.items()}, spec, shares
+    )
+
+
+def _memory(t: torch.Tensor) -> int:
+    return t.untyped_storage().data_ptr()
 
 
 def _weights(t: torch.Tensor) -> torch.Tensor:
@@ -155,6 +171,7 @@ def _weights(t: torch.Tensor) -> torch.Tensor:
 def check_types(actual: Outcome, expected: Outcome) -> None:
     """Structure, shapes, dtypes, and which parameters get a gradient."""
     assert actual.spec == expected.spec
+    assert actual.shares == expected.shares, "outputs share memory with other inputs"
     assert actual.values.keys() == expected.values.keys()
     for name, value in expected.values.items():
         got = actual.values[name]
@@ -186,7 +203,7 @@ def check_again_changes_nothing(captured: Captured, level: str) -> None:
 def check_against_autocast(captured: Captured) -> None:
     """At O1: never less precise than the autocast rule, never more bytes."""
     program, graph_module = captured.program, captured.copy()
-    run_passes(graph_module, [InlineRegions()])
+    run_passes(graph_module, [InlineRegions(program.low)])
     problem = problem_of(graph_module, policy_of(program, "O1"), program.low)
     placed = place_within(problem, autocast_bytes(problem))
     assert violations(problem, placed.labels) == []

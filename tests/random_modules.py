@@ -186,6 +186,7 @@ REGIONS = (
     "with ampgraph.fp32_guard():",
     "with torch.no_grad():",
     "with torch.autocast('cpu', enabled=False):",
+    "with torch.autocast('cpu', dtype=torch.bfloat16):",
     "with ampgraph.fp16_guard():",
 )
 

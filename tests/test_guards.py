@@ -13,7 +13,7 @@ import ampgraph
 from ampgraph import Policy, fp16_guard, fp32_guard
 from ampgraph.guards import guard_of
 
-from .helpers import Fn, dtype_of, inserted, nodes_of
+from .helpers import Fn, close, dtype_of, inserted, nodes_of
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
@@ -362,3 +362,23 @@ def test_function_model(convert):
 
     amp = convert(Fn(f), X)
     assert dtype_of(amp.graph_module, "matmul") == [BF16]
+
+
+@pytest.mark.parametrize("low", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_an_autocast_region_of_another_dtype(low, level):
+    """The lists decide inside, in the policy's dtype; what leaves the region has the dtype it had."""
+    first, second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def function(x):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            inner = second(first(x).relu())
+            total = inner.softmax(-1)
+        return inner, total, x @ inner.float()
+
+    model, x = Fn(function, first=first, second=second), torch.randn(8, 8)
+    amp = ampgraph.convert(model, (x,), policy=Policy(level=level, dtype=low))
+    assert dtype_of(amp.graph_module, "linear") == [low, low]
+    for got, wanted in zip(amp(x), model(x), strict=True):
+        assert got.dtype == wanted.dtype
+        close(got, wanted)

@@ -63,6 +63,21 @@ def test_an_in_place_op_keeps_the_dtype_it_writes(dtype):
     assert torch.equal(result, function(*args))
 
 
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+def test_a_returned_view_of_an_input_is_that_memory(level):
+    """Also where everything outside of an fp16_guard is to be float32."""
+
+    def function(x, low, w):
+        with ampgraph.fp16_guard():
+            product = x @ w
+        return product, low[..., :2], x.t().chunk(2)[0]
+
+    args = (X, Y.to(LOW), W)
+    _, part, half = converted(function, *args, level=level)(*args)
+    assert part.data_ptr() == args[1].data_ptr()
+    assert half.data_ptr() == args[0].data_ptr()
+
+
 def overwrite(x, other):
     return torch.empty_like(x).copy_(x).mul(other)
 
