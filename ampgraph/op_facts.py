@@ -159,6 +159,9 @@ FP32_ONLY_FOR: Mapping[tuple[str, torch.dtype], frozenset[str]] = {
 # FakeTensor runs these while capturing and cannot run them again: they read values.
 OPAQUE = _names("tensor_split.tensor_indices_or_sections")
 
+# FakeTensor lets these read float32 beside low; their kernels do not.
+ONE_DTYPE = _names("index_put _index_put_impl _unsafe_index_put")
+
 # In-place ops whose functional form autograd cannot differentiate.
 IN_PLACE_ONLY = _names("copy_")
 
@@ -297,6 +300,12 @@ def fp32_only(target: OpOverload, device_type: str = "", low_dtype: torch.dtype 
     if low_dtype is not None:
         names |= FP32_ONLY_FOR.get((device_type, low_dtype), frozenset())
     return _listed(names, target)
+
+
+@cache
+def wants_one_dtype(target: OpOverload) -> bool:
+    """Whether the op's kernels refuse float32 beside low, although FakeTensor does not."""
+    return _listed(ONE_DTYPE, target)
 
 
 @cache

@@ -181,7 +181,7 @@ class ClassifyOps(Pass):
 
         Matrix products never do, whatever FakeTensor lets pass.
         """
-        if fact.op_class is OpClass.WHITE:
+        if fact.op_class is OpClass.WHITE or op_facts.wants_one_dtype(node.target):  # type: ignore[arg-type]
             return False
         wide = tensor.meta["val"].dtype == torch.float32 and fact.dtype == self.low_dtype
         return wide and not _is_bystander(node, path, tensor)
