@@ -184,7 +184,7 @@ def _on_a_copy(function: Callable | None) -> Callable | None:
 
 
 def _calls(op: Any, dtype: torch.dtype, limit: int) -> list[tuple[tuple, dict]]:
-    """Returns (args, kwargs) of up to ``limit`` samples, evenly spread over those that torch's own tests use."""
+    """Returns (args, kwargs) of up to ``limit`` samples, evenly spread over torch's own."""
     torch.manual_seed(0)
     random.seed(0)
     found = list(op.sample_inputs("cpu", dtype))
