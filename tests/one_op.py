@@ -11,6 +11,7 @@ import random
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -64,7 +65,7 @@ class OneOp(nn.Module):
 
     def __init__(self, function: Callable, call: Any, form: str) -> None:
         super().__init__()
-        self.function = function
+        self.function, self.call_id = function, (function, id(call))
         leaves, self.spec = tree_flatten(call)
         self.leaves = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         tensors = [(i, leaf) for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
@@ -151,27 +152,28 @@ def name_of(op: Any) -> str:
 
 
 def cases_of(op: Any, samples: int) -> Iterator[tuple[Callable[[], Case], str]]:
-    """Yields, for each form of a few samples of an op, what builds the case, and where it comes from."""
+    """Yields, for each form of a few samples of an op, what builds the case, and where it comes from.
+
+    The two low dtypes of a form follow each other: they may share a capture.
+    """
     for dtype in (torch.float32, *OTHER_DTYPES):
         if dtype not in op.supported_dtypes("cpu"):
             continue
         grad = op.supports_autograd and dtype in op.supported_backward_dtypes("cpu")
         if dtype is not torch.float32:
-            for sample in _samples(op, dtype, 1):
-                yield _maker(op, sample, "float32", torch.float16, grad), f"{dtype} sample"
+            for call in _calls(op, dtype, 1):
+                yield partial(make_case, op.op, call, "float32", torch.float16, grad), f"{dtype} sample"
             continue
-        for index, sample in enumerate(_samples(op, dtype, samples)):
+        for index, call in enumerate(_calls(op, dtype, samples)):
             forms = [(form, low) for form in FORMS for low in DTYPES]
             forms += [(form, "float16") for form in RANGE_FORMS] if index == 0 else []
             for form, low in forms:
-                yield _maker(op, sample, form, DTYPES[low], grad), f"sample {index}, {form}, {low}"
+                function = _on_a_copy(op.inplace_variant) if form == "in place" else op.op
+                make = partial(make_case, function, call, form, DTYPES[low], grad)
+                yield make, f"sample {index}, {form}, {low}"
 
 
-def _maker(op: Any, sample: Any, form: str, low: torch.dtype, grad: bool) -> Callable[[], Case]:
-    function = _on_a_copy(op.inplace_variant) if form == "in place" else op.op
-    return lambda: make_case(function, ((sample.input, *sample.args), sample.kwargs), form, low, grad)
-
-
+@cache
 def _on_a_copy(function: Callable | None) -> Callable | None:
     def call(first: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         copied = first + 0
@@ -181,14 +183,14 @@ def _on_a_copy(function: Callable | None) -> Callable | None:
     return call if function else None
 
 
-def _samples(op: Any, dtype: torch.dtype, limit: int) -> list[Any]:
-    """Returns up to ``limit`` samples, evenly spread over those that torch's own tests use."""
+def _calls(op: Any, dtype: torch.dtype, limit: int) -> list[tuple[tuple, dict]]:
+    """Returns (args, kwargs) of up to ``limit`` samples, evenly spread over torch's own."""
     torch.manual_seed(0)
     random.seed(0)
     found = list(op.sample_inputs("cpu", dtype))
-    if len(found) <= limit:
-        return found
-    return [found[round(i * (len(found) - 1) / max(limit - 1, 1))] for i in range(limit)]
+    if len(found) > limit:
+        found = [found[round(i * (len(found) - 1) / max(limit - 1, 1))] for i in range(limit)]
+    return [((sample.input, *sample.args), sample.kwargs) for sample in found]
 
 
 @dataclass
