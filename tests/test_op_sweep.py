@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from .one_op import Unusable, cases_of, name_of, op_tests
-from .one_op_checks import Finding, KernelError, check
+from .one_op_checks import Finding, KernelError, TorchError, check
 
 # By what sets them apart: op class, kernel facts, results, layout.
 OPS = [
@@ -65,6 +65,8 @@ def test_op(name):
                 check(case, level)
             except KernelError:
                 pass  # torch's own kernel gives the very same values
+            except TorchError:
+                continue  # what torch exports for the source is wrong in itself
             except Finding as error:
                 raise AssertionError(f"{where}, {level}: {error}") from error
             checked += 1
