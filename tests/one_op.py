@@ -99,6 +99,7 @@ class Case:
         low: The low dtype.
         random: Whether the op draws random numbers, so that values are not compared.
         differentiable: Whether gradients are compared too.
+        scaled: Whether its values lie near the ends of float16's range.
     """
 
     model: OneOp
@@ -106,14 +107,30 @@ class Case:
     low: torch.dtype
     random: bool = False
     differentiable: bool = False
+    scaled: bool = False
 
 
 class Unusable(Exception):
     """The source model does not run in this form: nothing to convert."""
 
 
-def make_case(function: Callable | None, call: Any, form: str, low: torch.dtype, grad: bool) -> Case:
+def make_case(
+    function: Callable | None,
+    call: tuple[tuple, dict],
+    form: str,
+    low: torch.dtype,
+    grad: bool,
+    uninitialized: bool = False,
+) -> Case:
     """Builds the model and its inputs for one sample.
+
+    Args:
+        function: The op, or None if it has no such form.
+        call: Its arguments and keyword arguments.
+        form: One of `FORMS` or `RANGE_FORMS`.
+        low: The low dtype.
+        grad: Whether the op has a backward.
+        uninitialized: Whether the values of its result mean nothing.
 
     Raises:
         Unusable: The source refuses the form, or the form is that of another.
@@ -132,10 +149,10 @@ def make_case(function: Callable | None, call: Any, form: str, low: torch.dtype,
         inputs[i] = inputs[i] * scale
         if form in _LOW_INPUTS and _LOW_INPUTS[form](order):
             inputs[i] = inputs[i].to(low)
-    case = Case(model, inputs, low, differentiable=grad)
+    case = Case(model, inputs, low, differentiable=grad, scaled=form in RANGE_FORMS)
     try:
         one, other = run(model, case), run(model, case, seed=1)
-        case.random = not all(map(same, one.outputs, other.outputs))
+        case.random = uninitialized or not all(map(same, one.outputs, other.outputs))
     except Exception as error:
         if grad and "not differentiable with respect to" in str(error):  # running statistics: forward only
             return make_case(function, call, form, low, grad=False)
@@ -162,16 +179,20 @@ def cases_of(op: Any, samples: int) -> Iterator[tuple[Callable[[], Case], str]]:
         if dtype not in op.supported_dtypes("cpu"):
             continue
         grad = op.supports_autograd and dtype in op.supported_backward_dtypes("cpu")
+        empty = "empty" in op.name
         if dtype is not torch.float32:
             for call in _calls(op, dtype, 1):
-                yield partial(make_case, op.op, call, "float32", torch.float16, grad), f"{dtype} sample"
+                yield (
+                    partial(make_case, op.op, call, "float32", torch.float16, grad, empty),
+                    f"{dtype} sample",
+                )
             continue
         for index, call in enumerate(_calls(op, dtype, samples)):
             forms = [(form, low) for form in FORMS for low in DTYPES]
             forms += [(form, "float16") for form in RANGE_FORMS] if index == 0 else []
             for form, low in forms:
                 function = _on_a_copy(op.inplace_variant) if form == "in place" else op.op
-                make = partial(make_case, function, call, form, DTYPES[low], grad)
+                make = partial(make_case, function, call, form, DTYPES[low], grad, empty)
                 yield make, f"sample {index}, {form}, {low}"
 
 
