@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import operator
+import threading
 from collections.abc import Callable, Iterator
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -14,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.export import ExportedProgram
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.graph import _PyTreeCodeGen, _PyTreeInfo
+from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_flatten, tree_map_only
 
@@ -26,6 +29,7 @@ __all__ = [
     "accept_real_constants",
     "active_data_parallel",
     "aot_eager",
+    "compiled_by_dynamo",
     "evaluate",
     "fake_mode_of",
     "keep_dynamo_out",
@@ -174,6 +178,60 @@ def aot_eager(keep: Callable[[str, GraphModule], None]) -> Callable:
         partition_fn=min_cut_rematerialization_partition,
         keep_inference_input_mutations=True,
     )
+
+
+def compiled_by_dynamo(model: Module, backend: str | Callable, **given: Any) -> Callable:
+    """Returns ``torch.compile(model, backend=backend, **given)``, apart from what else is compiled.
+
+    Dynamo keeps what it compiled with the code of ``forward``, which all models of one class share, and
+    gives up after eight entries. torch 2.13 has an option against that; 2.11 gets a function of its own to
+    compile, which helps up to the first graph break.
+
+    torch 2.11 also leaves out the guards on parameters where a module's dict did not change, and
+    ``requires_grad_()`` does not change it: what ran frozen once then never gets gradients. 2.13 notices.
+    """
+    if _VERSION >= (2, 13):
+        return torch.compile(model, backend=backend, isolate_recompiles=True, **given)
+    own = FunctionType(_call_module.__code__.replace(), globals())
+    compiled = torch.compile(own, backend=backend, **given)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return compiled(model, *args, **kwargs)
+        with _parameter_guards:
+            return compiled(model, *args, **kwargs)
+
+    return call
+
+
+def _call_module(self: Module, *args: Any, **kwargs: Any) -> Any:
+    return self(*args, **kwargs)
+
+
+class _ParameterGuards:
+    """An option of Dynamo, which is the process's own, as long as any thread is inside."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._inside, self._before = 0, True
+
+    def __enter__(self) -> None:
+        config = torch._dynamo.config
+        with self._lock:
+            if self._inside == 0:
+                self._before = config.skip_tensor_guards_with_matching_dict_tags
+                config.skip_tensor_guards_with_matching_dict_tags = False
+            self._inside += 1
+
+    def __exit__(self, *error: object) -> None:
+        with self._lock:
+            self._inside -= 1
+            if self._inside == 0:
+                torch._dynamo.config.skip_tensor_guards_with_matching_dict_tags = self._before
+
+
+_VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
+_parameter_guards = _ParameterGuards()
 
 
 def keep_versions(tensors: list[torch.Tensor]) -> contextlib.AbstractContextManager:

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import torch
 from torch import fx
 
-from ._compat import aot_eager
+from ._compat import aot_eager, compiled_by_dynamo
 from .boundary import role_of
 from .errors import AmpGraphError
 from .passes.boundary import BOUNDARY
@@ -60,6 +59,6 @@ def compiled(
     if backend == "eager":
         return graph_module
     try:
-        return torch.compile(graph_module, backend=backend_for(backend, graphs), mode=mode, fullgraph=True)
+        return compiled_by_dynamo(graph_module, backend_for(backend, graphs), mode=mode, fullgraph=True)
     except (RuntimeError, ValueError) as error:
         raise AmpGraphError(f"backend={backend!r}: {error}") from error

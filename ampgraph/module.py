@@ -15,9 +15,10 @@ import torch
 from torch import fx, nn
 from torch.export import Dim, ExportedProgram, ShapesCollection
 
-from ._compat import no_ambient_autocast
+from ._compat import compiled_by_dynamo, no_ambient_autocast
 from .capture import capture_program, unlift
 from .errors import AmpGraphError, CaptureError
+from .gate import gate_of
 from .guards import warn_about_uncaptured_guards
 from .lowering import AotGraphs
 from .plan import Plan
@@ -81,6 +82,7 @@ class AmpModule(nn.Module):
         self.__dict__["options"] = options
         self.__dict__["_variants"] = {}
         self.__dict__["_current"] = None
+        self.__dict__["_gate"] = gate_of(source)
         self.__dict__["_all_modules"] = tuple(source.modules())
         self.__dict__["scaler"] = scaler or LossScaler(
             options.policy.active_loss_scale(), source, device_of(source)
@@ -106,7 +108,7 @@ class AmpModule(nn.Module):
     @property
     def graph_modules(self) -> list[fx.GraphModule]:
         """All rewritten graphs so far; with graph breaks, one call runs several."""
-        return [v.graph_module for variants in self._variants.values() for v in variants]
+        return [v.graph_module for variants in list(self._variants.values()) for v in variants]
 
     @property
     def training_graph(self) -> fx.GraphModule:
@@ -139,7 +141,7 @@ class AmpModule(nn.Module):
     @property
     def timings(self) -> list[Timing]:
         """Seconds that capture and rewriting took, for each of `graph_modules`."""
-        return [v.timing for variants in self._variants.values() for v in variants]
+        return [v.timing for variants in list(self._variants.values()) for v in variants]
 
     def _repr_svg_(self) -> str | None:
         """A small diagram for notebooks; None, which shows the text, where nothing can render one."""
@@ -154,7 +156,7 @@ class AmpModule(nn.Module):
                 "or pass example inputs to ampgraph.convert."
             )
         flags = self._flags()
-        for (seen_flags, _), variants in reversed(self._variants.items()):
+        for (seen_flags, _), variants in reversed(list(self._variants.items())):
             if seen_flags == flags and self._current not in variants and self._current_flags != flags:
                 return variants[-1]
         return self._current
@@ -207,7 +209,8 @@ class AmpModule(nn.Module):
                 raise
         variant = self.variant_for(args, kwargs)
         try:
-            return variant.run(*args, **kwargs)
+            with self._gate:
+                return variant.run(*args, **kwargs)
         except RuntimeError as error:
             if (reason := sharded_error(self.source)) is None:
                 raise
@@ -227,12 +230,19 @@ class AmpModule(nn.Module):
         """Returns the variant that runs these arguments, captured now if there is none."""
         signature = signature_of(args, kwargs)
         flags = self._flags()
-        variants = self._variants.get((flags, signature.kind), ())
-        for variant in variants:
+        if (variant := self._known_variant(signature, flags)) is not None:
+            return variant
+        with self._gate.alone():
+            # Another thread may have captured the same while this one waited.
+            known = self._known_variant(signature, flags)
+            return known or self._capture(args, kwargs, signature, flags)
+
+    def _known_variant(self, signature: Signature, flags: tuple[bool, ...]) -> Variant | None:
+        for variant in self._variants.get((flags, signature.kind), ()):
             if fits(variant.shapes, signature.shapes):
                 self.__dict__["_current"], self.__dict__["_current_flags"] = variant, flags
                 return variant
-        return self._capture(args, kwargs, signature, flags)
+        return None
 
     def _flags(self) -> tuple[bool, ...]:
         return tuple([m.training for m in self._all_modules])
@@ -301,7 +311,7 @@ class AmpModule(nn.Module):
 
         modules = tuple(name for name, _ in self.source.named_modules())
         backend = make_backend(self.options, modules, record, self.scaler, self._shadows)
-        return torch.compile(self.source, backend=backend)
+        return compiled_by_dynamo(self.source, backend)
 
     # -- being a module --------------------------------------------------------------------------
 

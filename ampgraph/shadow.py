@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import threading
 import weakref
 from collections.abc import Callable
 
@@ -19,6 +20,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from ._compat import keep_versions
 
 _all_shadows: weakref.WeakSet[ShadowWeights] = weakref.WeakSet()
+# Nobody reads a copy that another thread is about to refresh. One for all: models must stay copyable.
+_lock = threading.RLock()
 
 
 class _Shadow:
@@ -55,7 +58,8 @@ class ShadowWeights(nn.Module):
         self._numbers = itertools.count()
         self._all_stale = False
         self._mode: bool | None = None
-        _all_shadows.add(self)
+        with _lock:
+            _all_shadows.add(self)
 
     __hash__ = object.__hash__
 
@@ -74,11 +78,12 @@ class ShadowWeights(nn.Module):
 
     def name_of(self, master: Tensor) -> str:
         """Returns the attribute that holds the shadow of a parameter, made now if there is none."""
-        shadow = self._shadows.get(id(master))
-        if shadow is None or shadow.master() is not master:
-            shadow = self._shadows[id(master)] = _Shadow(master, f"weight_{next(self._numbers)}")
-            self._copy([(shadow, master)])
-        return shadow.name
+        with _lock:
+            shadow = self._shadows.get(id(master))
+            if shadow is None or shadow.master() is not master:
+                shadow = self._shadows[id(master)] = _Shadow(master, f"weight_{next(self._numbers)}")
+                self._copy([(shadow, master)])
+            return shadow.name
 
     def of(self, master: Tensor) -> Tensor:
         """Returns the shadow of a parameter."""
@@ -88,8 +93,13 @@ class ShadowWeights(nn.Module):
         """Copies the parameters whose shadows are stale, all at once."""
         model = self._model()
         mode = model.training if model is not None else None
-        everything = self._all_stale or mode is not self._mode
-        self._all_stale, self._mode = False, mode
+        with _lock:
+            everything = self._all_stale or mode is not self._mode
+            self._all_stale, self._mode = False, mode
+            if stale := self._stale(everything):
+                self._copy(stale)
+
+    def _stale(self, everything: bool) -> list[tuple[_Shadow, Tensor]]:
         stale = []
         for shadow in self._shadows.values():
             master = shadow.master()
@@ -97,8 +107,7 @@ class ShadowWeights(nn.Module):
                 continue
             if everything or master._version != shadow.version or master.data_ptr() != shadow.address:
                 stale.append((shadow, master))
-        if stale:
-            self._copy(stale)
+        return stale
 
     def mark_stale(self, parameters: set[int]) -> None:
         """Notes that the parameters with these ids were updated."""
@@ -123,9 +132,12 @@ class ShadowWeights(nn.Module):
 
 
 def _after_step(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
+    if not _all_shadows:
+        return
     stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    for shadows in _all_shadows:
-        shadows.mark_stale(stepped)
+    with _lock:
+        for shadows in _all_shadows:
+            shadows.mark_stale(stepped)
 
 
 register_optimizer_step_post_hook(_after_step)

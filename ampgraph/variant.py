@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -62,6 +63,7 @@ class Variant:
     aot: AotGraphs = field(default_factory=AotGraphs)
     _graphs: dict[bool, fx.GraphModule] = field(default_factory=dict)
     _runners: dict[bool, Callable] = field(default_factory=dict)
+    _lock: threading.RLock = field(default_factory=threading.RLock, repr=False)
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the graph; with gradients on, the one with the boundary."""
@@ -69,7 +71,8 @@ class Variant:
         if training and self.scaler.is_enabled():
             self.scaler.check_loop()
         if training not in self._runners:
-            self._runners[training] = self._runner(training)
+            with self._lock:
+                self._runners.setdefault(training, self._runner(training))
         if self.shadows is not None:
             self.shadows.refresh()
         return self._runners[training](*args, **kwargs)
@@ -99,9 +102,10 @@ class Variant:
         return compiled(self._graph(training), options.backend, options.mode, self.aot)
 
     def _graph(self, training: bool) -> fx.GraphModule:
-        if training not in self._graphs:
-            self._graphs[training] = self._with_boundary(training)
-        return self._graphs[training]
+        with self._lock:
+            if training not in self._graphs:
+                self._graphs[training] = self._with_boundary(training)
+            return self._graphs[training]
 
     def _with_boundary(self, training: bool) -> fx.GraphModule:
         values = dict(_attributes(self.graph_module))

@@ -20,6 +20,7 @@ from ..errors import CaptureError
 
 # torch.fx.traceback keeps its state in globals.
 capture_lock = threading.RLock()
+_here = threading.local()
 
 _OURS = Path(__file__).parents[1]
 _TORCH = Path(torch.__file__).parent
@@ -98,7 +99,16 @@ def _complete_users(graph: fx.Graph) -> None:
 def capturing() -> Iterator[None]:
     """The state in which a capture runs: metadata kept, gradients on, no autocast, one at a time."""
     with capture_lock, fx_traceback.preserve_node_meta(), torch.enable_grad(), no_ambient_autocast():
-        yield
+        outer, _here.is_capturing = is_capturing_here(), True
+        try:
+            yield
+        finally:
+            _here.is_capturing = outer
+
+
+def is_capturing_here() -> bool:
+    """Whether this thread is capturing a model."""
+    return getattr(_here, "is_capturing", False)
 
 
 @contextlib.contextmanager
@@ -108,7 +118,7 @@ def _warn_about_custom_functions(model: str) -> Iterator[None]:
     seen: dict[str, None] = {}
 
     def watched(cls: type, *args: Any, **kwargs: Any) -> Any:
-        if not cls.__module__.startswith("torch."):
+        if is_capturing_here() and not cls.__module__.startswith("torch."):
             seen[cls.__qualname__] = None
         return apply.__get__(None, cls)(*args, **kwargs)
 
