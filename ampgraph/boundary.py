@@ -46,13 +46,12 @@ class ScaleGradients(Function):
 class UnscaleGradients(Function):
     """Identity whose backward multiplies by 1/scale and reports non-finite gradients to the probe.
 
-    Args of ``forward``: the probe, 1/scale, the slot of each tensor in the probe, the tensors.
+    Args of ``forward``: the probe, 1/scale, the slot of each tensor in the probe, the tensors. The slots
+    ascend, and come as text: Dynamo makes integers dynamic that differ from one call to the next.
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, probe: Tensor, inverse: Tensor, slots: tuple[int, ...], *tensors: Tensor
-    ) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, probe: Tensor, inverse: Tensor, slots: str, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.inverse, ctx.slots, ctx.size = inverse, slots, probe.shape[0]
         ctx.set_materialize_grads(False)
         views = tuple(t.detach() for t in tensors)
@@ -66,7 +65,7 @@ class UnscaleGradients(Function):
         if not given:
             return None, None, None, *grads
         true = unscaled(given, ctx.inverse)
-        slots = [s for s, g in zip(ctx.slots, grads, strict=True) if g is not None]
+        slots = [int(s) for s, g in zip(ctx.slots.split(), grads, strict=True) if g is not None]
         results = iter(true)
         flags = non_finite(true, slots, ctx.size)
         return flags, None, None, *(None if g is None else next(results) for g in grads)
@@ -107,14 +106,16 @@ def unscaled(grads: list[Tensor], inverse: Tensor) -> Sequence[Tensor]:
 
 
 def non_finite(tensors: Sequence[Tensor], slots: Sequence[int], size: int) -> Tensor:
-    """Returns a float32 vector of ``size`` elements, 1 in the slots whose tensors are not all finite."""
-    order = sorted(range(len(slots)), key=slots.__getitem__)
-    values = [tensors[i]._values() if tensors[i].is_sparse else tensors[i] for i in order]
+    """Returns a float32 vector of ``size`` elements, 1 in the slots whose tensors are not all finite.
+
+    Slots ascend; several tensors may have the same one.
+    """
+    values = [t._values() if t.is_sparse else t for t in tensors]
     peaks = torch.stack(torch._foreach_norm(values, float("inf"))).detach()
     flags = (~peaks.isfinite()).to(torch.float32)
     # Slices and no index, which would have to travel to the device.
     pieces, first, end = [], 0, 0
-    for slot, count, length in _runs([slots[i] for i in order]):
+    for slot, count, length in _runs(slots):
         of_run = flags[first : first + length * count]
         pieces += [flags.new_zeros(slot - end)] if slot > end else []
         pieces.append(of_run if count == 1 else of_run.amax(0, keepdim=True))
@@ -123,7 +124,7 @@ def non_finite(tensors: Sequence[Tensor], slots: Sequence[int], size: int) -> Te
     return torch.cat(pieces)
 
 
-def _runs(slots: list[int]) -> Iterator[tuple[int, int, int]]:
+def _runs(slots: Sequence[int]) -> Iterator[tuple[int, int, int]]:
     """Yields (first slot, how often each occurs, how many slots): neighbours that occur once make one run."""
     counts = [(slot, len(list(same))) for slot, same in itertools.groupby(slots)]
     start = 0
@@ -184,8 +185,6 @@ def scale_gradients(scale: Tensor, *outputs: Tensor) -> tuple[Tensor, ...]:
     return ScaleGradients.apply(scale, *outputs)
 
 
-def unscale_gradients(
-    probe: Tensor, inverse: Tensor, slots: tuple[int, ...], *tensors: Tensor
-) -> tuple[Tensor, ...]:
+def unscale_gradients(probe: Tensor, inverse: Tensor, slots: str, *tensors: Tensor) -> tuple[Tensor, ...]:
     """The node at the graph's parameters and differentiable inputs; see `UnscaleGradients`."""
     return UnscaleGradients.apply(probe, inverse, slots, *tensors)

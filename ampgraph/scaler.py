@@ -219,6 +219,7 @@ class LossScaler:
         found = [(g, s) for g, s in found if g.device == self._found.device and g.numel()]
         if not found:
             return torch.zeros_like(self.state.probe, requires_grad=False)
+        found.sort(key=lambda pair: pair[1])
         return non_finite([g for g, _ in found], [s for _, s in found], last + 1)
 
     def _groups(self, parameters: list[Tensor]) -> Sequence[ProcessGroup] | None:

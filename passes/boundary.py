@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -41,6 +41,7 @@ class ScaleLoss(Pass):
         graph = graph_module.graph
         slots = dict(self.slots)
         parameters = [n for n in graph.nodes if n.name in slots and _is_read(n)]
+        parameters.sort(key=lambda node: slots[node.name])
         inputs = [n for n in graph.find_nodes(op="placeholder") if n.name not in slots and _is_read(n)]
         inputs = [n for n in inputs if n.name not in self.state and _is_differentiable(n)]
         output = next(n for n in reversed(graph.nodes) if n.op == "output")
@@ -49,9 +50,10 @@ class ScaleLoss(Pass):
             return False
         scale, inverse, probe = self._state_nodes(graph)
         for group in _groups(parameters):
-            _wrap(graph, unscale_gradients, (probe, inverse, tuple(slots[n.name] for n in group)), group)
+            _wrap(graph, unscale_gradients, (probe, inverse, _text(slots[n.name] for n in group)), group)
         if inputs:
-            _wrap(graph, unscale_gradients, (probe, inverse, (self.size - 1,) * len(inputs)), inputs)
+            last = _text(self.size - 1 for _ in inputs)
+            _wrap(graph, unscale_gradients, (probe, inverse, last), inputs)
         for node in outputs:  # one by one: a backward from one output must not run the branches of the others
             _wrap(graph, scale_gradients, (scale,), [node], only=output)
         return True
@@ -63,6 +65,10 @@ class ScaleLoss(Pass):
         first = next(iter(graph.nodes))
         with graph.inserting_before(first):
             return [graph.create_node("get_attr", target) for target in self.state]
+
+
+def _text(slots: Iterable[int]) -> str:
+    return " ".join(map(str, slots))
 
 
 def _wrap(

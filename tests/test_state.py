@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import json
 import os
@@ -90,10 +91,11 @@ def test_more_models_of_one_class_than_dynamo_keeps_apart() -> None:
 @pytest.mark.parametrize("just_in_time", [False, True], ids=["ahead", "just-in-time"])
 def test_models_convert_in_threads(just_in_time: bool, switching: None) -> None:
     x = torch.randn(2, 8)
+    models = [Net(16 + number) for number in range(THREADS)]  # here: threads share one random generator
 
     def work(number: int) -> tuple[dict, torch.Tensor]:
-        torch.manual_seed(number)
-        amp = ampgraph.convert(Net(16 + number), *(() if just_in_time else ((x,),)), policy="O2")
+        model = copy.deepcopy(models[number])
+        amp = ampgraph.convert(model, *(() if just_in_time else ((x,),)), policy="O2")
         out = amp(x)
         out.sum().backward()
         return cast_map(amp), out
@@ -334,7 +336,8 @@ REPORT = """
     class Block(torch.nn.Module):
         def __init__(self):
             super().__init__()
-            self.norm, self.attend = torch.nn.LayerNorm(16), torch.nn.MultiheadAttention(16, 2, batch_first=True)
+            self.norm = torch.nn.LayerNorm(16)
+            self.attend = torch.nn.MultiheadAttention(16, 2, batch_first=True)
             self.convolve, self.head = torch.nn.Conv1d(4, 4, 3, padding=1), torch.nn.Linear(16, 4)
 
         def forward(self, x):
@@ -359,7 +362,9 @@ def test_the_plan_does_not_depend_on_process_or_hash_seed() -> None:
     for seed in ("0", "1", "random"):
         environment = {**os.environ, "PYTHONHASHSEED": seed, "OMP_NUM_THREADS": "1"}
         command = [sys.executable, "-c", textwrap.dedent(REPORT)]
-        running.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, cwd=Path(__file__).parent))
+        running.append(
+            subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, cwd=Path(__file__).parent)
+        )
     reports = [process.communicate(timeout=300)[0].decode().strip() for process in running]
     assert all(process.returncode == 0 for process in running)
     assert json.loads(reports[0])["O1"] != json.loads(reports[0])["O2"]
