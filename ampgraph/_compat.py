@@ -191,7 +191,7 @@ def compiled_by_dynamo(model: Module, backend: str | Callable, **given: Any) -> 
     ``requires_grad_()`` does not change it: what ran frozen once then never gets gradients. 2.13 notices.
     """
     if _VERSION >= (2, 13):
-        return torch.compile(model, backend=backend, isolate_recompiles=True, **given)
+        return torch.compile(model, backend=backend, isolate_recompiles=True, **given)  # type: ignore[call-overload]
     own = FunctionType(_call_module.__code__.replace(), globals())
     compiled = torch.compile(own, backend=backend, **given)
 
