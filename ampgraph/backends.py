@@ -22,7 +22,7 @@ from .rewrite import rewrite
 from .scale_state import STATE_NAMES
 from .scaler import LossScaler
 from .shadow import ShadowWeights
-from .variant import Timing, boundary_pass, copy_graph, has_low, shadowed
+from .variant import Timing, boundary_pass, copy_graph, has_low, shadowed_parameters
 
 Record = Callable[[fx.GraphModule, Plan, AotGraphs, Timing], None]
 
@@ -100,7 +100,7 @@ class _Extra:
 def _masters(graph_module: fx.GraphModule, inputs: Sequence[Any], shadows: ShadowWeights) -> dict[str, int]:
     """Returns the position of each input that is a parameter with a shadow, by node name."""
     names = [node.name for node in graph_module.graph.find_nodes(op="placeholder")]
-    found = shadowed(graph_module.graph, dict(zip(names, inputs, strict=True)), shadows)
+    found = shadowed_parameters(graph_module.graph, dict(zip(names, inputs, strict=True)), shadows)
     return {name: index for index, name in enumerate(names) if name in found}
 
 

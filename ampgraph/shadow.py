@@ -53,6 +53,8 @@ class ShadowWeights(nn.Module):
         super().__init__()
         self.__dict__["_model"] = weakref.ref(model) if model is not None else lambda: None
         self._known = {id(p): weakref.ref(p) for p in model.parameters()} if model is not None else None
+        modules = model.modules() if model is not None else ()
+        self._places = [(m._parameters, n, id(p)) for m in modules for n, p in m._parameters.items()]
         self._low_dtype = low_dtype
         self._shadows: dict[int, _Shadow] = {}
         self._numbers = itertools.count()
@@ -75,6 +77,13 @@ class ShadowWeights(nn.Module):
             and not value.is_inference()
             and (self._known is None or self._known.get(id(value), lambda: None)() is value)
         )
+
+    def are_in_place(self) -> bool:
+        """Whether the model's parameters are those it was converted with.
+
+        ``torch.func.functional_call`` puts others there for one call, and ``fully_shard`` for every one.
+        """
+        return all(id(parameters.get(name)) == known for parameters, name, known in self._places)
 
     def name_of(self, master: Tensor) -> str:
         """Returns the attribute that holds the shadow of a parameter, made now if there is none."""

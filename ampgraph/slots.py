@@ -13,7 +13,8 @@ class ParameterSlots:
     """Slots by parameter name, found by parameter object.
 
     A wrapper may put other objects in the parameters' places (FSDP2 shards at rest and whole ones during a
-    forward), and so does ``load_state_dict(assign=True)``; names stay. None of the objects is kept alive.
+    forward), and so do ``load_state_dict(assign=True)`` and ``torch.func.functional_call``; names stay. None
+    of the objects is kept alive.
 
     Attributes:
         names: The parameters' names, by slot.
@@ -41,6 +42,6 @@ class ParameterSlots:
     def of(self, parameters: Iterable[Tensor]) -> list[int | None]:
         """Returns the slot of each, None for what is no parameter of the model."""
         parameters = list(parameters)
-        if any(isinstance(p, nn.Parameter) and p not in self._by_parameter for p in parameters):
+        if any(p not in self._by_parameter for p in parameters):
             self._refresh()
         return [self._by_parameter.get(p) for p in parameters]

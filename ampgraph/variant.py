@@ -61,8 +61,8 @@ class Variant:
     timing: Timing = Timing()  # noqa: RUF009
     shadows: ShadowWeights | None = None
     aot: AotGraphs = field(default_factory=AotGraphs)
-    _graphs: dict[bool, fx.GraphModule] = field(default_factory=dict)
-    _runners: dict[bool, Callable] = field(default_factory=dict)
+    _graphs: dict[tuple[bool, bool], fx.GraphModule] = field(default_factory=dict)
+    _runners: dict[tuple[bool, bool], Callable] = field(default_factory=dict)
     _lock: threading.RLock = field(default_factory=threading.RLock, repr=False)
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
@@ -70,22 +70,24 @@ class Variant:
         training = torch.is_grad_enabled()
         if training and self.scaler.is_enabled():
             self.scaler.check_loop()
-        if training not in self._runners:
+        shadowed = self.shadows is not None and self.shadows.are_in_place()
+        kind = training, shadowed
+        if kind not in self._runners:
             with self._lock:
-                self._runners.setdefault(training, self._runner(training))
-        if self.shadows is not None:
+                self._runners.setdefault(kind, self._runner(training, shadowed))
+        if self.shadows is not None and shadowed:
             self.shadows.refresh()
-        return self._runners[training](*args, **kwargs)
+        return self._runners[kind](*args, **kwargs)
 
     @property
     def training_graph(self) -> fx.GraphModule:
         """The graph that runs with gradients: `graph_module`, shadow weights, loss-scaling boundary."""
-        return self._graph(training=True)
+        return self._graph(training=True, shadowed=self.shadows is not None)
 
     @property
     def inference_graph(self) -> fx.GraphModule:
         """The graph that runs without gradients: `graph_module`, shadow weights."""
-        return self._graph(training=False)
+        return self._graph(training=False, shadowed=self.shadows is not None)
 
     def apply(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Applies ``function`` to the constants, as ``nn.Module.to`` does to buffers."""
@@ -94,24 +96,24 @@ class Variant:
             for graph_module in (self.graph_module, *self._graphs.values()):
                 object.__setattr__(graph_module, name, self.constants[name])
 
-    def _runner(self, training: bool) -> Callable:
-        other = self._runners.get(not training)
-        if other is not None and self._graph(True) is self._graph(False):
+    def _runner(self, training: bool, shadowed: bool) -> Callable:
+        graph_module = self._graph(training, shadowed)
+        other = self._runners.get((not training, shadowed))
+        if other is not None and self._graph(not training, shadowed) is graph_module:
             return other
-        options = self.options
-        return compiled(self._graph(training), options.backend, options.mode, self.aot)
+        return compiled(graph_module, self.options.backend, self.options.mode, self.aot)
 
-    def _graph(self, training: bool) -> fx.GraphModule:
+    def _graph(self, training: bool, shadowed: bool) -> fx.GraphModule:
         with self._lock:
-            if training not in self._graphs:
-                self._graphs[training] = self._with_boundary(training)
-            return self._graphs[training]
+            if (training, shadowed) not in self._graphs:
+                self._graphs[training, shadowed] = self._with_boundary(training, shadowed)
+            return self._graphs[training, shadowed]
 
-    def _with_boundary(self, training: bool) -> fx.GraphModule:
+    def _with_boundary(self, training: bool, shadowed: bool) -> fx.GraphModule:
         values = dict(_attributes(self.graph_module))
         passes: list[Pass] = []
-        if self.shadows is not None:
-            masters = shadowed(self.graph_module.graph, values, self.shadows)
+        if self.shadows is not None and shadowed:
+            masters = shadowed_parameters(self.graph_module.graph, values, self.shadows)
             names = {name: f"_shadows.{self.shadows.name_of(master)}" for name, master in masters.items()}
             passes.append(ReadShadows(names, differentiable=training))
         if training and self.scaler.is_enabled() and has_low(self.plan):
@@ -125,7 +127,7 @@ class Variant:
         return graph_module
 
 
-def shadowed(
+def shadowed_parameters(
     graph: fx.Graph, values: Mapping[str, object], shadows: ShadowWeights
 ) -> dict[str, torch.Tensor]:
     """Returns the parameters, by node name, that the graph casts and can read as low copies instead."""

@@ -196,6 +196,26 @@ def test_a_parameter_replaced_later_is_cast_in_the_graph():
     torch.testing.assert_close(second.detach(), fresh_output(model), rtol=0, atol=0)
 
 
+@CAPTURES
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_functional_call_reads_what_it_is_given(level, args):
+    model, policy = small_model(), ampgraph.Policy(level, dtype=F16)
+    amp = ampgraph.convert(model, args, policy=policy)
+    given = {name: (p.detach() * 0.5).requires_grad_() for name, p in model.named_parameters()}
+    for _ in range(2):
+        out = torch.func.functional_call(amp, given, (X,))
+        gradients = torch.autograd.grad(out.square().mean(), list(given.values()))
+        before = copy.deepcopy(model)
+        before.load_state_dict({name: p.detach() for name, p in given.items()})
+        reference = ampgraph.convert(before, (X,), policy=policy)
+        expected = reference(X)
+        expected.square().mean().backward()
+        torch.testing.assert_close(out, expected, rtol=0, atol=0)
+        for mine, theirs in zip(gradients, before.parameters(), strict=True):
+            torch.testing.assert_close(mine, theirs.grad, rtol=1e-3, atol=1e-5)
+        torch.testing.assert_close(amp(X), ampgraph.convert(model, (X,), policy=policy)(X), rtol=0, atol=0)
+
+
 def test_repeated_layers_of_one_compiled_frame_read_their_own_shadows():
     class Repeated(nn.Module):
         def __init__(self):
