@@ -198,9 +198,12 @@ def test_a_parameter_replaced_later_is_cast_in_the_graph():
 
 @CAPTURES
 @pytest.mark.parametrize("level", ["O1", "O2"])
-def test_functional_call_reads_what_it_is_given(level, args):
+@pytest.mark.parametrize("first", ["its own parameters", "others"])
+def test_functional_call_reads_what_it_is_given(first, level, args):
     model, policy = small_model(), ampgraph.Policy(level, dtype=F16)
     amp = ampgraph.convert(model, args, policy=policy)
+    if first == "its own parameters":
+        amp(X)
     given = {name: (p.detach() * 0.5).requires_grad_() for name, p in model.named_parameters()}
     for _ in range(2):
         out = torch.func.functional_call(amp, given, (X,))
