@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+from tests.one_op import op_names
+
 Record = dict[str, Any]
 FAILURES = ("wrong", "crash", "slow")
 LIMITS = {
@@ -54,7 +56,7 @@ def _rates(records: list[Record]) -> str:
     runs: Counter[str] = sum((Counter(r["counts"]) for r in records), Counter())
     passed = sum(not failed(r) for r in floats)
     lines = [
-        f"| entries of op_db | {len(records)} |",
+        f"| entries of op_db swept, of {len(op_names())} | {len(records)} |",
         f"| with a float32 CPU kernel | {len(floats)} |",
         f"| of these converted correctly | {passed} ({100 * passed / max(len(floats), 1):.1f} %) |",
         f"| without float32, left untouched | {sum(not failed(r) for r in rest)} of {len(rest)} |",
