@@ -18,7 +18,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.graph import _PyTreeCodeGen, _PyTreeInfo
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._pytree import tree_flatten, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 __all__ = [
     "FakeTensor",
@@ -85,10 +85,9 @@ def result_dtypes(node: Node, mode: FakeTensorMode | None) -> tuple[torch.dtype 
     if node.target is operator.getitem:
         value = node.args[0].meta["val"][node.args[1]]  # type: ignore[union-attr,index]
         return _dtypes(value)
-    leaves, spec = tree_flatten((node.args, node.kwargs))
     value = node.meta.get("val")
     count = len(value) if isinstance(value, (list, tuple)) else 1
-    key = (node.target, str(spec), count, tuple([_dtype_key(leaf) for leaf in leaves]))
+    key = (node.target, count, _dtype_key(node.args), _dtype_key(node.kwargs))
     if key not in _dtype_cache:
         # A dtype has nothing to do with gradients; a parameter written under no_grad must be allowed to be.
         with torch.no_grad():
@@ -102,14 +101,19 @@ def _dtypes(value: Any) -> tuple[torch.dtype | None, ...]:
     return tuple(v.dtype if isinstance(v, torch.Tensor) else None for v in values)
 
 
-def _dtype_key(leaf: Any) -> Any:
-    value = leaf.meta.get("val") if isinstance(leaf, Node) else leaf
-    values = value if isinstance(value, (list, tuple)) else (value,)
-    if any(isinstance(v, torch.Tensor) for v in values):
-        return tuple((v.dtype, v.dim() == 0) if isinstance(v, torch.Tensor) else type(v) for v in values)
-    if isinstance(value, (bool, str, torch.dtype)) or value is None:
-        return value
-    return type(value)
+def _dtype_key(argument: Any) -> Any:
+    """Returns what an argument, a container included, can tell of a result's dtype."""
+    if isinstance(argument, (list, tuple)):
+        return type(argument), tuple([_dtype_key(item) for item in argument])
+    if isinstance(argument, dict):
+        return tuple([(name, _dtype_key(item)) for name, item in argument.items()])
+    if isinstance(argument, Node):
+        return _dtype_key(argument.meta.get("val"))
+    if isinstance(argument, torch.Tensor):
+        return argument.dtype, argument.dim() == 0
+    if isinstance(argument, (bool, str, torch.dtype)) or argument is None:
+        return argument
+    return type(argument)
 
 
 def with_dtypes(value: Any, dtypes: tuple[torch.dtype | None, ...]) -> Any:

@@ -31,8 +31,6 @@ from .costs import (
 from .cut_network import Weigher, cut_network
 from .propagate import Problem
 
-# Price of an activation cast byte in traffic bytes, tried in turn until a plan casts no more than autocast.
-CAST_PRICES = (0, 1, 3, 9)
 # Table entries that may be spent on proving a minimum where ops lack anchors.
 MAX_WORK = 200_000
 
@@ -92,20 +90,49 @@ def autocast_rule(problem: Problem) -> Placement:
 
 
 def place_within(problem: Problem, cast_bytes: int) -> Placement:
-    """Returns a labelling of least traffic among those that cast no more activation bytes than it does.
+    """Returns a labelling of little traffic that casts no more activation bytes than it may.
 
-    The price of a cast byte rises until the plan keeps to ``cast_bytes``, which the labelling that the
-    bound was taken from meets, so the last price (casts before traffic) always does.
+    A cut minimises traffic plus a price for every cast byte, so it finds the corners of the lower convex
+    hull of all (cast bytes, traffic). The two ends come first; then each price is the slope between the
+    last corner above the bound and the last below, until no corner lies between them. The corner of least
+    traffic within the bound is returned; one right on the bound is the least of all (Lagrangian duality).
+
+    Args:
+        problem: The pinned graph.
+        cast_bytes: The bound, which some labelling must meet.
     """
-    for price in (*CAST_PRICES, _scale(problem)):
-        placement = place_optimally(problem, _priced(price))
-        if cost_of(problem, placement.labels, placement.anchors).activation_cast_bytes <= cast_bytes:
+    over = _corner(problem, 1, 0)
+    if over.cast_bytes <= cast_bytes:
+        return over.placement
+    within = _corner(problem, 1, _scale(problem))
+    while within.cast_bytes < cast_bytes:
+        run, rise = over.cast_bytes - within.cast_bytes, within.traffic - over.traffic
+        between = _corner(problem, run, rise)
+        if run * between.traffic + rise * between.cast_bytes >= run * over.traffic + rise * over.cast_bytes:
             break
-    return placement
+        if between.cast_bytes <= cast_bytes:
+            within = between
+        else:
+            over = between
+    return within.placement
 
 
-def _priced(price: int) -> Weigher:
-    return lambda cost: cost.traffic + price * cost.activation_cast_bytes
+@dataclass(frozen=True)
+class _Corner:
+    """A placement and what it costs."""
+
+    placement: Placement
+    traffic: int
+    cast_bytes: int
+
+
+def _corner(problem: Problem, traffic: int, cast_bytes: int) -> _Corner:
+    """Returns a placement of least weight; the weights of a byte of either kind are given."""
+    placement = place_optimally(
+        problem, lambda cost: traffic * cost.traffic + cast_bytes * cost.activation_cast_bytes
+    )
+    cost = cost_of(problem, placement.labels, placement.anchors)
+    return _Corner(placement, cost.traffic, cost.activation_cast_bytes)
 
 
 def place_optimally(problem: Problem, weigh: Weigher) -> Placement:

@@ -155,6 +155,44 @@ def test_least_traffic_within_a_bound_on_cast_bytes():
         )
 
 
+@pytest.mark.parametrize("gray", ["follows", "free"])
+def test_bound_on_cast_bytes_is_met_at_a_corner_of_the_hull(gray):
+    """The result is the best corner of the lower convex hull; on the bound nothing within it moves less."""
+    exact = 0
+    for seed in range(100, 180):
+        policy = Policy(level="O1" if gray == "follows" else "O2")
+        problem = problem_of(RandomGraph(seed, steps=7).graph_module, policy)
+        if len(free_variables(problem)) > MOST_FREE:
+            continue
+        points = {(c.activation_cast_bytes, c.traffic) for c in every_cost(problem)}
+        for bound in sorted({bytes for bytes, _ in points}):
+            placed = place.place_within(problem, bound)
+            cost = moved(problem, placed.labels, placed.anchors)
+            within = [traffic for bytes, traffic in points if bytes <= bound]
+            assert cost.traffic == least_corner(points, bound), f"seed {seed}, bound {bound}"
+            exact += cost.activation_cast_bytes == bound
+            assert cost.activation_cast_bytes < bound or cost.traffic == min(within)
+    assert exact > 50
+
+
+def least_corner(points: set[tuple[int, int]], bound: int) -> int:
+    """Returns the least traffic of a corner of the lower hull, the corner of fewest bytes included."""
+    corners: list[tuple[int, int]] = []
+    for point in sorted(points):
+        if corners and point[1] >= corners[-1][1]:
+            continue
+        while len(corners) > 1 and _is_above(corners[-1], corners[-2], point):
+            corners.pop()
+        corners.append(point)
+    return min(traffic for bytes, traffic in corners if bytes <= bound)
+
+
+def _is_above(point: tuple[int, int], left: tuple[int, int], right: tuple[int, int]) -> bool:
+    """Whether a point is on or above the line between two others."""
+    run, rise = right[0] - left[0], right[1] - left[1]
+    return (point[1] - left[1]) * run >= rise * (point[0] - left[0])
+
+
 def test_casts_of_written_memory_are_not_shared():
     """Each use may see another value, so each float32 reader of written low memory pays for itself."""
     build = GraphBuilder()

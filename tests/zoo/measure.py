@@ -12,6 +12,7 @@ import copy
 import functools
 import gc
 import math
+import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -49,6 +50,9 @@ FACTORS = {"O1": 1.5, "O2": 2.0}
 # Models that amplify rounding (batch norm on two images, fifty blocks) have errors that are luck on one
 # batch. Where one batch breaks the bound, the root mean square over so many decides, for both alike.
 DRAWS = 6
+
+# How often what is timed is done.
+TIMES = 3
 
 # Tried in turn until all gradients are finite, as a dynamic loss scale would.
 LOSS_SCALES = (2.0**12, 2.0**6, 1.0, 2.0**-8)
@@ -108,6 +112,19 @@ class Subject:
     def program(self) -> ExportedProgram:
         """The capture that all conversions share; there is none before the first conversion."""
         return self._program[0]
+
+    def capture_seconds(self) -> float:
+        """Returns the seconds of a capture from scratch, the median of `TIMES`."""
+
+        def once() -> float:
+            self._program.clear()
+            return self.convert(OPTIMAL["O1"], torch.float16).timings[0].capture
+
+        return statistics.median(once() for _ in range(TIMES))
+
+    def rewrite_seconds(self, policy: Policy, dtype: torch.dtype) -> float:
+        """Returns the seconds of everything that follows the capture, the median of `TIMES`."""
+        return statistics.median(self.convert(policy, dtype).timings[0].rewrite for _ in range(TIMES))
 
     def convert(self, policy: Policy, dtype: torch.dtype) -> AmpModule:
         """Converts the model; the first call captures it, later ones copy that capture.
