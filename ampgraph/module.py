@@ -27,6 +27,7 @@ from .rewrite import rewrite
 from .scaler import LossScaler
 from .shadow import ShadowWeights
 from .signature import Signature, accepted_shapes, changed_dims, fits, signature_of
+from .stand_in import is_method_of, rebound, stand_in
 from .stored import StoredLow
 from .variant import Timing, Variant
 
@@ -57,7 +58,8 @@ class AmpModule(nn.Module):
     """A converted model; made by `ampgraph.convert`.
 
     It shares the source's parameters, buffers and submodules (the same objects, the same state_dict
-    keys), keeps its forward signature and attributes, and captures again, once each, for another
+    keys), keeps its forward signature and attributes, runs the source's methods with itself in place of
+    the source's forward (``amp.generate(...)``), and captures again, once each, for another
     training mode or other argument shapes and dtypes.
 
     Attributes:
@@ -162,9 +164,14 @@ class AmpModule(nn.Module):
     def __getattr__(self, name: str) -> Any:
         source = self.__dict__["source"]
         try:
-            return getattr(source, name)
+            value = getattr(source, name)
         except AttributeError:
             raise AttributeError(f"{type(source).__name__!r} object has no attribute {name!r}") from None
+        if not is_method_of(value, source):
+            return value
+        if not isinstance(self.__dict__.get("_stand_in"), type(source)):
+            self.__dict__["_stand_in"] = stand_in(source, self)
+        return rebound(value, self.__dict__["_stand_in"], self)
 
     def __dir__(self) -> list[str]:
         return sorted({*super().__dir__(), *dir(self.source)})
