@@ -35,6 +35,7 @@ __all__ = [
     "set_calling_convention",
     "size_hint",
     "storage_key",
+    "trace_recurrent_layers",
     "with_dtypes",
 ]
 
@@ -191,6 +192,11 @@ def keep_dynamo_out(function: Callable) -> None:
     from torch._dynamo.eval_frame import skip_code
 
     skip_code(function.__code__)
+
+
+def trace_recurrent_layers() -> contextlib.AbstractContextManager:
+    """Lets Dynamo trace ``nn.LSTM``, ``nn.GRU`` and ``nn.RNN`` inside, which it skips by default."""
+    return torch._dynamo.config.patch(allow_rnn=True)
 
 
 def size_hint(size: int | torch.SymInt, fallback: int = 1) -> int:

@@ -8,6 +8,7 @@ import logging
 import time
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 from torch import fx, nn
 from torch.export import Dim, ExportedProgram, ShapesCollection
 
-from ._compat import no_ambient_autocast
+from ._compat import no_ambient_autocast, trace_recurrent_layers
 from .capture import capture_program, unlift
 from .errors import AmpGraphError, CaptureError
 from .guards import warn_about_uncaptured_guards
@@ -202,7 +203,7 @@ class AmpModule(nn.Module):
             if torch.is_grad_enabled():
                 self.scaler.check_loop()
             try:
-                with warn_about_uncaptured_guards():
+                with warn_about_uncaptured_guards(), self._tracing():
                     result = self._compiled(*args, **kwargs)
                 self._warn_if_not_captured()
                 return result
@@ -220,13 +221,18 @@ class AmpModule(nn.Module):
                 raise
             raise reason from error
 
+    def _tracing(self) -> AbstractContextManager:
+        if any(isinstance(module, nn.RNNBase) for module in self._all_modules):
+            return trace_recurrent_layers()
+        return nullcontext()
+
     def _warn_if_not_captured(self) -> None:
         if self._variants or "_told" in self.__dict__:
             return
         self.__dict__["_told"] = True
         warnings.warn(
-            f"{type(self.source).__name__} ran in its own dtypes: no graph of it was captured (torch.compile "
-            "skips nn.LSTM, nn.GRU and what is around them). Convert with example inputs to capture it.",
+            f"{type(self.source).__name__} ran in its own dtypes: torch.compile captured no "
+            "graph of it. Convert with example inputs to capture it.",
             stacklevel=5,
         )
 
