@@ -39,6 +39,7 @@ __all__ = [
     "set_calling_convention",
     "size_hint",
     "storage_key",
+    "trace_recurrent_layers",
     "with_dtypes",
 ]
 
@@ -253,6 +254,11 @@ def keep_dynamo_out(function: Callable) -> None:
     from torch._dynamo.eval_frame import skip_code
 
     skip_code(function.__code__)
+
+
+def trace_recurrent_layers(function: Callable) -> Callable:
+    """Lets Dynamo trace ``nn.LSTM``, ``nn.GRU`` and ``nn.RNN`` inside, which it skips by default."""
+    return torch._dynamo.config.patch(allow_rnn=True)(function)
 
 
 def size_hint(size: int | torch.SymInt, fallback: int = 1) -> int:

@@ -15,7 +15,7 @@ import torch
 from torch import fx, nn
 from torch.export import Dim, ExportedProgram, ShapesCollection
 
-from ._compat import compiled_by_dynamo, no_ambient_autocast
+from ._compat import compiled_by_dynamo, no_ambient_autocast, trace_recurrent_layers
 from .capture import capture_program, unlift
 from .errors import AmpGraphError, CaptureError
 from .gate import gate_of
@@ -28,6 +28,7 @@ from .rewrite import rewrite
 from .scaler import LossScaler
 from .shadow import ShadowWeights
 from .signature import Signature, accepted_shapes, changed_dims, fits, signature_of
+from .stand_in import is_method_of, rebound, stand_in
 from .stored import StoredLow
 from .variant import Timing, Variant
 
@@ -58,7 +59,8 @@ class AmpModule(nn.Module):
     """A converted model; made by `ampgraph.convert`.
 
     It shares the source's parameters, buffers and submodules (the same objects, the same state_dict
-    keys), keeps its forward signature and attributes, and captures again, once each, for another
+    keys), keeps its forward signature and attributes, runs the source's methods with itself in place of
+    the source's forward (``amp.generate(...)``), and captures again, once each, for another
     training mode or other argument shapes and dtypes.
 
     Attributes:
@@ -164,9 +166,14 @@ class AmpModule(nn.Module):
     def __getattr__(self, name: str) -> Any:
         source = self.__dict__["source"]
         try:
-            return getattr(source, name)
+            value = getattr(source, name)
         except AttributeError:
             raise AttributeError(f"{type(source).__name__!r} object has no attribute {name!r}") from None
+        if not is_method_of(value, source):
+            return value
+        if not isinstance(self.__dict__.get("_stand_in"), type(source)):
+            self.__dict__["_stand_in"] = stand_in(source, self)
+        return rebound(value, self.__dict__["_stand_in"], self)
 
     def __dir__(self) -> list[str]:
         return sorted({*super().__dir__(), *dir(self.source)})
@@ -221,8 +228,8 @@ class AmpModule(nn.Module):
             return
         self.__dict__["_told"] = True
         warnings.warn(
-            f"{type(self.source).__name__} ran in its own dtypes: no graph of it was captured (torch.compile "
-            "skips nn.LSTM, nn.GRU and what is around them). Convert with example inputs to capture it.",
+            f"{type(self.source).__name__} ran in its own dtypes: torch.compile captured no "
+            "graph of it. Convert with example inputs to capture it.",
             stacklevel=5,
         )
 
@@ -311,7 +318,9 @@ class AmpModule(nn.Module):
 
         modules = tuple(name for name, _ in self.source.named_modules())
         backend = make_backend(self.options, modules, record, self.scaler, self._shadows)
-        return compiled_by_dynamo(self.source, backend)
+        compiled = compiled_by_dynamo(self.source, backend)
+        recurrent = any(isinstance(module, nn.RNNBase) for module in self._all_modules)
+        return trace_recurrent_layers(compiled) if recurrent else compiled
 
     # -- being a module --------------------------------------------------------------------------
 

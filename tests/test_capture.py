@@ -646,15 +646,34 @@ def _double_it(x: torch.Tensor) -> torch.Tensor:
 
 
 @CAPTURES
-def test_recurrent_layers(how):
-    model = nn.LSTM(8, 8, batch_first=True)
+@pytest.mark.parametrize(("layer", "kernel"), [(nn.LSTM, "lstm"), (nn.GRU, "gru"), (nn.RNN, "rnn_tanh")])
+def test_recurrent_layers(how, layer, kernel):
+    """torch.compile skips them by itself."""
+    model = nn.Sequential(nn.Linear(8, 8), layer(8, 8, batch_first=True))
     x = torch.randn(2, 3, 8)
-    try:
-        amp = convert(model, how, x)
-        found = amp(x)
-    except CaptureError:
-        pytest.fail("LSTM could not be captured")
-    same(found, model(x))
+    amp = convert(model, how, x)
+    same(amp(x), model(x))
+    assert len(amp.graph_modules) == 1
+    found = [n for n in amp.graph_module.graph.nodes if str(n.target).startswith(f"aten.{kernel}")]
+    assert [n.meta["val"][0].dtype for n in found] == [BF16]
+    amp(x)[0].sum().backward()
+    assert all(p.grad.dtype == FP32 for p in model.parameters())
+    assert not torch._dynamo.config.allow_rnn
+
+
+def test_packed_sequences_just_in_time():
+    class Packed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.GRU(8, 8, batch_first=True)
+
+        def forward(self, x, lengths):
+            packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True)
+            return nn.utils.rnn.pad_packed_sequence(self.layer(packed)[0], batch_first=True)
+
+    model, x, lengths = Packed(), torch.randn(2, 3, 8), torch.tensor([3, 2])
+    amp = convert(model, "just in time")
+    same(amp(x, lengths), model(x, lengths))
 
 
 # -- errors ---------------------------------------------------------------------------------------------

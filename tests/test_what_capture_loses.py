@@ -50,14 +50,15 @@ def test_nothing_captured_is_reported_once(recwarn):
     class Tagger(nn.Module):
         def __init__(self):
             super().__init__()
-            self.rnn, self.head = nn.GRU(8, 8), nn.Linear(8, 2)
+            self.head = nn.Linear(8, 2)
 
+        @torch.compiler.disable
         def forward(self, x):
-            return self.head(self.rnn(x)[0])
+            return self.head(x)
 
     amp = ampgraph.convert(Tagger())
-    amp(X[None])
-    amp(X[None])
+    amp(X)
+    amp(X)
     assert sum("ran in its own dtypes" in str(w.message) for w in recwarn) == 1
 
 

@@ -41,7 +41,7 @@ _HINTS = (
             cause,
             "",
             "Make a dataclass among inputs or outputs known with torch.export.register_dataclass(TheClass); "
-            "of other types, take and return their tensors.",
+            f"of other types (caches, for instance), take and return their tensors, {_JUST_IN_TIME}.",
         )
         for cause in ("in output, which is not a known type", "Unsupported input type")
     ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
@@ -34,7 +35,8 @@ def lower_dynamo_graph(graph_module: fx.GraphModule, inputs: list) -> fx.GraphMo
     fakes = [node.meta["example_value"] for node in placeholders]
     mode = next((f.fake_mode for f in fakes if isinstance(f, FakeTensor)), None)
     try:
-        with capturing(), accept_real_constants(mode):
+        # Without the mode, ops that read no tensor (torch.arange) would run, for one value of a dynamic size.
+        with capturing(), accept_real_constants(mode), mode or contextlib.nullcontext():
             lowered = make_fx(
                 lambda *values: _Lowering(graph_module).run(*values),
                 pre_dispatch=True,

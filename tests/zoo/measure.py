@@ -16,14 +16,14 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, is_dataclass
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_structure
 
 import ampgraph
 from ampgraph import AmpModule, NoLossScale, OpLists, Policy
@@ -66,11 +66,13 @@ class Run:
         outputs: The floating tensors of the output, in order.
         grads: The gradient of every parameter that has one, by name, unscaled, as float64.
         grad_dtypes: The dtype that each ``.grad`` had.
+        form: What the output is, without its values: type and structure, types and dtypes of its leaves.
     """
 
     outputs: list[Tensor]
     grads: dict[str, Tensor]
     grad_dtypes: dict[str, torch.dtype]
+    form: tuple[Any, ...]
 
     @property
     def is_finite(self) -> bool:
@@ -177,11 +179,14 @@ class Subject:
             output = module(*self.args, **self.kwargs)
             (self.model.loss(output) * scale).backward()
             grads = {name: p.grad for name, p in self.module.named_parameters() if p.grad is not None}
-        leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+        leaves = _leaves(output)
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        kinds = [leaf.dtype if isinstance(leaf, Tensor) else type(leaf) for leaf in leaves]
         return Run(
-            [leaf.detach().double() for leaf in leaves if leaf.is_floating_point()],
+            [leaf.detach().double() for leaf in tensors if leaf.is_floating_point()],
             {name: grad.double() / scale for name, grad in grads.items()},
             {name: grad.dtype for name, grad in grads.items()},
+            (type(output), tree_structure(output), tuple(kinds)),
         )
 
     @contextmanager
@@ -212,6 +217,12 @@ class Subject:
             _relative(run.outputs, self.reference.outputs),
             _relative([run.grads[name] for name in names], list(names.values())),
         )
+
+
+def _leaves(output: Any) -> list[Any]:
+    """Looks into dataclasses that are no pytree as well."""
+    leaves = tree_leaves(output)
+    return [inner for leaf in leaves for inner in (tree_leaves(vars(leaf)) if is_dataclass(leaf) else [leaf])]
 
 
 def _relative(values: list[Tensor], exact: list[Tensor]) -> float:

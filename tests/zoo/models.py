@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-Family = Literal["timm", "transformers", "torchvision", "own"]
+Family = Literal["timm", "transformers", "torchvision", "diffusers", "own"]
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
 
@@ -104,9 +104,26 @@ def _registry() -> dict[str, ZooModel]:
     return {model.name: model for family in families for model in family.models()}
 
 
+@functools.cache
+def _more() -> dict[str, ZooModel]:
+    from tests.zoo import diffusers_models, more_own, more_transformers, more_vision
+
+    families = (more_own, diffusers_models, more_transformers, more_vision)
+    return {model.name: model for family in families for model in family.models()}
+
+
 def names(family: Family | None = None) -> list[str]:
-    """Returns the names of all models, or of one family's."""
-    return [model.name for model in _registry().values() if family in (None, model.family)]
+    """Returns the names of all models that are measured in depth, or of one family's."""
+    return _names(_registry(), family)
+
+
+def more_names(family: Family | None = None) -> list[str]:
+    """Returns the names of the models that are there for breadth alone, or of one family's."""
+    return _names(_more(), family)
+
+
+def _names(registry: dict[str, ZooModel], family: Family | None) -> list[str]:
+    return [model.name for model in registry.values() if family in (None, model.family)]
 
 
 def get(name: str) -> ZooModel:
@@ -115,4 +132,4 @@ def get(name: str) -> ZooModel:
     Raises:
         KeyError: No model has that name.
     """
-    return _registry()[name]
+    return (_registry() | _more())[name]

@@ -4,158 +4,99 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from tests.zoo._images import allow_torchvision
+from tests.zoo._hugging_face import (
+    BASE,
+    BOTH_SIDES,
+    DECODER,
+    EXPERTS,
+    GROUPED,
+    IMAGE_TOWER,
+    LABELLED,
+    PADDED,
+    PIXELS,
+    SPEECH,
+    TEXT,
+    TOWER,
+    VOCABULARY,
+    build,
+    only,
+    padding,
+    randint,
+    randn,
+    tokens,
+)
 from tests.zoo.models import Inputs, ZooModel
-
-if TYPE_CHECKING:
-    from torch import nn
-
-_VOCABULARY = 96
-_BASE = {
-    "vocab_size": _VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-_DECODER = {**_BASE, "use_cache": False}
-_GROUPED = {**_DECODER, "num_key_value_heads": 2}
-_EXPERTS = {**_GROUPED, "num_experts_per_tok": 2, "output_router_logits": True}
-_TOWER_KEYS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-_TOWER = {key: _BASE[key] for key in _TOWER_KEYS}
-_IMAGE_TOWER = {**_TOWER, "image_size": 32, "patch_size": 8}
-_SPEECH = {
-    "d_model": 32,
-    "encoder_layers": 2,
-    "decoder_layers": 2,
-    "encoder_attention_heads": 4,
-    "decoder_attention_heads": 4,
-    "encoder_ffn_dim": 64,
-    "decoder_ffn_dim": 64,
-    "use_cache": False,
-}
-
-
-def _tokens(length: int = 16, **more: Callable[[], Any]) -> Callable[[], Inputs]:
-    def make() -> Inputs:
-        import torch
-
-        tokens = torch.randint(3, _VOCABULARY, (2, length))
-        return (), {"input_ids": tokens, **{key: value() for key, value in more.items()}}
-
-    return make
-
-
-def _randn(*shape: int) -> Callable[[], Any]:
-    def make() -> Any:
-        import torch
-
-        return torch.randn(shape)
-
-    return make
-
-
-def _randint(low: int, high: int, *shape: int) -> Callable[[], Any]:
-    def make() -> Any:
-        import torch
-
-        return torch.randint(low, high, shape)
-
-    return make
-
-
-def _only(**values: Callable[[], Any]) -> Callable[[], Inputs]:
-    return lambda: ((), {key: value() for key, value in values.items()})
-
-
-def _padding() -> Any:
-    import torch
-
-    mask = torch.ones(2, 16, dtype=torch.long)
-    mask[1, 12:] = 0
-    return mask
-
-
-_TEXT = _tokens()
-_PADDED = _tokens(attention_mask=_padding)
-_LABELLED = _tokens(labels=_randint(3, _VOCABULARY, 2, 16))
-_BOTH_SIDES = _tokens(decoder_input_ids=_randint(3, _VOCABULARY, 2, 8))
-_PIXELS = _randn(2, 3, 32, 32)
 
 # fmt: off
 _MODELS: tuple[tuple[str, str, str, str, dict[str, Any], Callable[[], Inputs]], ...] = (
-    ("bert", "encoder", "BertForSequenceClassification", "BertConfig", _BASE,
-     _tokens(attention_mask=_padding, labels=_randint(0, 2, 2))),
-    ("bert_eager", "encoder", "BertModel", "BertConfig", {**_BASE, "attn_implementation": "eager"}, _PADDED),
-    ("roberta", "encoder", "RobertaForMaskedLM", "RobertaConfig", _BASE, _PADDED),
+    ("bert", "encoder", "BertForSequenceClassification", "BertConfig", BASE,
+     tokens(attention_mask=padding, labels=randint(0, 2, 2))),
+    ("bert_eager", "encoder", "BertModel", "BertConfig", {**BASE, "attn_implementation": "eager"}, PADDED),
+    ("roberta", "encoder", "RobertaForMaskedLM", "RobertaConfig", BASE, PADDED),
     ("distilbert", "encoder", "DistilBertForMaskedLM", "DistilBertConfig",
-     {"vocab_size": _VOCABULARY, "dim": 32, "hidden_dim": 64, "n_layers": 2, "n_heads": 4}, _PADDED),
+     {"vocab_size": VOCABULARY, "dim": 32, "hidden_dim": 64, "n_layers": 2, "n_heads": 4}, PADDED),
     ("electra", "encoder", "ElectraForPreTraining", "ElectraConfig",
-     {**_BASE, "embedding_size": 16}, _PADDED),
-    ("albert", "encoder", "AlbertModel", "AlbertConfig", {**_BASE, "embedding_size": 16}, _PADDED),
+     {**BASE, "embedding_size": 16}, PADDED),
+    ("albert", "encoder", "AlbertModel", "AlbertConfig", {**BASE, "embedding_size": 16}, PADDED),
     ("deberta_v2", "encoder", "DebertaV2ForMaskedLM", "DebertaV2Config",
-     {**_BASE, "relative_attention": True, "pos_att_type": ["p2c", "c2p"], "position_buckets": 8}, _PADDED),
-    ("modernbert", "encoder", "ModernBertForMaskedLM", "ModernBertConfig", _BASE, _PADDED),
+     {**BASE, "relative_attention": True, "pos_att_type": ["p2c", "c2p"], "position_buckets": 8}, PADDED),
+    ("modernbert", "encoder", "ModernBertForMaskedLM", "ModernBertConfig", BASE, PADDED),
     ("gpt2", "decoder", "GPT2LMHeadModel", "GPT2Config",
-     {**_DECODER, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}, _LABELLED),
+     {**DECODER, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}, LABELLED),
     ("gpt2_eager", "decoder", "GPT2LMHeadModel", "GPT2Config",
-     {**_DECODER, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64,
-      "attn_implementation": "eager"}, _TEXT),
-    ("llama", "decoder", "LlamaForCausalLM", "LlamaConfig", _GROUPED, _LABELLED),
+     {**DECODER, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64,
+      "attn_implementation": "eager"}, TEXT),
+    ("llama", "decoder", "LlamaForCausalLM", "LlamaConfig", GROUPED, LABELLED),
     ("llama_eager", "decoder", "LlamaForCausalLM", "LlamaConfig",
-     {**_GROUPED, "attn_implementation": "eager"}, _TEXT),
-    ("qwen2", "decoder", "Qwen2ForCausalLM", "Qwen2Config", _GROUPED, _TEXT),
-    ("qwen3", "decoder", "Qwen3ForCausalLM", "Qwen3Config", {**_GROUPED, "head_dim": 8}, _TEXT),
+     {**GROUPED, "attn_implementation": "eager"}, TEXT),
+    ("qwen2", "decoder", "Qwen2ForCausalLM", "Qwen2Config", GROUPED, TEXT),
+    ("qwen3", "decoder", "Qwen3ForCausalLM", "Qwen3Config", {**GROUPED, "head_dim": 8}, TEXT),
     ("opt", "decoder", "OPTForCausalLM", "OPTConfig",
-     {**_DECODER, "ffn_dim": 64, "word_embed_proj_dim": 32}, _TEXT),
-    ("gpt_neox", "decoder", "GPTNeoXForCausalLM", "GPTNeoXConfig", _DECODER, _TEXT),
-    ("gemma2", "decoder", "Gemma2ForCausalLM", "Gemma2Config", {**_GROUPED, "head_dim": 8}, _TEXT),
-    ("phi", "decoder", "PhiForCausalLM", "PhiConfig", _DECODER, _TEXT),
-    ("bloom", "decoder", "BloomForCausalLM", "BloomConfig", {**_DECODER, "n_layer": 2, "n_head": 4}, _TEXT),
+     {**DECODER, "ffn_dim": 64, "word_embed_proj_dim": 32}, TEXT),
+    ("gpt_neox", "decoder", "GPTNeoXForCausalLM", "GPTNeoXConfig", DECODER, TEXT),
+    ("gemma2", "decoder", "Gemma2ForCausalLM", "Gemma2Config", {**GROUPED, "head_dim": 8}, TEXT),
+    ("phi", "decoder", "PhiForCausalLM", "PhiConfig", DECODER, TEXT),
+    ("bloom", "decoder", "BloomForCausalLM", "BloomConfig", {**DECODER, "n_layer": 2, "n_head": 4}, TEXT),
     ("t5", "encoder-decoder", "T5ForConditionalGeneration", "T5Config",
-     {"vocab_size": _VOCABULARY, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4,
-      "use_cache": False}, _BOTH_SIDES),
+     {"vocab_size": VOCABULARY, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4,
+      "use_cache": False}, BOTH_SIDES),
     ("bart", "encoder-decoder", "BartForConditionalGeneration", "BartConfig",
-     {**_SPEECH, "vocab_size": _VOCABULARY, "max_position_embeddings": 64}, _BOTH_SIDES),
-    ("mixtral", "moe", "MixtralForCausalLM", "MixtralConfig", {**_EXPERTS, "num_local_experts": 4}, _TEXT),
+     {**SPEECH, "vocab_size": VOCABULARY, "max_position_embeddings": 64}, BOTH_SIDES),
+    ("mixtral", "moe", "MixtralForCausalLM", "MixtralConfig", {**EXPERTS, "num_local_experts": 4}, TEXT),
     ("qwen2_moe", "moe", "Qwen2MoeForCausalLM", "Qwen2MoeConfig",
-     {**_EXPERTS, "num_experts": 4, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32},
-     _TEXT),
+     {**EXPERTS, "num_experts": 4, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32},
+     TEXT),
     ("mamba", "ssm", "MambaForCausalLM", "MambaConfig",
-     {"vocab_size": _VOCABULARY, "hidden_size": 32, "state_size": 8, "num_hidden_layers": 2,
-      "use_cache": False}, _tokens(8)),
+     {"vocab_size": VOCABULARY, "hidden_size": 32, "state_size": 8, "num_hidden_layers": 2,
+      "use_cache": False}, tokens(8)),
     ("rwkv", "rnn", "RwkvForCausalLM", "RwkvConfig",
-     {"vocab_size": _VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "context_length": 16,
-      "use_cache": False}, _tokens(8)),
+     {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "context_length": 16,
+      "use_cache": False}, tokens(8)),
     ("wav2vec2", "audio", "Wav2Vec2ForCTC", "Wav2Vec2Config",
-     {**_TOWER, "vocab_size": 32, "conv_dim": (16, 16, 16), "conv_kernel": (10, 3, 3),
+     {**TOWER, "vocab_size": 32, "conv_dim": (16, 16, 16), "conv_kernel": (10, 3, 3),
       "conv_stride": (5, 2, 2), "num_feat_extract_layers": 3, "num_conv_pos_embeddings": 8,
       "num_conv_pos_embedding_groups": 2, "mask_time_prob": 0.0, "layerdrop": 0.0},
-     _only(input_values=_randn(2, 640))),
+     only(input_values=randn(2, 640))),
     ("whisper", "audio", "WhisperForConditionalGeneration", "WhisperConfig",
-     {**_SPEECH, "vocab_size": _VOCABULARY, "num_mel_bins": 16, "max_source_positions": 32,
+     {**SPEECH, "vocab_size": VOCABULARY, "num_mel_bins": 16, "max_source_positions": 32,
       "max_target_positions": 32, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
       "decoder_start_token_id": 1},
-     _only(input_features=_randn(2, 16, 64), decoder_input_ids=_randint(3, _VOCABULARY, 2, 8))),
+     only(input_features=randn(2, 16, 64), decoder_input_ids=randint(3, VOCABULARY, 2, 8))),
     ("clip", "vision-language", "CLIPModel", "CLIPConfig",
-     {"text_config": _BASE, "vision_config": _IMAGE_TOWER, "projection_dim": 16},
-     _tokens(pixel_values=_PIXELS)),
+     {"text_config": BASE, "vision_config": IMAGE_TOWER, "projection_dim": 16},
+     tokens(pixel_values=PIXELS)),
     ("siglip", "vision-language", "SiglipModel", "SiglipConfig",
-     {"text_config": _BASE, "vision_config": _IMAGE_TOWER}, _tokens(pixel_values=_PIXELS)),
+     {"text_config": BASE, "vision_config": IMAGE_TOWER}, tokens(pixel_values=PIXELS)),
     ("blip", "vision-language", "BlipForConditionalGeneration", "BlipConfig",
-     {"text_config": {**_DECODER, "encoder_hidden_size": 32, "projection_dim": 16},
-      "vision_config": _IMAGE_TOWER, "projection_dim": 16}, _tokens(pixel_values=_PIXELS)),
-    ("dinov2", "vit", "Dinov2ForImageClassification", "Dinov2Config", _IMAGE_TOWER,
-     _only(pixel_values=_PIXELS)),
+     {"text_config": {**DECODER, "encoder_hidden_size": 32, "projection_dim": 16},
+      "vision_config": IMAGE_TOWER, "projection_dim": 16}, tokens(pixel_values=PIXELS)),
+    ("dinov2", "vit", "Dinov2ForImageClassification", "Dinov2Config", IMAGE_TOWER,
+     only(pixel_values=PIXELS)),
     ("segformer", "segmentation", "SegformerForSemanticSegmentation", "SegformerConfig",
      {"hidden_sizes": [8, 16, 24, 32], "depths": [1, 1, 1, 1], "num_attention_heads": [1, 2, 3, 4],
-      "decoder_hidden_size": 16}, _only(pixel_values=_randn(2, 3, 64, 64))),
+      "decoder_hidden_size": 16}, only(pixel_values=randn(2, 3, 64, 64))),
 )
 # fmt: on
 
@@ -163,17 +104,6 @@ _MODELS: tuple[tuple[str, str, str, str, dict[str, Any], Callable[[], Inputs]], 
 def models() -> list[ZooModel]:
     """Returns transformers' part of the registry."""
     return [
-        ZooModel(f"transformers/{name}", "transformers", kind, functools.partial(_build, *how), inputs)
+        ZooModel(f"transformers/{name}", "transformers", kind, functools.partial(build, *how), inputs)
         for name, kind, *how, inputs in _MODELS
     ]
-
-
-def _build(model: str, config: str, options: dict[str, Any]) -> nn.Module:
-    allow_torchvision()
-    import transformers
-
-    options = dict(options)
-    attention = options.pop("attn_implementation", None)
-    made = getattr(transformers, config)(**options)
-    made._attn_implementation = attention
-    return getattr(transformers, model)(made)

@@ -1,0 +1,67 @@
+"""The source model as its own methods see it: calling it runs the converted model.
+
+``amp.generate(...)`` is a method of the source in which ``self(...)`` has to be the converted forward.
+Bound to the source, it would run in float32 without a word. Bound to the converted model, ``super()`` would
+fail in it, and names such as ``policy`` would mean something else. So ``self`` is an object of the source's
+own class, over the source's very own ``__dict__``, whose call is another.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+
+class _Unannounced:
+    """Keeps a class that is made behind the scenes from hooks and registries of the classes it extends."""
+
+    __slots__ = ()
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        pass
+
+
+def stand_in(source: nn.Module, call: Callable[..., Any]) -> nn.Module:
+    """Returns an object with the source's class, state and methods that runs ``call`` when it is called.
+
+    What it copies, pickles or makes of its own type is the source's: no other object runs ``call``.
+    """
+    cls = type(source)
+
+    @functools.wraps(cls.forward)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return call(*args, **kwargs)
+
+    members = {
+        "__call__": forward,
+        "forward": forward,
+        "__new__": lambda _, *args, **kwargs: cls(*args, **kwargs),
+        "__reduce_ex__": lambda _, protocol: source.__reduce_ex__(protocol),
+        "__module__": cls.__module__,
+        "__qualname__": cls.__qualname__,
+        "__doc__": cls.__doc__,
+    }
+    made = object.__new__(type(cls)(cls.__name__, (_Unannounced, cls), members))
+    made.__dict__ = source.__dict__
+    return made
+
+
+def is_method_of(value: object, source: nn.Module) -> bool:
+    """Whether ``value`` is a method bound to ``source``."""
+    return isinstance(value, types.MethodType) and value.__self__ is source
+
+
+def rebound(method: types.MethodType, made: nn.Module, owner: nn.Module) -> Callable[..., Any]:
+    """Returns the method bound to a stand-in; where it returns that, it returns ``owner``."""
+    bound = types.MethodType(method.__func__, made)
+
+    @functools.wraps(method)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        result = bound(*args, **kwargs)
+        return owner if result is made else result
+
+    return call
