@@ -30,17 +30,21 @@ __all__ = [
     "active_data_parallel",
     "aot_eager",
     "compiled_by_dynamo",
+    "drop_tracing_marks",
     "evaluate",
     "fake_mode_of",
+    "in_transform",
     "keep_dynamo_out",
     "keep_versions",
     "no_ambient_autocast",
+    "outside_transforms",
     "result_dtypes",
     "set_calling_convention",
     "size_hint",
     "storage_key",
     "trace_recurrent_layers",
     "with_dtypes",
+    "wrap_grad_modes",
 ]
 
 
@@ -285,3 +289,38 @@ def set_calling_convention(graph_module: GraphModule, program: ExportedProgram) 
     names = getattr(signature, "forward_arg_names", None)
     names = names or [*(f"arg_{i}" for i in range(positional.num_children)), *keyword.context]
     graph_module.graph.set_codegen(_PyTreeCodeGen(_PyTreeInfo(list(names), in_spec, out_spec)))
+
+
+def drop_tracing_marks(graph: Graph) -> None:
+    """Removes what Dynamo's wrappers of torch's own tracer leave on nodes; a later export trips over it."""
+    for node in graph.nodes:
+        custom = node.meta.get("custom")
+        if not custom:
+            continue
+        kept = {key: value for key, value in custom.items() if not key.startswith("_torchdynamo_disable")}
+        if kept:
+            node.meta["custom"] = kept
+        else:
+            del node.meta["custom"]
+
+
+def wrap_grad_modes(graph_module: GraphModule) -> GraphModule:
+    """Returns a graph module with a sub-graph for each region between ``_set_grad_enabled`` calls.
+
+    That is how ``torch.export`` writes ``with torch.no_grad()``, and what decomposition expects.
+    """
+    from torch._export.passes.replace_set_grad_with_hop_pass import replace_set_grad_with_hop_pass
+
+    return replace_set_grad_with_hop_pass(graph_module, None)[0]
+
+
+def in_transform() -> bool:
+    """Whether the code runs inside ``torch.func.grad``, ``vmap`` or another of torch's transforms."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def outside_transforms() -> contextlib.AbstractContextManager:
+    """Lets code run as it does outside of all transforms of ``torch.func``."""
+    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+    return temporarily_clear_interpreter_stack()

@@ -40,7 +40,7 @@ def fp16_guard() -> Iterator[None]:
     if not _capturing("fp16_guard"):
         yield
         return
-    with fx_traceback.annotate({GUARD_KEY: FP16}):
+    with fx_traceback.annotate({GUARD_KEY: FP16}), _keeping_marks():
         yield
 
 
@@ -50,7 +50,17 @@ def fp32_guard() -> Iterator[None]:
     if not _capturing("fp32_guard"):
         yield
         return
-    with fx_traceback.annotate({GUARD_KEY: FP32}):
+    with fx_traceback.annotate({GUARD_KEY: FP32}), _keeping_marks():
+        yield
+
+
+@contextlib.contextmanager
+def _keeping_marks() -> Iterator[None]:
+    """Lets an export that the user runs keep the marks, as our own captures do, for a later conversion."""
+    if not torch.compiler.is_exporting():
+        yield
+        return
+    with fx_traceback.preserve_node_meta():
         yield
 
 
@@ -82,10 +92,17 @@ def _keep_dynamo_out_of_guards() -> None:
     for function in (fp16_guard, fp32_guard):
         keep_dynamo_out(function.__wrapped__)  # type: ignore[attr-defined]
     keep_dynamo_out(_capturing)
+    keep_dynamo_out(is_capturing)
+    keep_dynamo_out(_keeping_marks.__wrapped__)  # type: ignore[attr-defined]
+
+
+def is_capturing() -> bool:
+    """Whether ampgraph (or a guard in what the user exports) captures now, and keeps marks on nodes."""
+    return fx_traceback.has_preserved_node_meta()
 
 
 def _capturing(name: str) -> bool:
-    if torch.compiler.is_compiling() or fx_traceback.has_preserved_node_meta():
+    if torch.compiler.is_compiling() or is_capturing():
         return True
     if getattr(_running, "active", False):
         warnings.warn(

@@ -15,11 +15,11 @@ import torch
 from torch import fx, nn
 from torch.export import Dim, ExportedProgram, ShapesCollection
 
-from ._compat import compiled_by_dynamo, no_ambient_autocast, trace_recurrent_layers
+from ._compat import compiled_by_dynamo, in_transform, no_ambient_autocast, trace_recurrent_layers
 from .capture import capture_program, unlift
 from .errors import AmpGraphError, CaptureError
 from .gate import gate_of
-from .guards import warn_about_uncaptured_guards
+from .guards import is_capturing, warn_about_uncaptured_guards
 from .lowering import AotGraphs
 from .plan import Plan
 from .policy import Policy
@@ -199,8 +199,17 @@ class AmpModule(nn.Module):
         return self._call(args, kwargs)
 
     def _call(self, args: tuple, kwargs: dict[str, Any]) -> Any:
+        if in_transform():
+            variant = self._captured_variant(args, kwargs)
+            with self._gate:
+                return variant.run_in_transform(*args, **kwargs)
         self.scaler.note_wrapper()
         if "_compiled" in self.__dict__:
+            if torch.compiler.is_exporting() and not is_capturing():
+                raise CaptureError(
+                    f"{type(self.source).__name__} was converted just in time, which torch.export leaves "
+                    "out; call ampgraph.export(model, args), or convert with example inputs."
+                )
             if torch.is_grad_enabled():
                 self.scaler.check_loop()
             try:
@@ -250,6 +259,23 @@ class AmpModule(nn.Module):
                 self.__dict__["_current"], self.__dict__["_current_flags"] = variant, flags
                 return variant
         return None
+
+    def _captured_variant(self, args: tuple, kwargs: dict[str, Any]) -> Variant:
+        """Returns the variant for a call inside a transform of ``torch.func``: nothing is captured there."""
+        name = type(self.source).__name__
+        if self.options.just_in_time:
+            raise CaptureError(
+                f"{name}: torch.compile's front end captures nothing inside a transform of torch.func; "
+                "pass example inputs to ampgraph.convert."
+            )
+        signature = signature_of(args, kwargs)
+        if variant := self._known_variant(signature, self._flags()):
+            return variant
+        raise CaptureError(
+            f"{name} is not captured for tensors of the sizes {list(signature.shapes)} and cannot be inside "
+            "a transform of torch.func: call the converted model once, outside, with such tensors (under "
+            "vmap those of one sample)."
+        )
 
     def _flags(self) -> tuple[bool, ...]:
         return tuple([m.training for m in self._all_modules])

@@ -9,7 +9,11 @@ import torch
 from torch import nn
 from torch.export import ExportedProgram
 
+from ._compat import drop_tracing_marks, wrap_grad_modes
 from .capture import capture_program
+from .errors import PolicyError
+from .module import AmpModule
+from .passes import ExplicitCasts, run_passes
 from .passes.insert_casts import is_inserted
 from .plan import META_KEY
 from .policy import Policy
@@ -24,25 +28,44 @@ def export(
     policy: Policy | str | None = None,
     dtype: torch.dtype | str | None = None,
     dynamic_shapes: Any = None,
+    explicit_casts: bool = False,
 ) -> ExportedProgram:
     """Exports a model with its casts in the graph.
 
     Args:
-        model: The source model; not changed.
+        model: The source model, or a converted one, whose source and policy are then taken; not changed.
         args: Example positional arguments.
         kwargs: Example keyword arguments.
         policy: A `Policy`, a level's name, or None for O1.
         dtype: The low dtype, or its name; fills in the policy's.
         dynamic_shapes: As for ``torch.export.export``.
+        explicit_casts: Whether to write out as casts what ATen's kernels convert by themselves (a sum of both
+            dtypes, a softmax in float32 of low values, a norm with float32 weights). For runtimes whose
+            operators take operands of one dtype: ONNX.
 
     Raises:
         CaptureError: The model cannot be captured.
-        PolicyError: The policy or its rules make no sense for this model.
+        PolicyError: The policy or its rules make no sense for this model, or its parameters are stored low.
     """
-    return convert_program(capture_program(model, args, kwargs, dynamic_shapes), Policy.of(policy, dtype))
+    if isinstance(model, AmpModule):
+        policy = model.policy if policy is None else policy
+        model = _source_of(model)
+    program = capture_program(model, args, kwargs, dynamic_shapes)
+    return convert_program(program, Policy.of(policy, dtype), explicit_casts)
 
 
-def convert_program(program: ExportedProgram, policy: Policy) -> ExportedProgram:
+def _source_of(amp: AmpModule) -> nn.Module:
+    if amp.stored_low:
+        raise PolicyError(
+            f"level O3 has stored {len(amp.stored_low)} parameters of {type(amp.source).__name__} in "
+            f"{amp.policy.dtype}; export the float32 model before it is converted."
+        )
+    return amp.source
+
+
+def convert_program(
+    program: ExportedProgram, policy: Policy, explicit_casts: bool = False
+) -> ExportedProgram:
     """Returns a new program with casts inserted; the given one is not changed."""
     low_dtype = policy.low_dtype(next((t.device for t in program.state_dict.values()), torch.device("cpu")))
     graph_module = copy.deepcopy(program.graph_module)
@@ -52,7 +75,11 @@ def convert_program(program: ExportedProgram, policy: Policy) -> ExportedProgram
     _mark_parameters(graph_module, program)
     modules = sorted({p for e in program.module_call_graph for p in [e.fqn]})
     rewrite(graph_module, policy.replace(dtype=low_dtype), low_dtype, modules)
-    _fix_grad_modes(graph_module.graph)
+    for part in [m for m in graph_module.modules() if isinstance(m, torch.fx.GraphModule)]:
+        if explicit_casts:
+            run_passes(part, (ExplicitCasts(low_dtype),))
+        _fix_grad_modes(part.graph)
+        drop_tracing_marks(part.graph)
     for node in graph_module.graph.nodes:
         node.meta.pop("ampgraph_parameter", None)
         node.meta.pop("ampgraph_value", None)
@@ -60,6 +87,7 @@ def convert_program(program: ExportedProgram, policy: Policy) -> ExportedProgram
             # Metadata of a saved program must be strings.
             node.meta["custom"] = {**node.meta.get("custom", {}), META_KEY: node.meta[META_KEY]["reason"]}
     graph_module.meta.pop(META_KEY, None)
+    graph_module = wrap_grad_modes(graph_module)
     outputs = next(n for n in reversed(graph_module.graph.nodes) if n.op == "output").args[0]
     for spec, node in zip(signature.output_specs, outputs, strict=True):
         if hasattr(node, "name") and getattr(spec.arg, "name", None) not in (None, node.name):

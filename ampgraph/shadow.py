@@ -54,7 +54,12 @@ class ShadowWeights(nn.Module):
         self.__dict__["_model"] = weakref.ref(model) if model is not None else lambda: None
         self._known = {id(p): weakref.ref(p) for p in model.parameters()} if model is not None else None
         modules = model.modules() if model is not None else ()
-        self._places = [(m._parameters, n, id(p)) for m in modules for n, p in m._parameters.items()]
+        self._places = [
+            (places, name, id(value))
+            for module in modules
+            for places in (module._parameters, module._modules)
+            for name, value in places.items()
+        ]
         self._low_dtype = low_dtype
         self._shadows: dict[int, _Shadow] = {}
         self._numbers = itertools.count()
@@ -79,11 +84,11 @@ class ShadowWeights(nn.Module):
         )
 
     def are_in_place(self) -> bool:
-        """Whether the model's parameters are those it was converted with.
+        """Whether the model's parameters and submodules are those it was converted with.
 
         ``torch.func.functional_call`` puts others there for one call, and ``fully_shard`` for every one.
         """
-        return all(id(parameters.get(name)) == known for parameters, name, known in self._places)
+        return all(id(places.get(name)) == known for places, name, known in self._places)
 
     def name_of(self, master: Tensor) -> str:
         """Returns the attribute that holds the shadow of a parameter, made now if there is none."""

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import fx
 
+from ._compat import outside_transforms
 from .lowering import AotGraphs, compiled
-from .passes import Pass, ReadShadows, ScaleLoss, run_passes
+from .passes import ExplicitCasts, Pass, ReadShadows, ScaleLoss, run_passes
 from .passes.shadow import casts_of
 from .plan import Plan
 from .scaler import LossScaler
@@ -63,6 +64,7 @@ class Variant:
     aot: AotGraphs = field(default_factory=AotGraphs)
     _graphs: dict[tuple[bool, bool], fx.GraphModule] = field(default_factory=dict)
     _runners: dict[tuple[bool, bool], Callable] = field(default_factory=dict)
+    _explicit: fx.GraphModule | None = None
     _lock: threading.RLock = field(default_factory=threading.RLock, repr=False)
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
@@ -79,6 +81,19 @@ class Variant:
             self.shadows.refresh()
         return self._runners[kind](*args, **kwargs)
 
+    def run_in_transform(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the graph eagerly, with nothing that the transforms of ``torch.func`` cannot look through.
+
+        That is without low copies and loss scaling, and with every conversion of the kernels' own written
+        out: the rules by which ``vmap`` batches them know one dtype.
+        """
+        with self._lock, outside_transforms():
+            if self._explicit is None:
+                explicit = _copy(self.graph_module)
+                run_passes(explicit, (ExplicitCasts(self.plan.low_dtype),))
+                self._explicit = explicit
+        return self._explicit(*args, **kwargs)
+
     @property
     def training_graph(self) -> fx.GraphModule:
         """The graph that runs with gradients: `graph_module`, shadow weights, loss-scaling boundary."""
@@ -93,7 +108,8 @@ class Variant:
         """Applies ``function`` to the constants, as ``nn.Module.to`` does to buffers."""
         for name, value in self.constants.items():
             self.constants[name] = function(value)
-            for graph_module in (self.graph_module, *self._graphs.values()):
+            explicit = (self._explicit,) if self._explicit else ()
+            for graph_module in (self.graph_module, *explicit, *self._graphs.values()):
                 object.__setattr__(graph_module, name, self.constants[name])
 
     def _runner(self, training: bool, shadowed: bool) -> Callable:

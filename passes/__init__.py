@@ -10,6 +10,7 @@ from .base import Hook, Pass, Pins, Workspace, run_passes, workspace
 from .boundary import ScaleLoss, is_boundary
 from .classify import ClassifyOps
 from .clean_casts import CleanCasts
+from .explicit_casts import ExplicitCasts
 from .inline_regions import InlineRegions
 from .insert_casts import InsertCasts, is_inserted_cast
 from .normalize import Normalize
@@ -23,6 +24,7 @@ from .verify import Verify
 __all__ = [
     "ClassifyOps",
     "CleanCasts",
+    "ExplicitCasts",
     "Hook",
     "InlineRegions",
     "InsertCasts",

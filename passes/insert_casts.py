@@ -44,7 +44,7 @@ class InsertCasts(Pass):
             uses = sorted(cast.uses, key=lambda use: order[use.node])
             users = [nodes[use.node] for use in uses]
             tensor = nodes[cast.tensor]
-            at = _after(graph, tensor) if beside_producer and len(users) > 1 else users[0]
+            at = after(graph, tensor) if beside_producer and len(users) > 1 else users[0]
             node = insert_cast(graph, tensor, cast, at, users[0], self.name)
             for use, user in zip(uses, users, strict=True):
                 set_argument(user, use.path, node)
@@ -119,7 +119,8 @@ def _stays_as_it_was(node: Node) -> bool:
     return isinstance(node.target, OpOverload) and op_facts.is_opaque(node.target)
 
 
-def _after(graph: Graph, node: Node) -> Node:
+def after(graph: Graph, node: Node) -> Node:
+    """Returns the node before which to insert what belongs right behind ``node``."""
     if node.op in ("placeholder", "get_attr"):
         return next(n for n in graph.nodes if n.op not in ("placeholder", "get_attr"))
     return node.next

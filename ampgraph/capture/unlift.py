@@ -41,7 +41,8 @@ def unlift(program: ExportedProgram, source: nn.Module) -> tuple[fx.GraphModule,
     children = {n: m for n, m in graph_module._modules.items() if isinstance(m, fx.GraphModule)}
     graph_module._parameters = source._parameters
     graph_module._buffers = source._buffers
-    graph_module._modules = {**source._modules, **children}
+    # The live dict, so that a replaced submodule is used, unless the graph has modules of its own.
+    graph_module._modules = {**source._modules, **children} if children else source._modules
     for name, value in constants.items():
         object.__setattr__(graph_module, name, value)
     set_calling_convention(graph_module, program)
