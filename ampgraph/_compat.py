@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.export import ExportedProgram
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.graph import _PyTreeCodeGen, _PyTreeInfo
-from torch.nn import Module
+from torch.nn import Module, RNNBase
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map_only
 
@@ -30,7 +30,6 @@ __all__ = [
     "active_data_parallel",
     "aot_eager",
     "compiled_by_dynamo",
-    "drop_tracing_marks",
     "evaluate",
     "fake_mode_of",
     "in_transform",
@@ -42,7 +41,6 @@ __all__ = [
     "set_calling_convention",
     "size_hint",
     "storage_key",
-    "trace_recurrent_layers",
     "with_dtypes",
     "wrap_grad_modes",
 ]
@@ -199,6 +197,13 @@ def compiled_by_dynamo(model: Module, backend: str | Callable, **given: Any) -> 
     torch 2.11 also leaves out the guards on parameters where a module's dict did not change, and
     ``requires_grad_()`` does not change it: what ran frozen once then never gets gradients. 2.13 notices.
     """
+    if any(isinstance(module, RNNBase) for module in model.modules()):
+        # Dynamo skips them by default.
+        return torch._dynamo.config.patch(allow_rnn=True)(_compiled_apart(model, backend, **given))
+    return _compiled_apart(model, backend, **given)
+
+
+def _compiled_apart(model: Module, backend: str | Callable, **given: Any) -> Callable:
     if _VERSION >= (2, 13):
         return torch.compile(model, backend=backend, isolate_recompiles=True, **given)  # type: ignore[call-overload]
     own = FunctionType(_call_module.__code__.replace(), globals())
@@ -260,11 +265,6 @@ def keep_dynamo_out(function: Callable) -> None:
     skip_code(function.__code__)
 
 
-def trace_recurrent_layers(function: Callable) -> Callable:
-    """Lets Dynamo trace ``nn.LSTM``, ``nn.GRU`` and ``nn.RNN`` inside, which it skips by default."""
-    return torch._dynamo.config.patch(allow_rnn=True)(function)
-
-
 def size_hint(size: int | torch.SymInt, fallback: int = 1) -> int:
     """Returns a number for a possibly symbolic size; ``fallback`` where nothing is known about it."""
     if isinstance(size, int):
@@ -289,19 +289,6 @@ def set_calling_convention(graph_module: GraphModule, program: ExportedProgram) 
     names = getattr(signature, "forward_arg_names", None)
     names = names or [*(f"arg_{i}" for i in range(positional.num_children)), *keyword.context]
     graph_module.graph.set_codegen(_PyTreeCodeGen(_PyTreeInfo(list(names), in_spec, out_spec)))
-
-
-def drop_tracing_marks(graph: Graph) -> None:
-    """Removes what Dynamo's wrappers of torch's own tracer leave on nodes; a later export trips over it."""
-    for node in graph.nodes:
-        custom = node.meta.get("custom")
-        if not custom:
-            continue
-        kept = {key: value for key, value in custom.items() if not key.startswith("_torchdynamo_disable")}
-        if kept:
-            node.meta["custom"] = kept
-        else:
-            del node.meta["custom"]
 
 
 def wrap_grad_modes(graph_module: GraphModule) -> GraphModule:

@@ -15,7 +15,7 @@ import torch
 from torch import fx, nn
 from torch.export import Dim, ExportedProgram, ShapesCollection
 
-from ._compat import compiled_by_dynamo, in_transform, no_ambient_autocast, trace_recurrent_layers
+from ._compat import compiled_by_dynamo, in_transform, no_ambient_autocast
 from .capture import capture_program, unlift
 from .errors import AmpGraphError, CaptureError
 from .gate import gate_of
@@ -344,9 +344,7 @@ class AmpModule(nn.Module):
 
         modules = tuple(name for name, _ in self.source.named_modules())
         backend = make_backend(self.options, modules, record, self.scaler, self._shadows)
-        compiled = compiled_by_dynamo(self.source, backend)
-        recurrent = any(isinstance(module, nn.RNNBase) for module in self._all_modules)
-        return trace_recurrent_layers(compiled) if recurrent else compiled
+        return compiled_by_dynamo(self.source, backend)
 
     # -- being a module --------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.export import ExportedProgram
 
-from ._compat import drop_tracing_marks, wrap_grad_modes
+from ._compat import wrap_grad_modes
 from .capture import capture_program
 from .errors import PolicyError
 from .module import AmpModule
@@ -79,7 +79,6 @@ def convert_program(
         if explicit_casts:
             run_passes(part, (ExplicitCasts(low_dtype),))
         _fix_grad_modes(part.graph)
-        drop_tracing_marks(part.graph)
     for node in graph_module.graph.nodes:
         node.meta.pop("ampgraph_parameter", None)
         node.meta.pop("ampgraph_value", None)

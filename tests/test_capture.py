@@ -661,6 +661,16 @@ def test_recurrent_layers(how, layer, kernel):
     assert not torch._dynamo.config.allow_rnn
 
 
+@pytest.mark.parametrize("args", [(torch.ones(3, 2, 8),), None], ids=["ahead of time", "just in time"])
+@pytest.mark.parametrize("layer", [nn.GRU, nn.RNN])
+def test_recurrent_layers_train_on_compiled_backends(args, layer):
+    model, x = nn.Sequential(nn.Linear(8, 8), layer(8, 8)), torch.randn(3, 2, 8)
+    amp = ampgraph.convert(model, args, dtype=BF16, backend="aot_eager")
+    same(amp(x), model(x))
+    amp(x)[0].sum().backward()
+    assert all(p.grad.abs().sum() > 0 for p in model.parameters())
+
+
 def test_packed_sequences_just_in_time():
     class Packed(nn.Module):
         def __init__(self):

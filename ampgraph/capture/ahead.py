@@ -15,7 +15,7 @@ from torch import fx, nn
 from torch.export import ExportedProgram
 from torch.fx import traceback as fx_traceback
 
-from .._compat import drop_tracing_marks, no_ambient_autocast
+from .._compat import no_ambient_autocast
 from ..errors import CaptureError
 
 # torch.fx.traceback keeps its state in globals.
@@ -81,7 +81,6 @@ def capture_program(
     for module in program.graph_module.modules():
         if isinstance(module, fx.GraphModule):
             _complete_users(module.graph)
-            drop_tracing_marks(module.graph)
     return program
 
 

@@ -10,7 +10,7 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from .._compat import FakeTensor, FakeTensorMode, accept_real_constants, drop_tracing_marks, evaluate
+from .._compat import FakeTensor, FakeTensorMode, accept_real_constants, evaluate
 from ..errors import CaptureError
 from .ahead import capturing
 
@@ -53,7 +53,6 @@ def lower_dynamo_graph(graph_module: fx.GraphModule, inputs: list) -> fx.GraphMo
             new.meta["ampgraph_parameter"] = True
             new.meta["ampgraph_value"] = value
     _use_one_fake_mode(lowered, mode)
-    drop_tracing_marks(lowered.graph)
     lowered.recompile()
     return lowered
 
