@@ -15,6 +15,7 @@ from torch._ops import HigherOrderOperator, OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.export import ExportedProgram
 from torch.fx import Graph, GraphModule, Node
+from torch.fx.experimental.proxy_tensor import py_sym_types
 from torch.fx.graph import _PyTreeCodeGen, _PyTreeInfo
 from torch.nn import Module, RNNBase
 from torch.nn.parallel import DistributedDataParallel
@@ -89,6 +90,8 @@ def result_dtypes(node: Node, mode: FakeTensorMode | None) -> tuple[torch.dtype 
         value = node.args[0].meta["val"][node.args[1]]  # type: ignore[union-attr,index]
         return _dtypes(value)
     value = node.meta.get("val")
+    if isinstance(value, (*py_sym_types, bool, int, float)):
+        return (None,)  # what ``item`` reads is not known to FakeTensor
     count = len(value) if isinstance(value, (list, tuple)) else 1
     key = (node.target, count, _dtype_key(node.args), _dtype_key(node.kwargs))
     if key not in _dtype_cache:

@@ -115,7 +115,8 @@ def _add_boundary(graph_module: fx.GraphModule, inputs: Sequence[Any], extra: _E
     if extra.scaler:
         values = zip(names, inputs, strict=True)
         passes.append(boundary_pass(extra.scaler, values, (added[0], added[1], added[2])))
-    run_passes(graph_module, tuple(passes))
+    if not run_passes(graph_module, tuple(passes)).modified:
+        graph_module.recompile()  # for the new inputs
 
 
 def _add_inputs(graph: fx.Graph, values: dict[str, torch.Tensor]) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import warnings
 
 import pytest
 import torch
@@ -233,3 +234,67 @@ def test_graph_breaks_run_converted_in_parts(made, args):
     for name, parameter in model.named_parameters():
         assert gradients[name].dtype == parameter.dtype
         close(gradients[name], parameter.grad, 0.1)
+
+
+def test_data_of_a_computed_tensor_is_read():
+    """Tracing does not see ``x.data``; a value computed from it can be read after a graph break."""
+
+    class Observer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x):
+            y = self.layer(x)
+            peak = y.data.amax()
+            assert peak.isnan().sum() == 0
+            return y / peak
+
+    model = Observer()
+    amp = ampgraph.convert(model, dtype=BF16)
+    for size in (4, 6, 7):
+        x = torch.randn(size, 8, requires_grad=True)
+        close(amp(x), model(x), 0.03)
+        (found,) = torch.autograd.grad(amp(x).square().sum(), x)
+        (expected,) = torch.autograd.grad(model(x).square().sum(), x)
+        close(found, expected, 0.05)
+    assert any(ampgraph.explain(module).casts for module in amp.graph_modules)
+
+
+def test_part_without_anything_to_scale():
+    """Behind the graph break there is low code, but only integers leave it."""
+
+    class Codes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed, self.book = nn.Linear(8, 8), nn.Linear(8, 4)
+
+        def forward(self, x):
+            hidden = self.embed(x)
+            torch._dynamo.graph_break()
+            return hidden, self.book(hidden.detach()).argmax(-1)
+
+    model = Codes()
+    amp = ampgraph.convert(model, dtype=torch.float16)
+    hidden, codes = amp(X)
+    close(hidden, model(X)[0], 0.01)
+    assert codes.shape == (4,)
+    assert len(amp.graph_modules) == 2
+
+
+def test_sizes_read_from_tensors():
+    class Padded(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+            self.register_buffer("count", torch.tensor(3))
+
+        def forward(self, x):
+            y = self.layer(x)
+            return nn.functional.pad(y, (self.count, 0), mode="reflect") * 2
+
+    model = Padded()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        amp = ampgraph.convert(model, dtype=BF16)
+        close(amp(X), model(X), 0.03)

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.proxy_tensor import make_fx, py_sym_types
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy
 
 from .._compat import FakeTensor, FakeTensorMode, accept_real_constants, evaluate
@@ -35,14 +36,14 @@ def lower_dynamo_graph(graph_module: fx.GraphModule, inputs: list) -> fx.GraphMo
     fakes = [node.meta["example_value"] for node in placeholders]
     mode = next((f.fake_mode for f in fakes if isinstance(f, FakeTensor)), None)
     try:
-        # Without the mode, ops that read no tensor (torch.arange) would run, for one value of a dynamic size.
-        with capturing(), accept_real_constants(mode), mode or contextlib.nullcontext():
+        with capturing(), accept_real_constants(mode):
             lowered = make_fx(
-                lambda *values: _Lowering(graph_module).run(*values),
+                lambda *values: _Lowering(graph_module, mode).run(*values),
                 pre_dispatch=True,
                 tracing_mode="real",
                 _allow_non_fake_inputs=True,
             )(*fakes)
+        _refuse_fake_constants(lowered)
     except Exception as error:
         raise CaptureError(f"it cannot be lowered to ATen: {type(error).__name__}: {error}") from error
     lowered.meta.update(graph_module.meta)
@@ -57,6 +58,12 @@ def lower_dynamo_graph(graph_module: fx.GraphModule, inputs: list) -> fx.GraphMo
     return lowered
 
 
+def _refuse_fake_constants(graph_module: fx.GraphModule) -> None:
+    for node in graph_module.graph.find_nodes(op="get_attr"):
+        if isinstance(getattr(graph_module, node.target), FakeTensor):
+            raise NotImplementedError(f"{node.target} was computed in a way that tracing does not see")
+
+
 class _Lowering(fx.Interpreter):
     """Runs Dynamo's graph under tracing, and checkpointed regions inline.
 
@@ -64,17 +71,33 @@ class _Lowering(fx.Interpreter):
     plain eager backend runs them once and saves what they save.
     """
 
+    def __init__(self, graph_module: fx.GraphModule, mode: FakeTensorMode | None) -> None:
+        super().__init__(graph_module)
+        self._mode = mode
+
     def call_function(self, target: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         if getattr(target, "__name__", "") == "autograd_function_apply":
             raise NotImplementedError("a custom autograd.Function, whose backward tracing would lose")
+        if target is torch._C._autograd._get_data_attr:  # tracing does not see ``x.data``
+            return args[0].detach()
         if target is not torch.ops.higher_order.tag_activation_checkpoint:
-            return super().call_function(target, args, kwargs)
+            with self._mode_for(args, kwargs):
+                return super().call_function(target, args, kwargs)
         body, *operands = args
         for node in body.graph.nodes:
             if node.op not in ("placeholder", "output"):
                 node.meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
                 node.meta["ac_graph_id"] = id(body)
-        return _Lowering(body).run(*operands)
+        return _Lowering(body, self._mode).run(*operands)
+
+    def _mode_for(self, *arguments: Any) -> contextlib.AbstractContextManager:
+        """Makes ``torch.arange`` of a dynamic size fake: it has no fake operand, and runs for one value else.
+
+        Constants (``torch.tensor(1.0)``) have to stay real.
+        """
+        if self._mode and any(isinstance(leaf, py_sym_types) for leaf in tree_leaves(arguments)):
+            return self._mode
+        return contextlib.nullcontext()
 
 
 def _use_one_fake_mode(graph_module: fx.GraphModule, mode: FakeTensorMode | None) -> None:
