@@ -12,6 +12,7 @@ from .classify import ClassifyOps
 from .clean_casts import CleanCasts
 from .explicit_casts import ExplicitCasts
 from .inline_regions import InlineRegions
+from .inline_transforms import InlineTransforms
 from .insert_casts import InsertCasts, is_inserted_cast
 from .normalize import Normalize
 from .place import PlaceCasts
@@ -27,6 +28,7 @@ __all__ = [
     "ExplicitCasts",
     "Hook",
     "InlineRegions",
+    "InlineTransforms",
     "InsertCasts",
     "Normalize",
     "Pass",
@@ -72,6 +74,7 @@ def default_pipeline(
         return analysis
     return (
         InlineRegions(low_dtype),
+        InlineTransforms(),
         Normalize(),
         *analysis,
         InsertCasts(),

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from .._compat import FakeTensor, FakeTensorMode, accept_real_constants, evaluate
 from ..errors import CaptureError
+from ..passes.inline_transforms import InlineTransforms
 from .ahead import capturing
 
 _CARRIED = ("_dynamo_source", "tensor_dict", "grapharg")
@@ -72,6 +73,8 @@ class _Lowering(fx.Interpreter):
     """
 
     def __init__(self, graph_module: fx.GraphModule, mode: FakeTensorMode | None) -> None:
+        # The plain calls that it makes are as good for whoever runs this graph should it not be lowered.
+        InlineTransforms("example_value").run(graph_module)
         super().__init__(graph_module)
         self._mode = mode
 

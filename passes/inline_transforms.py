@@ -1,0 +1,91 @@
+"""Makes flat ops of the transforms of ``torch.func`` that a model uses itself.
+
+Capture writes ``torch.vmap(f)(x)`` as calls that enter and leave the transform, with the ops of ``f`` on one
+sample between them. What the transform makes of those ops shows below autograd only, so each outermost
+region is traced there, by itself, and the ATen ops found take its place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch.fx import Graph, GraphModule, Interpreter, Node
+from torch.fx import traceback as fx_traceback
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from ampgraph._compat import no_ambient_autocast
+
+from .base import Pass
+
+_ENTER, _LEAVE = "_increment_nesting", "_decrement_nesting"
+
+
+@dataclass(frozen=True)
+class InlineTransforms(Pass):
+    """See the module docstring.
+
+    Attributes:
+        value: Where nodes keep their fake value: "val" in an ATen graph, "example_value" in Dynamo's.
+    """
+
+    value: str = "val"
+    name: ClassVar[str] = "inline_transforms"
+
+    def run(self, graph_module: GraphModule) -> bool:
+        regions = list(_regions(graph_module.graph))
+        for region in regions:
+            _inline(graph_module, region, self.value)
+        return bool(regions)
+
+
+def _regions(graph: Graph) -> Iterator[list[Node]]:
+    """Yields the nodes of each outermost transform, from the call that enters it to the one that leaves."""
+    depth, region = 0, list[Node]()
+    for node in graph.nodes:
+        name = getattr(node.target, "__name__", "")
+        depth += name.endswith(_ENTER)
+        if depth:
+            region.append(node)
+        depth -= name.endswith(_LEAVE)
+        if region and not depth:
+            yield region
+            region = []
+
+
+def _inline(graph_module: GraphModule, region: list[Node], value: str) -> None:
+    graph, members = graph_module.graph, set(region)
+    inputs = list(dict.fromkeys(n for node in region for n in node.all_input_nodes if n not in members))
+    outputs = [node for node in region if any(user not in members for user in node.users)]
+    lowered = _lower(_body(graph_module, region, inputs, outputs), [node.meta[value] for node in inputs])
+    for node in lowered.graph.find_nodes(op="get_attr"):
+        constant = getattr(lowered, str(node.target))
+        node.target = f"_{region[0].name}{node.target}"
+        setattr(graph_module, node.target, constant)
+    placeholders = lowered.graph.find_nodes(op="placeholder")
+    with graph.inserting_before(region[0]):
+        results: Any = graph.graph_copy(lowered.graph, dict(zip(placeholders, inputs, strict=True)))
+    for node, result in zip(outputs, results, strict=True):
+        result.meta.setdefault(value, node.meta[value])
+        node.replace_all_uses_with(result, delete_user_cb=lambda user: user not in members)
+    for node in reversed(region):
+        graph.erase_node(node)
+
+
+def _body(root: GraphModule, region: list[Node], inputs: list[Node], outputs: list[Node]) -> GraphModule:
+    graph = Graph()
+    values = {node: graph.placeholder(node.name) for node in inputs}
+    for node in region:
+        values[node] = graph.node_copy(node, values.__getitem__)
+    graph.output(tuple(values[node] for node in outputs))
+    return GraphModule(root, graph)
+
+
+def _lower(body: GraphModule, fakes: list[Any]) -> GraphModule:
+    # A gradient taken inside needs gradients on, whatever the mode that the conversion runs in.
+    with fx_traceback.preserve_node_meta(), torch.enable_grad(), no_ambient_autocast():
+        lowered = make_fx(Interpreter(body).run, tracing_mode="real", _allow_non_fake_inputs=True)(*fakes)
+    lowered.graph.eliminate_dead_code()
+    return lowered

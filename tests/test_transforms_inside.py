@@ -1,0 +1,136 @@
+"""Models that use the transforms of ``torch.func`` themselves, captured both ways."""
+
+from __future__ import annotations
+
+import io
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import ampgraph
+from ampgraph import CaptureError
+
+from .helpers import close, nodes_of
+
+X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
+
+
+def outer(x: Tensor) -> Tensor:
+    return (x[:, None] * x[None, :]).softmax(-1).sum(0)
+
+
+def vmapped(self: nn.Module, x: Tensor) -> Tensor:
+    return torch.vmap(outer)(x)
+
+
+def nested(self: nn.Module, x: Tensor) -> Tensor:
+    pairs = torch.vmap(torch.vmap(torch.dot, (None, 0)), (0, None))(x, x)
+    return torch.vmap(outer)(x) + pairs.sum()
+
+
+def twice(self: nn.Module, x: Tensor) -> Tensor:
+    return torch.vmap(outer)(torch.vmap(lambda row: row / row.norm())(x))
+
+
+def over_parameters(self: nn.Module, x: Tensor) -> Tensor:
+    return torch.vmap(lambda row: F.linear(row, self.first.weight).relu())(x)
+
+
+def with_constant(self: nn.Module, x: Tensor) -> Tensor:
+    return torch.vmap(lambda row: row * torch.arange(8.0) + torch.tensor(0.5))(x)
+
+
+def mask(self: nn.Module, x: Tensor) -> Tensor:
+    """As attention masks are made: from indices, by four nested maps."""
+    size = x.shape[0]
+    causal = torch.vmap(torch.vmap(lambda i, j: i >= j, (None, 0)), (0, None))
+    kept = causal(torch.arange(size), torch.arange(size))
+    return (x @ x.T).masked_fill(~kept, float("-inf")).softmax(-1) @ x
+
+
+def gradient(self: nn.Module, x: Tensor) -> Tensor:
+    """A force: the derivative of an energy by its input."""
+    return torch.func.grad(lambda y: self.first(y).tanh().square().sum())(x)
+
+
+def per_sample(self: nn.Module, x: Tensor) -> Tensor:
+    return torch.vmap(torch.func.grad(lambda row: self.first(row).tanh().square().sum()))(x)
+
+
+def checkpointed(self: nn.Module, x: Tensor) -> Tensor:
+    return checkpoint(lambda y: torch.vmap(outer)(y), x, use_reentrant=False)
+
+
+class Model(nn.Module):
+    def __init__(self, middle) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last, self.middle = nn.Linear(8, 8), nn.Linear(8, 8), middle
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.middle(self, self.first(x)))
+
+
+MIDDLES = [vmapped, nested, twice, over_parameters, with_constant, mask, gradient, per_sample, checkpointed]
+
+
+# torch.export cannot take a gradient inside a model.
+AHEAD = [middle for middle in MIDDLES if middle not in (gradient, per_sample)]
+CASES = [*((middle, "just in time") for middle in MIDDLES), *((middle, "ahead") for middle in AHEAD)]
+
+
+@pytest.mark.parametrize(("middle", "how"), CASES, ids=lambda case: getattr(case, "__name__", case))
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_transform(middle, how, level):
+    """One graph, with casts, whose result and gradients are those of float32."""
+    model = Model(middle)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        amp = ampgraph.convert(model, (X,) if how == "ahead" else None, policy=level, dtype=torch.bfloat16)
+        out = amp(X)
+    expected = model(X)
+    close(out, expected, 0.03)
+    assert not torch.equal(out, expected)
+    assert len(amp.graph_modules) == 1
+    found = torch.autograd.grad(out.square().sum(), list(model.parameters()))
+    wanted = torch.autograd.grad(expected.square().sum(), list(model.parameters()))
+    for mine, theirs in zip(found, wanted, strict=True):
+        close(mine, theirs, 0.06)
+
+
+def test_other_sizes_are_one_capture():
+    model = Model(mask)
+    amp = ampgraph.convert(model, dtype=torch.bfloat16)
+    for size in (4, 6, 5, 9):
+        x = torch.randn(size, 8)
+        close(amp(x), model(x), 0.03)
+    assert len(amp.graph_modules) == 2
+
+
+def test_exported_program_with_a_transform():
+    """Its sub-graphs are flat ops as well, so the program can be saved."""
+    model = Model(mask)
+    program = ampgraph.convert(torch.export.export(model, (X,), strict=False), dtype=torch.bfloat16)
+    close(program.module()(X), model(X), 0.03)
+    file = io.BytesIO()
+    torch.export.save(program, file)
+    file.seek(0)
+    assert torch.equal(torch.export.load(file).module()(X), program.module()(X))
+
+
+def test_gradient_inside_is_refused_ahead_of_time():
+    with pytest.raises(CaptureError, match=r"Gradients inside forward: .*just in time"):
+        ampgraph.convert(Model(gradient), (X,))
+
+
+def test_ops_of_a_transform_are_classified():
+    """The product in the map runs low, as any linear does."""
+    amp = ampgraph.convert(Model(over_parameters), dtype=torch.bfloat16)
+    amp(X)
+    products = [n for name in ("linear", "mm", "bmm") for n in nodes_of(amp.graph_module, name)]
+    assert len(products) == 3
+    assert {node.meta["val"].dtype for node in products} == {torch.bfloat16}
