@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -53,12 +54,12 @@ def make_backend(
             plan = rewrite(lowered, options.policy, options.low_dtype, modules, check_rules=bool(modules))
         except (CaptureError, PassError) as error:
             warnings.warn(f"ampgraph: a part of the model runs in its own dtypes: {error}", stacklevel=2)
-            return _next_backend(options.backend)(graph_module, inputs)
+            return _next_backend(options.backend, options.mode)(graph_module, inputs)
         drop_values(lowered)
         graphs = AotGraphs()
         if record:
             record(lowered, plan, graphs, Timing(captured - start, time.perf_counter() - captured))
-        compile_next = _next_backend(backend_for(options.backend, graphs))
+        compile_next = _next_backend(backend_for(options.backend, graphs), options.mode)
         scales = scaler is not None and scaler.is_enabled() and has_low(plan) and torch.is_grad_enabled()
         masters = _masters(lowered, inputs, shadows) if shadows is not None else {}
         if not (scales or masters):
@@ -136,7 +137,8 @@ def ampgraph_backend(graph_module: fx.GraphModule, inputs: list, **given: Any) -
     """The ``torch.compile`` backend named ``"ampgraph"``.
 
     ``torch.compile(model, backend="ampgraph", options={"level": "O1", "dtype": torch.float16})``. Options are
-    the fields of `Policy`, or ``policy=`` itself, and ``backend=`` for the backend that runs the result.
+    the fields of `Policy`, or ``policy=`` itself, ``backend=`` for the backend that runs the result and its
+    ``mode=``.
 
     Raises:
         PolicyError: An option is not known.
@@ -144,7 +146,7 @@ def ampgraph_backend(graph_module: fx.GraphModule, inputs: list, **given: Any) -
     from .module import Options
 
     given = {**(given.pop("options", None) or {}), **given}
-    given.pop("mode", None)
+    mode = given.pop("mode", None)
     policy = given.pop("policy", None)
     backend = given.pop("backend", None)
     legal = Policy.__dataclass_fields__
@@ -154,9 +156,47 @@ def ampgraph_backend(graph_module: fx.GraphModule, inputs: list, **given: Any) -
     policy = Policy.of(policy) if policy is not None else Policy()
     policy = policy.replace(**given)
     device = next((i.device for i in inputs if isinstance(i, torch.Tensor)), torch.device("cpu"))
-    options = Options(policy, policy.low_dtype(device), backend or default_backend(device))
+    options = Options(policy, policy.low_dtype(device), *choose_backend(backend, mode, device))
     shadows = ShadowWeights(None, options.low_dtype) if policy.level in ("O2", "O3") else None
     return make_backend(options, shadows=shadows)(graph_module, inputs)
+
+
+def choose_backend(
+    backend: str | Callable | None, mode: str | None, device: torch.device
+) -> tuple[str | Callable, str | None]:
+    """Returns what runs the rewritten graphs, and its mode.
+
+    Raises:
+        PolicyError: ``torch.compile`` does not know the backend, or inductor the mode, or the backend takes
+            none.
+    """
+    _check_backend(backend)
+    if mode is not None and backend in (None, "inductor"):
+        known = torch._inductor.list_mode_options()
+        if mode not in known:
+            raise PolicyError(
+                f"mode={mode!r} is not known to inductor; legal: {', '.join(known)}."
+                + did_you_mean(mode, known)
+            )
+    if mode is not None and backend in ("eager", "aot_eager"):
+        raise PolicyError(f"mode={mode!r} says how inductor compiles; backend={backend!r} takes none.")
+    if backend is not None:
+        return backend, mode
+    default = default_backend(device)
+    return default, mode if default == "inductor" else None
+
+
+def _check_backend(backend: object) -> None:
+    if backend is None or callable(backend):
+        return
+    known = torch._dynamo.list_backends(exclude_tags=())
+    if backend in known:
+        return
+    usual = ["eager", "aot_eager", *torch._dynamo.list_backends()]
+    raise PolicyError(
+        f"backend={backend!r} is not known to torch.compile; legal: {', '.join(usual)}, any other of "
+        f"torch._dynamo.list_backends(None), or a function.{did_you_mean(str(backend), known)}"
+    )
 
 
 def default_backend(device: torch.device) -> str:
@@ -166,5 +206,11 @@ def default_backend(device: torch.device) -> str:
     return "inductor" if torch.utils._triton.has_triton() else "eager"
 
 
-def _next_backend(backend: str | Callable) -> Callable:
-    return torch._dynamo.lookup_backend(backend) if isinstance(backend, str) else backend
+def _next_backend(backend: str | Callable, mode: str | None) -> Callable:
+    """Returns the function behind a backend's name, with the mode as ``torch.compile`` would pass it."""
+    found = torch._dynamo.lookup_backend(backend) if isinstance(backend, str) else backend
+    if mode in (None, "default"):
+        return found
+    if backend == "inductor":
+        return functools.partial(found, config_patches=torch._inductor.list_mode_options(mode))
+    return functools.partial(found, mode=mode)

@@ -22,8 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .backends import default_backend
-from .convert import check_backend
+from .backends import choose_backend
 from .errors import AmpGraphError, CaptureError, PolicyError, did_you_mean
 from .loss_scale import NoLossScale
 from .module import AmpModule, Options, device_of
@@ -97,9 +96,9 @@ def convert_blocks(
     """
     if not isinstance(model, nn.Module):
         raise CaptureError(f"convert_blocks takes an nn.Module, got {type(model).__name__}.")
-    check_backend(backend)
     paths = _matching(model, which if isinstance(which, tuple) else (which,))
     device = device_of(model)
+    backend, mode = choose_backend(backend, mode, device)
     policy = Policy.of(policy, dtype)
     policy = policy.replace(dtype=policy.low_dtype(device))
     if not policy.keep_io_dtypes and not isinstance(policy.active_loss_scale(), NoLossScale):
@@ -111,7 +110,7 @@ def convert_blocks(
     scaler = LossScaler(policy.active_loss_scale(), model, device)
     forwards = []
     for path in paths:
-        options = Options(policies[path], policy.low_dtype(), backend or default_backend(device), mode)
+        options = Options(policies[path], policy.low_dtype(), backend, mode)
         forwards.append(_Forward(model.get_submodule(path), path, options, scaler))
     for forward in forwards:
         forward.block.forward = forward  # type: ignore[method-assign]

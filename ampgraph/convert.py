@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.export import ExportedProgram
 
-from .backends import default_backend
-from .errors import CaptureError, PolicyError, did_you_mean
+from .backends import choose_backend
+from .errors import CaptureError, PolicyError
 from .module import AmpModule, Options, device_of
 from .policy import Policy
 from .program import convert_program
@@ -57,7 +57,8 @@ def convert(
         dtype: The low dtype, or its name; fills in the policy's.
         backend: What runs the rewritten graph: ``"eager"`` or any ``torch.compile`` backend. Default:
             ``"inductor"`` where the parameters are on CUDA and Triton is there, else ``"eager"``.
-        mode: ``torch.compile``'s mode, for backends that take one.
+        mode: ``torch.compile``'s mode, for inductor (``"reduce-overhead"``: CUDA graphs) and for backends of
+            your own that take one.
         dynamic_shapes: As for ``torch.export.export``; needs example inputs.
 
     Returns:
@@ -83,14 +84,12 @@ def convert(
     check_wrappers(source, just_in_time)
     device = device_of(source, _device_of(args, kwargs))
     policy = policy.replace(dtype=policy.low_dtype(device))
-    check_backend(backend)
+    backend, mode = choose_backend(backend, mode, device)
     if args is not None and not isinstance(args, tuple):
         args = (args,)
     if just_in_time and dynamic_shapes is not None:
         raise CaptureError("dynamic_shapes needs example inputs: convert(model, args, dynamic_shapes=...).")
-    options = Options(
-        policy, policy.low_dtype(), backend or default_backend(device), mode, dynamic_shapes, just_in_time
-    )
+    options = Options(policy, policy.low_dtype(), backend, mode, dynamic_shapes, just_in_time)
     amp = AmpModule(source, options)
     if not just_in_time:
         amp.variant_for(args or (), dict(kwargs or {}))
@@ -109,20 +108,6 @@ def _checked_model(model: object) -> nn.Module:
     raise CaptureError(
         f"convert takes an nn.Module, an fx.GraphModule or an ExportedProgram, got {type(model).__name__}."
         + (" Call it to get an instance." if isinstance(model, type) else "")
-    )
-
-
-def check_backend(backend: object) -> None:
-    """Raises a `PolicyError` for a backend that ``torch.compile`` does not know."""
-    if backend is None or callable(backend):
-        return
-    known = torch._dynamo.list_backends(exclude_tags=())
-    if backend in known:
-        return
-    usual = ["eager", "aot_eager", *torch._dynamo.list_backends()]
-    raise PolicyError(
-        f"backend={backend!r} is not known to torch.compile; legal: {', '.join(usual)}, any other of "
-        f"torch._dynamo.list_backends(None), or a function.{did_you_mean(str(backend), known)}"
     )
 
 
