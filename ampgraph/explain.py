@@ -143,6 +143,7 @@ class Source:
             widened=sum(map(len, widened.values())),
             optimal=plan.optimal and self.policy.placement != "autocast",
             advice=advise(graph_module, plan),
+            keeps_low_copies=self.policy.level in ("O2", "O3"),
             replanner=self,
         )
 

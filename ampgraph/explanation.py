@@ -50,6 +50,8 @@ class Explanation:
         optimal: Whether the placement is proven minimal for the policy's objective; False for the autocast
             rule, which minimises nothing.
         advice: Rules of hardware that low ops miss.
+        keeps_low_copies: Whether a converted model casts its parameters once per update (shadow weights) and
+            not, as the totals count them, in every forward.
         replanner: What `under`, `flip` and `peers` ask; None for what was read from a file.
     """
 
@@ -65,6 +67,7 @@ class Explanation:
     widened: int
     optimal: bool
     advice: tuple[Advice, ...] = ()
+    keeps_low_copies: bool = False
     replanner: Replanner | None = field(default=None, repr=False, compare=False)
 
     # -- reports ---------------------------------------------------------------------------------

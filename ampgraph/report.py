@@ -174,10 +174,12 @@ def _totals(explanation: Explanation, peers: bool) -> Section:
     rows += [("autocast rule" if k == "autocast" else k, v) for k, v in explanation.baselines.items()]
     if peers:
         rows += [(f"{name} lists", totals) for name, totals in explanation.peers().items()]
-    notes = (
+    notes: tuple[str, ...] = (
         f"widened inside kernels, without a cast: {explanation.widened}",
         f"placement: {'proven optimal' if explanation.optimal else 'not proven optimal'}",
     )
+    if explanation.keeps_low_copies and explanation.totals.parameter_casts:
+        notes += ("casts of parameters: once per update, into low copies; counted here for every forward",)
     return Section("Totals", TOTALS, [_total_cells(name, total) for name, total in rows], notes)
 
 

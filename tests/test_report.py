@@ -172,3 +172,11 @@ def test_the_dict_has_the_summaries() -> None:
     assert data["operators"]["aten.linear"] == {"float16": 3}
     assert data["modules"][0] == {"path": "norm", "ops": 1, "low": 0, "casts": 0, "cast_bytes": 0}
     assert data["nodes"][-1]["because"] == []
+
+
+@pytest.mark.parametrize(("level", "said"), [("O1", False), ("O2", True)])
+def test_casts_of_parameters_at_o2_are_said_to_run_once_per_update(level, said):
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 8))
+    amp = ampgraph.convert(model, (torch.ones(2, 8),), policy=level, dtype=torch.bfloat16)
+    report = str(ampgraph.explain(amp))
+    assert ("once per update, into low copies" in report) == said
