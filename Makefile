@@ -1,15 +1,16 @@
 # make demo | test | lint | typecheck | check | clean
 #
-# Everything happens in $(VENV), made on first use from constraints.txt and remade when that or
+# Everything happens in $(VENV), made on first use from $(CONSTRAINTS) and remade when that or
 # pyproject.toml changes. PIP_FLAGS goes to every pip install, to name another package index, say.
 
 PYTHON ?= python3
 VENV ?= .venv
 PIP_FLAGS ?=
+CONSTRAINTS ?= constraints.txt
 PYTEST_FLAGS ?= -n 2
 
 BIN := $(VENV)/bin
-INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) -c constraints.txt
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) -c $(CONSTRAINTS)
 
 .PHONY: demo test lint typecheck check clean
 
@@ -39,14 +40,14 @@ $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
 	  { echo "ampgraph needs Python 3.10 or newer, $(PYTHON) is older: make PYTHON=python3.x" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) -c constraints.txt setuptools wheel
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) -c $(CONSTRAINTS) setuptools wheel
 
-$(VENV)/.demo: pyproject.toml constraints.txt | $(VENV)/bin/python
+$(VENV)/.demo: pyproject.toml $(CONSTRAINTS) | $(VENV)/bin/python
 	$(INSTALL) --no-build-isolation -e ".[demo]"
 	@$(INSTALL) --only-binary=:all: pygraphviz 2>/dev/null || echo "no pygraphviz wheel here: pictures need the dot program"
 	@touch $@
 
-$(VENV)/.dev: pyproject.toml constraints.txt | $(VENV)/bin/python
+$(VENV)/.dev: pyproject.toml $(CONSTRAINTS) | $(VENV)/bin/python
 	$(INSTALL) --no-build-isolation -e ".[dev]"
 	@$(INSTALL) --only-binary=:all: pygraphviz 2>/dev/null || echo "no pygraphviz wheel here: pictures need the dot program"
 	@touch $@ $(VENV)/.demo
