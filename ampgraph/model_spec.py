@@ -176,6 +176,8 @@ def _small(config: Any) -> Any:
 
 def _from_module(spec: str, name: str) -> ModelSpec:
     module_name = spec.partition(":")[0]
+    if not all(part.isidentifier() for part in module_name.split(".")):
+        raise SpecError(f"{spec!r}: {module_name!r} is not the name of a Python module.")
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.append(here)

@@ -54,9 +54,10 @@ def policy_from_json(text: str) -> Policy:
         PolicyError: It is no JSON, has a key twice, or is no policy.
     """
     try:
-        return policy_from_dict(json.loads(text, object_pairs_hook=_without_repeats))
-    except json.JSONDecodeError as error:
+        data = json.loads(text, object_pairs_hook=_without_repeats)
+    except (ValueError, RecursionError) as error:  # too many digits, too deep
         raise PolicyError(f"policy: no JSON: {error}") from error
+    return policy_from_dict(data)
 
 
 def _without_repeats(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
@@ -104,7 +105,7 @@ def _loss_scale_to_dict(loss_scale: LossScale | None) -> dict[str, Any] | None:
 def _loss_scale_from_dict(data: object) -> LossScale:
     given = dict(_mapping("policy: loss_scale", data))
     kind = given.pop("type", None)
-    if kind not in _LOSS_SCALES:
+    if not isinstance(kind, str) or kind not in _LOSS_SCALES:
         raise PolicyError(
             f"policy: loss_scale: type={kind!r} is not legal; legal: {', '.join(_LOSS_SCALES)}."
             + did_you_mean(str(kind), _LOSS_SCALES)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from .graph_view import human_bytes, short_line
 from .rows import CastRow, NodeRow, Totals
-from .tables import Column, Section
+from .tables import Column, Section, printable
 
 if TYPE_CHECKING:
     from .explanation import Explanation
@@ -70,7 +70,7 @@ def text(explanation: Explanation, casts_only: bool = False, peers: bool = False
 def markdown(explanation: Explanation, casts_only: bool = False, peers: bool = False, body: str = "") -> str:
     """Returns the report as Markdown, see `Explanation.to_markdown`; ``body`` goes before the title."""
     title, *policy = _title(explanation).splitlines()
-    parts = [f"# {body}{title}", *(f"`{line}`" for line in policy)]
+    parts = [f"# {body}{title}".replace("<", "&lt;"), *(f"`{line}`" for line in policy)]
     parts += [s.markdown() for s in _sections(explanation, casts_only, peers)]
     parts += [markdown(b, casts_only, body=f"{name}: ") for name, b in explanation.bodies.items()]
     return "\n\n".join(parts)
@@ -82,7 +82,7 @@ def _title(explanation: Explanation) -> str:
     where = "" if explanation.graph in ("", "1 of 1") else f" (graph {explanation.graph})"
     policy = f"\n{explanation.policy}" if explanation.policy else ""
     head = f"{explanation.model}{where}: {sum(counts.values())} ops ({ops}), {len(explanation.casts)} casts"
-    return head + policy
+    return printable(head + policy)
 
 
 def _sections(explanation: Explanation, casts_only: bool, peers: bool) -> Iterator[Section]:
@@ -190,6 +190,10 @@ def _total_cells(name: str, total: Totals) -> tuple[str, ...]:
 
 def why_cast(cast: CastRow) -> str:
     """Returns why a cast is there."""
+    return printable(_why_cast(cast))
+
+
+def _why_cast(cast: CastRow) -> str:
     kind = ("clamped " if cast.clamped else "") + ("parameter" if cast.is_parameter else "activation")
     return "\n".join(
         (
@@ -217,7 +221,7 @@ def why_node(node: NodeRow, chain: Sequence[NodeRow], casts: Sequence[CastRow]) 
     lines += [f"  widens {name} inside the kernel" for name in node.widens]
     if node.line:
         lines.append(f"  at {node.line}")
-    return "\n".join(lines)
+    return printable("\n".join(lines))
 
 
 def _link(node: NodeRow) -> str:

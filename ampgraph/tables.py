@@ -2,8 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+
+# Control characters but line feed, and what turns the direction of writing (CVE-2021-42574).
+_CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+
+
+def printable(text: str) -> str:
+    """Returns the text with control characters written out: names of modules may hold any."""
+    return _CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
 @dataclass(frozen=True)
@@ -66,15 +75,19 @@ def table(columns: Sequence[Column], rows: Iterable[Sequence[str]]) -> str:
 
 def markdown_table(columns: Sequence[Column], rows: Iterable[Sequence[str]]) -> str:
     """Returns the rows as a Markdown table, nothing shortened; a column without any content is left out."""
-    cells = [[" ".join(cell.split()).replace("|", "\\|") for cell in row] for row in rows]
+    cells = [[_markdown_cell(cell) for cell in row] for row in rows]
     shown = _shown(columns, cells)
     lines = ([c.title for c in columns], ["--:" if c.right else "---" for c in columns], *cells)
     return "\n".join(f"| {' | '.join(line[i] for i in shown)} |" for line in lines)
 
 
+def _markdown_cell(cell: str) -> str:
+    return printable(" ".join(cell.split())).replace("|", "\\|").replace("<", "&lt;")
+
+
 def shorten(text: str, column: Column) -> str:
     """Returns the text in one line, with ``..`` for what does not fit the column."""
-    text = " ".join(text.split())
+    text = printable(" ".join(text.split()))
     if len(text) <= column.width:
         return text
     kept = column.width - 2

@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TextIO, TypeVar
 
+from .tables import printable
+
 COLOURS = ("auto", "always", "never")
 # Okabe and Ito's blue and orange as the terminal's nearest; they stay apart for the colour blind.
 _PAINT = (
@@ -34,7 +36,7 @@ class Notes:
     def say(self, text: str) -> None:
         """Says one line."""
         if not self.quiet:
-            print(f"ampgraph: {text}", file=sys.stderr, flush=True)
+            print(f"ampgraph: {printable(text)}", file=sys.stderr, flush=True)
 
     def timed(self, what: str, work: Callable[[], T]) -> T:
         """Does some work, and says before it what it is and after it how long it took."""

@@ -8,6 +8,8 @@ need no update. The graph has none of the run-time guards of ``ExportedProgram.m
 
 from __future__ import annotations
 
+import keyword
+
 import torch
 from torch import fx, nn
 from torch.export import ExportedProgram
@@ -62,12 +64,32 @@ def _attributes_for_inputs(graph_module: fx.GraphModule, program: ExportedProgra
         if _get(source, target) is not value or target in source.__dict__:
             target = "_constant_" + target.replace(".", "_")
             constants[target] = value
+        if not _is_code(target):
+            target = _alias(source, target, value, constants)
         with graph.inserting_before(node):
             attribute = graph.create_node("get_attr", target, name=_plain_name(node.name))
         attribute.meta = node.meta
         node.replace_all_uses_with(attribute)
         graph.erase_node(node)
     return constants
+
+
+def _is_code(path: str) -> bool:
+    """Whether torch.fx can write the path into the code that it executes: it escapes nothing there."""
+    quotes = set(path) & {'"', "\\"}
+    return path.isprintable() and not quotes and not any(map(keyword.iskeyword, path.split(".")))
+
+
+def _alias(source: nn.Module, path: str, value: object, constants: dict[str, object]) -> str:
+    """Holds the owner of a parameter (or the parameter, if need be) under a plain name; returns the path."""
+    owner, _, leaf = path.rpartition(".")
+    constants.pop(path, None)
+    name = f"_constant__{len(constants)}"
+    if owner and _is_code(leaf):
+        constants[name] = source.get_submodule(owner)
+        return f"{name}.{leaf}"
+    constants[name] = value
+    return name
 
 
 def _value(program: ExportedProgram, spec: InputSpec) -> object:

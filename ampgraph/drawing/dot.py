@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
+from ..tables import printable
 from . import look
 from .picture import Arc, Box, Picture, box_id, is_single
 from .scopes import GUARD, MODULE, Part, Scope
@@ -232,5 +233,5 @@ def _attributes(style: _Style, between: str = " ") -> str:
 
 
 def _quoted(text: str) -> str:
-    escaped = str(text).replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+    escaped = printable(str(text)).replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
     return f'"{escaped}"'

@@ -11,6 +11,7 @@ from string import Template
 from typing import Any
 
 from .. import graph_view as view
+from ..tables import printable
 from . import look
 from .picture import Box, Picture, is_single
 
@@ -28,7 +29,7 @@ def page(picture: Picture) -> str:
     data = _data(picture)
     return Template(_asset("index.html")).substitute(
         policy=html.escape(policy),
-        title=html.escape(data["title"]),
+        title=html.escape(printable(data["title"])),
         style=style,
         script=script,
         data=_json(data),
