@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
-NEEDS = {"lightning.md": "lightning"}
+NEEDS = {"lightning.md": "lightning", "deployment.md": "onnxruntime"}
 LINK = re.compile(r"\]\(([^)#:]+)\)")
 
 
