@@ -10,6 +10,7 @@ from types import FunctionType
 from typing import Any
 
 import torch
+from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.source import LocalSource
 from torch._ops import HigherOrderOperator, OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -65,7 +66,7 @@ def evaluate(node: Node, mode: FakeTensorMode | None, one_step: bool = False) ->
     args, kwargs = tree_map_only(Node, lambda n: n.meta["val"], (node.args, dict(node.kwargs)))
     shape_env = mode.shape_env if mode else None
     fresh = shape_env.ignore_fresh_unbacked_symbols() if shape_env else contextlib.nullcontext()
-    with mode or contextlib.nullcontext(), fresh, no_ambient_autocast():
+    with mode or contextlib.nullcontext(), enable_python_dispatcher(), fresh, no_ambient_autocast():
         if one_step and node.target in _RECURRENT:
             batch_first = args[-1]
             args = (args[0].narrow(1 if batch_first else 0, 0, 1), *args[1:])
@@ -190,6 +191,11 @@ def aot_eager(keep: Callable[[str, GraphModule], None]) -> Callable:
     )
 
 
+# Past the limit Dynamo runs code as it is, in float32 without a word. Layers behind graph breaks share their
+# code, and each of a class of its own (parametrizations make one) counts; torch's default is 8.
+RECOMPILE_LIMIT = 64
+
+
 def compiled_by_dynamo(model: Module, backend: str | Callable, **given: Any) -> Callable:
     """Returns ``torch.compile(model, backend=backend, **given)``, apart from what else is compiled.
 
@@ -208,7 +214,8 @@ def compiled_by_dynamo(model: Module, backend: str | Callable, **given: Any) -> 
 
 def _compiled_apart(model: Module, backend: str | Callable, **given: Any) -> Callable:
     if _VERSION >= (2, 13):
-        return torch.compile(model, backend=backend, isolate_recompiles=True, **given)  # type: ignore[call-overload]
+        apart = {"isolate_recompiles": True, "recompile_limit": RECOMPILE_LIMIT}
+        return torch.compile(model, backend=backend, **apart, **given)  # type: ignore[call-overload]
     own = FunctionType(_call_module.__code__.replace(), globals())
     compiled = torch.compile(own, backend=backend, **given)
 

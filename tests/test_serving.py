@@ -12,10 +12,11 @@ from torch import nn
 
 import ampgraph
 from ampgraph import CaptureError
+from ampgraph._compat import _VERSION
 from tests.zoo import models as zoo
 from tests.zoo._more_modules import EarlyExit, Matcher, Segments
 
-from .helpers import close
+from .helpers import close, dtype_of
 
 BF16 = torch.bfloat16
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
@@ -298,3 +299,44 @@ def test_sizes_read_from_tensors():
         warnings.simplefilter("error", UserWarning)
         amp = ampgraph.convert(model, dtype=BF16)
         close(amp(X), model(X), 0.03)
+
+
+def test_dynamic_sizes_as_arguments_of_an_op():
+    """Padding up to a multiple: how much is a size that is computed from sizes."""
+
+    class Blocks(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x):
+            y = nn.functional.pad(self.layer(x).cumsum(0), (0, 0, 0, -x.shape[0] % 4 + 4))
+            return self.layer(y.unflatten(0, (-1, 4)))
+
+    model = Blocks()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        amp = ampgraph.convert(model, policy="O2", dtype=BF16)
+        for size in (5, 6, 7, 9, 11):
+            x = torch.randn(size, 8)
+            close(amp(x), model(x), 0.03)
+
+
+@pytest.mark.skipif(_VERSION < (2, 13), reason="torch 2.11 has torch._dynamo.config.recompile_limit only")
+def test_many_layers_behind_graph_breaks():
+    """Each is of a class of its own, so Dynamo compiles their shared code once for each."""
+
+    class Layer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.utils.parametrizations.weight_norm(nn.Linear(8, 8))
+
+        def forward(self, x):
+            torch._dynamo.graph_break()
+            return self.linear(x).relu() + x
+
+    model = nn.Sequential(*(Layer() for _ in range(12)))
+    amp = ampgraph.convert(model, dtype=BF16)
+    close(amp(X), model(X), 0.05)
+    low = [g for g in amp.graph_modules if BF16 in dtype_of(g, "linear")]
+    assert len(low) == 12

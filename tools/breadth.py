@@ -16,6 +16,7 @@ import contextlib
 import gc
 import json
 import logging
+import math
 import multiprocessing
 import signal
 import sys
@@ -55,6 +56,10 @@ class Partly(Exception):
     """A part of the model runs in its own dtypes."""
 
 
+class Unfit(Exception):
+    """What the model computes is not finite in the low dtype, by the autocast rule either."""
+
+
 class Slow(Exception):
     """One model took too long."""
 
@@ -88,6 +93,8 @@ def _way(subject: Subject, way: str) -> Record:
             record[f"{level} {dtype}"] = _run(subject, way, level, dtype)
     except Partly as error:
         return record | {"outcome": "partly", "cause": str(error)}
+    except Unfit as error:
+        return record | {"outcome": "dtype", "cause": str(error)}
     except Slow:
         raise
     except Exception as error:
@@ -120,6 +127,8 @@ def _beside_autocast(subject: Subject, amp: AmpModule, way: str, level: str, dty
     mine, theirs = subject.errors(subject.run(amp)), subject.errors(subject.run(autocast))
     if not holds(level, dtype, mine, theirs):
         mine, theirs = subject.errors_over_draws(amp, autocast)
+    if [math.isfinite(m) for m in mine] == [math.isfinite(t) for t in theirs] != [True, True]:
+        raise Unfit(f"{level} {dtype}: not finite, nor by the autocast rule")
     if not holds(level, dtype, mine, theirs):
         unit = torch.finfo(dtype).eps
         outputs, gradients = (
