@@ -14,6 +14,10 @@ class CaptureError(AmpGraphError):
     """The model could not be turned into a graph; the model is unchanged."""
 
 
+class NoGraphError(CaptureError, AttributeError):
+    """A converted model has no such graph (yet); to ``hasattr`` and ``inspect`` that is no attribute."""
+
+
 class PolicyError(AmpGraphError, ValueError):
     """A policy, an op list or a rule does not make sense."""
 

@@ -9,7 +9,7 @@ from torch import fx
 
 from ._compat import aot_eager, compiled_by_dynamo
 from .boundary import role_of
-from .errors import AmpGraphError
+from .errors import AmpGraphError, NoGraphError
 from .passes.boundary import BOUNDARY
 from .plan import META_KEY
 
@@ -31,16 +31,16 @@ class AotGraphs:
         """Returns the graph of that kind; the inference graph where there is no forward to train with.
 
         Raises:
-            AmpGraphError: The backend keeps none, or the model did not run yet.
+            NoGraphError: The backend keeps none, or the model did not run yet.
         """
         found = self.graphs.get(kind) or (self.graphs.get("inference") if kind == "forward" else None)
         if found is not None:
             return found
         if backend != "aot_eager":
-            raise AmpGraphError(
+            raise NoGraphError(
                 f"backend={backend!r} keeps no {kind} graph; convert(..., backend='aot_eager') does."
             )
-        raise AmpGraphError(f"there is no {kind} graph yet: call the model, with gradients on, once.")
+        raise NoGraphError(f"there is no {kind} graph yet: call the model, with gradients on, once.")
 
 
 def backend_for(backend: str | Callable, graphs: AotGraphs) -> str | Callable:

@@ -17,7 +17,7 @@ from torch.export import Dim, ExportedProgram, ShapesCollection
 
 from ._compat import compiled_by_dynamo, in_transform, no_ambient_autocast
 from .capture import capture_program, unlift
-from .errors import AmpGraphError, CaptureError
+from .errors import AmpGraphError, CaptureError, NoGraphError
 from .gate import gate_of
 from .guards import is_capturing, warn_about_uncaptured_guards
 from .lowering import AotGraphs
@@ -153,7 +153,7 @@ class AmpModule(nn.Module):
 
     def _variant(self) -> Variant:
         if self._current is None:
-            raise CaptureError(
+            raise NoGraphError(
                 f"{type(self.source).__name__} is not captured yet: call the converted model once, "
                 "or pass example inputs to ampgraph.convert."
             )
@@ -164,6 +164,8 @@ class AmpModule(nn.Module):
         return self._current
 
     def __getattr__(self, name: str) -> Any:
+        if isinstance(computed := getattr(type(self), name, None), property):
+            return computed.__get__(self)  # raises once more what brought us here
         source = self.__dict__["source"]
         try:
             value = getattr(source, name)
@@ -174,6 +176,13 @@ class AmpModule(nn.Module):
         if not isinstance(self.__dict__.get("_stand_in"), type(source)):
             self.__dict__["_stand_in"] = stand_in(source, self)
         return rebound(value, self.__dict__["_stand_in"], self)
+
+    def __prepare_scriptable__(self) -> Any:
+        """What ``torch.jit.trace`` and ``torch.jit.script`` ask first."""
+        raise CaptureError(
+            "TorchScript cannot hold a converted model; ampgraph.export(model, args) gives a program that "
+            "torch.export.save writes to a file."
+        )
 
     def __dir__(self) -> list[str]:
         return sorted({*super().__dir__(), *dir(self.source)})
@@ -192,11 +201,26 @@ class AmpModule(nn.Module):
         return forward
 
     def _run(self, args: tuple, kwargs: dict[str, Any]) -> Any:
+        if torch.compiler.is_exporting() or torch.jit.is_tracing():
+            return self._run_traced(args, kwargs)
+        if torch.compiler.is_compiling():
+            return self._call_apart(args, kwargs)
         if torch._C._is_any_autocast_enabled():
             # Precision is the plan's alone: an autocast around the call must not cast once more.
             with no_ambient_autocast():
                 return self._call(args, kwargs)
         return self._call(args, kwargs)
+
+    def _run_traced(self, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Runs the graph as it was rewritten, for whoever traces it: no low copies, no loss scaling."""
+        if "_compiled" not in self.__dict__:
+            return self.variant_for(args, kwargs).graph_module(*args, **kwargs)
+        if is_capturing():
+            return self._call(args, kwargs)
+        raise CaptureError(
+            f"{type(self.source).__name__} was converted just in time, which torch.export leaves "
+            "out; call ampgraph.export(model, args), or convert with example inputs."
+        )
 
     def _call(self, args: tuple, kwargs: dict[str, Any]) -> Any:
         if in_transform():
@@ -205,11 +229,6 @@ class AmpModule(nn.Module):
                 return variant.run_in_transform(*args, **kwargs)
         self.scaler.note_wrapper()
         if "_compiled" in self.__dict__:
-            if torch.compiler.is_exporting() and not is_capturing():
-                raise CaptureError(
-                    f"{type(self.source).__name__} was converted just in time, which torch.export leaves "
-                    "out; call ampgraph.export(model, args), or convert with example inputs."
-                )
             if torch.is_grad_enabled():
                 self.scaler.check_loop()
             try:
@@ -231,6 +250,9 @@ class AmpModule(nn.Module):
             if (reason := sharded_error(self.source)) is None:
                 raise
             raise reason from error
+
+    # A torch.compile around a converted model must not take it apart: it has a backend of its own.
+    _call_apart = torch.compiler.disable(_call)
 
     def _warn_if_not_captured(self) -> None:
         if self._variants or "_told" in self.__dict__:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import io
 import pickle
 import shutil
@@ -15,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 import ampgraph
 from ampgraph import CaptureError, PolicyError
+from ampgraph.plan import META_KEY
 
 from .ways_out_models import Attention, models
 
@@ -243,3 +245,58 @@ def test_copies_are_converted_models_of_their_own(way, how):
         copied.out.weight.zero_()
     equal(amp(*args).detach(), out)
     assert not torch.equal(copied(*args), out)
+
+
+# -- what other tools do with a module ----------------------------------------------------------------------
+
+
+@LEVELS
+@pytest.mark.parametrize(
+    "way",
+    [
+        lambda amp, args: torch.compile(amp, backend="aot_eager"),
+        lambda amp, args: torch.export.export(amp, args, strict=True).module(),
+        lambda amp, args: torch.export.export(amp, args, strict=False).module(),
+        lambda amp, args: torch.jit.trace(amp, args),
+        lambda amp, args: nn.DataParallel(amp),
+    ],
+    ids=["torch.compile", "strict export", "export", "torch.jit.trace", "DataParallel"],
+)
+def test_converted_model_inside_other_tools(way, level):
+    model, args, _ = built("attention")
+    amp = ampgraph.convert(model, args, policy=level, dtype=BF16)
+    out = amp(*args)
+    assert not torch.equal(out, model(*args))
+    near(way(amp, args)(*args), out, 1e-6)
+
+
+def test_torch_script_says_what_to_do():
+    model, args, _ = built("attention")
+    with pytest.raises(CaptureError, match=r"ampgraph\.export"):
+        torch.jit.script(ampgraph.convert(model, args, dtype=BF16))
+
+
+@pytest.mark.parametrize("how", ["ahead of time", "just in time"])
+def test_looking_through_all_attributes_raises_nothing(how):
+    """As debuggers and ``torch.jit.trace`` do; asked for by name, what is not there yet says why."""
+    model, args, _ = built("attention")
+    amp = ampgraph.convert(model, args if how == "ahead of time" else None, dtype=BF16)
+    names = {name for name, _ in inspect.getmembers(amp)}
+    assert "scaler" in names
+    assert "backward_graph" not in names
+    assert not hasattr(amp, "backward_graph")
+    with pytest.raises(ampgraph.AmpGraphError, match=r"keeps no backward graph|is not captured yet"):
+        _ = amp.backward_graph
+
+
+def test_loss_scaling_goes_on_under_an_outer_torch_compile():
+    """The outer one leaves the converted model alone, backend, low copies and all."""
+    model, args, _ = built("attention")
+    amp = ampgraph.convert(model, args, policy="O2", dtype=FP16, backend="aot_eager")
+    torch.compile(amp, backend="aot_eager")(*args).square().mean().backward()
+    roles = {n.meta[META_KEY]["boundary"] for n in amp.backward_graph.graph.nodes if META_KEY in n.meta}
+    assert {"scale", "unscale", "finite check"} <= roles
+    reference = built("attention")[0]
+    reference(*args).square().mean().backward()
+    for mine, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        near(mine.grad, theirs.grad, 0.01)
