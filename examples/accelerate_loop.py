@@ -19,7 +19,8 @@ from torch.utils.data import DataLoader, TensorDataset
 import ampgraph
 
 EPOCHS, BATCH = 6, 16
-POLICY = ampgraph.Policy(dtype=torch.float16, loss_scale=ampgraph.DynamicLossScale(2.0**10, growth_interval=8))
+SCALE = ampgraph.DynamicLossScale(2.0**10, growth_interval=8)
+POLICY = ampgraph.Policy(dtype=torch.float16, loss_scale=SCALE)
 
 
 def data() -> DataLoader:

@@ -2,8 +2,8 @@
 
     python examples/ema.py
 
-Both copy the model once and average its float32 parameters. A copy of a converted model is converted too, so the
-averaged model runs in mixed precision; its low copies of the weights (level O2) follow the averages.
+Both copy the model once and average its float32 parameters. A copy of a converted model is converted too, so
+the averaged model runs in mixed precision; its low copies of the weights (level O2) follow the averages.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import ampgraph
 
-STEPS, DECAY = 40, 0.9
+STEPS, DECAY = 150, 0.9
 POLICY = ampgraph.Policy("O2", dtype=torch.float16, loss_scale=ampgraph.DynamicLossScale(2.0**10))
 
 
@@ -52,7 +52,8 @@ def train() -> tuple[ampgraph.AmpModule, dict[str, nn.Module], list[torch.Tensor
         averages["torch"].update_parameters(amp)
         if "timm" in averages:
             averages["timm"].update(amp)
-        by_hand = [DECAY * a + (1 - DECAY) * p.detach() for a, p in zip(by_hand, amp.parameters(), strict=True)]
+        pairs = zip(by_hand, amp.parameters(), strict=True)
+        by_hand = [DECAY * average + (1 - DECAY) * p.detach() for average, p in pairs]
     return amp, averages, by_hand
 
 

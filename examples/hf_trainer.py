@@ -1,9 +1,9 @@
-"""Hugging Face's Trainer with a converted BERT: two lines more, and one callback for the scaler's state.
+"""Hugging Face's Trainer with a converted BERT: two lines more, and a callback for the scaler's state.
 
     python examples/hf_trainer.py
 
-The Trainer asks for the model's class when it saves. Hence `convert_blocks(model, "")`, which converts a model in
-place: it stays a PreTrainedModel, and `from_pretrained` reads the checkpoints. The Trainer's own ``fp16`` and
+The Trainer asks for the model's class when it saves. Hence `convert_blocks(model, "")`, which works in place:
+the model stays a PreTrainedModel and `from_pretrained` reads its checkpoints. The Trainer's own ``fp16`` and
 ``bf16`` stay off. Only the loss scale has to be put beside its checkpoints.
 """
 
@@ -14,17 +14,24 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainerCallback, TrainingArguments
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
 from transformers.utils import logging
 
 import ampgraph
 
 STEPS, LENGTH, WORDS = 24, 12, 64
-POLICY = ampgraph.Policy(dtype=torch.float16, loss_scale=ampgraph.DynamicLossScale(2.0**10, growth_interval=8))
+SCALE = ampgraph.DynamicLossScale(2.0**10, growth_interval=8)
+POLICY = ampgraph.Policy(dtype=torch.float16, loss_scale=SCALE)
 
 
 def made_up_data() -> list[dict]:
-    """Sentences of class 0 take their words from the first half of the vocabulary, of class 1 from the other."""
+    """Sentences of class 0 are of words from the first half of the vocabulary, of class 1 from the second."""
     generator = torch.Generator().manual_seed(0)
     words = torch.randint(0, WORDS // 2, (64, LENGTH), generator=generator)
     return [{"input_ids": ids + WORDS // 2 * (i % 2), "labels": i % 2} for i, ids in enumerate(words)]
@@ -37,24 +44,17 @@ class ScalerState(TrainerCallback):
         self.scaler = scaler
 
     def on_save(self, args, state, control, **_):
-        torch.save(self.scaler.state_dict(), Path(args.output_dir) / f"checkpoint-{state.global_step}/amp.pt")
+        folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+        torch.save(self.scaler.state_dict(), folder / "amp.pt")
 
 
 def trainer(folder: str, converted: bool) -> tuple[Trainer, Any]:
     torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
-    model = BertForSequenceClassification(BertConfig(vocab_size=WORDS, max_position_embeddings=LENGTH, **sizes))
-    data = made_up_data()
-    args = TrainingArguments(
-        folder,
-        max_steps=STEPS,
-        learning_rate=5e-3,
-        max_grad_norm=1.0,
-        save_steps=STEPS // 2,
-        use_cpu=True,
-        report_to=[],
-        disable_tqdm=True,
-    )
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    model, data = BertForSequenceClassification(BertConfig(vocab_size=WORDS, **sizes)), made_up_data()
+    quiet = {"report_to": [], "disable_tqdm": True}
+    training = {"max_steps": STEPS, "learning_rate": 5e-3, "max_grad_norm": 1.0, "save_steps": STEPS // 2}
+    args = TrainingArguments(folder, use_cpu=True, **training, **quiet)
     made = Trainer(model, args, train_dataset=data, eval_dataset=data)
     if not converted:
         return made, None
@@ -78,12 +78,12 @@ def main() -> dict[str, float]:
         its_scaler.load_state_dict(torch.load(f"{saved}/amp.pt"))
         resumed.train(resume_from_checkpoint=saved)
         reloaded = BertForSequenceClassification.from_pretrained(f"{folder}/checkpoint-{STEPS}")
-    reloaded_trainer = Trainer(reloaded, exact.args, eval_dataset=exact.eval_dataset)
+        reloaded = Trainer(reloaded, exact.args, eval_dataset=exact.eval_dataset)
     return {
         "loss float32": exact.evaluate()["eval_loss"],
         "loss float16": amp.evaluate()["eval_loss"],
         "loss float16, resumed": resumed.evaluate()["eval_loss"],
-        "loss reloaded": reloaded_trainer.evaluate()["eval_loss"],
+        "loss reloaded": reloaded.evaluate()["eval_loss"],
         "scale": scaler.get_scale(),
         "scale, resumed": its_scaler.get_scale(),
     }

@@ -21,7 +21,8 @@ import ampgraph
 from ampgraph.integrations.lightning import AmpGraphPrecision
 
 EPOCHS, BATCH = 6, 16
-POLICY = ampgraph.Policy(dtype=torch.float16, loss_scale=ampgraph.DynamicLossScale(2.0**10, growth_interval=16))
+SCALE = ampgraph.DynamicLossScale(2.0**10, growth_interval=16)
+POLICY = ampgraph.Policy(dtype=torch.float16, loss_scale=SCALE)
 
 
 class Regression(LightningModule):

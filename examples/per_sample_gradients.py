@@ -47,8 +47,8 @@ def norms(gradients: Gradients) -> torch.Tensor:
 
 def clipped_mean(gradients: Gradients) -> torch.Tensor:
     """Returns the mean over the samples, each clipped to the norm `LARGEST`, as one vector."""
-    factors = (LARGEST / norms(gradients)).clamp(max=1.0)
-    return torch.cat([torch.einsum("n,n...->...", factors, g).flatten() / SAMPLES for g in gradients.values()])
+    factors = (LARGEST / norms(gradients)).clamp(max=1.0) / SAMPLES
+    return torch.cat([torch.einsum("n,n...->...", factors, g).flatten() for g in gradients.values()])
 
 
 def main() -> dict[str, float]:

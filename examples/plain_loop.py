@@ -19,7 +19,8 @@ from torch.nn import functional as F
 import ampgraph
 
 STEPS, BATCH, MICRO_BATCHES = 60, 32, 2
-POLICY = ampgraph.Policy(dtype=torch.float16, loss_scale=ampgraph.DynamicLossScale(2.0**10, growth_interval=20))
+SCALE = ampgraph.DynamicLossScale(2.0**10, growth_interval=20)
+POLICY = ampgraph.Policy(dtype=torch.float16, loss_scale=SCALE)
 
 
 def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -5,7 +5,7 @@
     curl -d '{"rows": [[0, 0, 0, 0, 0, 0, 0, 0]]}' localhost:8000
 
 No TorchScript is needed: the converted model is called from every thread. It is captured once for the first
-size of a request and once more with that size dynamic; `warm_up` does both before the first request.
+batch size, once more with that dimension dynamic, and once for a batch of one; `build` does so beforehand.
 """
 
 from __future__ import annotations
@@ -28,14 +28,12 @@ FEATURES, SIZES, CLIENTS = 8, (1, 7, 2, 33, 4, 12, 3, 64), 4
 def build() -> ampgraph.AmpModule:
     """Level O3 stores the weights in bfloat16; the answers are float32 all the same."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(FEATURES, 64), nn.LayerNorm(64), nn.GELU(), nn.Linear(64, 3), nn.Softmax(-1))
-    return warm_up(ampgraph.convert(model.eval(), (torch.zeros(2, FEATURES),), policy="O3", dtype="bfloat16"))
-
-
-@torch.inference_mode()
-def warm_up(amp: ampgraph.AmpModule) -> ampgraph.AmpModule:
-    for size in (3, 1):
-        amp(torch.zeros(size, FEATURES))
+    body = (nn.Linear(FEATURES, 64), nn.LayerNorm(64), nn.GELU())
+    model = nn.Sequential(*body, nn.Linear(64, 3), nn.Softmax(-1)).eval()
+    amp = ampgraph.convert(model, (torch.zeros(2, FEATURES),), policy="O3", dtype=torch.bfloat16)
+    with torch.inference_mode():
+        for size in (3, 1):
+            amp(torch.zeros(size, FEATURES))
     return amp
 
 
@@ -58,8 +56,7 @@ def server_of(amp: ampgraph.AmpModule, port: int = 0) -> ThreadingHTTPServer:
             self.end_headers()
             self.wfile.write(body)
 
-        def log_message(self, *_: object) -> None:
-            """Quiet."""
+        def log_message(self, *_: object) -> None: ...
 
     return ThreadingHTTPServer(("127.0.0.1", port), Handler)
 

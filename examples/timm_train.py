@@ -36,9 +36,7 @@ def train(backend: str, amp_dtype: torch.dtype | None = None) -> dict[str, float
     scaler = NativeScaler(device="cpu") if amp_dtype == torch.float16 else None
     ema = ModelEmaV3(model, decay=0.8)
     model = torch.compile(model, backend=backend)
-    scheduler, _ = create_scheduler_v2(
-        optimizer, sched="cosine", num_epochs=EPOCHS, warmup_epochs=1, warmup_lr=1e-4, updates_per_epoch=UPDATES
-    )
+    scheduler, _ = create_scheduler_v2(optimizer, "cosine", EPOCHS, warmup_epochs=1, warmup_lr=1e-4)
     losses = []
     for epoch in range(EPOCHS):
         model.train()
