@@ -138,8 +138,8 @@ def ampgraph_backend(graph_module: fx.GraphModule, inputs: list, **given: Any) -
 
     ``torch.compile(model, backend="ampgraph", options={"level": "O1", "dtype": torch.float16})``. Options are
     the fields of `Policy`, or ``policy=`` itself, ``backend=`` for the backend that runs the result and its
-    ``mode=``. A ``torch.autocast`` around the compiled model names the dtype where the options do not, and has
-    no other effect inside.
+    ``mode=``. A ``torch.autocast`` around the compiled model names the dtype where the options do not, and
+    has no other effect inside.
 
     Raises:
         PolicyError: An option is not known.

@@ -3,7 +3,8 @@
     python examples/ema.py
 
 Both copy the model once and average its float32 parameters. A copy of a converted model is converted too, so
-the averaged model runs in mixed precision; its low copies of the weights (level O2) follow the averages.
+the averaged model runs in mixed precision; its low copies of the weights (level O2) follow the averages. Give
+`update_bn` the copy's source: it changes the momentum of batch norms, which a captured graph does not notice.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import copy
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
 
 import ampgraph
 
@@ -29,7 +30,7 @@ def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
 def train() -> tuple[ampgraph.AmpModule, dict[str, nn.Module], list[torch.Tensor]]:
     """Returns the model, its averages by who made them, and the average computed by hand."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(16, 128), nn.LayerNorm(128), nn.GELU(), nn.Linear(128, 1))
+    model = nn.Sequential(nn.Linear(16, 128), nn.BatchNorm1d(128), nn.GELU(), nn.Linear(128, 1))
     amp = ampgraph.convert(model, batch(0)[:1], policy=POLICY)
     optimizer = torch.optim.AdamW(amp.parameters(), lr=1e-2)
     amp.scaler.attach(optimizer)
@@ -54,7 +55,8 @@ def train() -> tuple[ampgraph.AmpModule, dict[str, nn.Module], list[torch.Tensor
             averages["timm"].update(amp)
         pairs = zip(by_hand, amp.parameters(), strict=True)
         by_hand = [DECAY * average + (1 - DECAY) * p.detach() for average, p in pairs]
-    return amp, averages, by_hand
+    update_bn((batch(step)[0] for step in range(STEPS)), averages["torch"].module.source)
+    return amp.eval(), {name: average.eval() for name, average in averages.items()}, by_hand
 
 
 def main() -> dict[str, float]:

@@ -144,6 +144,10 @@ def test_ema() -> None:
         assert figures[f"{name}: off the average by hand"] < 1e-5
         assert figures[f"{name}: loss of the average"] < figures["loss of the last weights"]
         near(figures[f"{name}: loss of the average"], figures[f"{name}: the same in float32"], 0.005)
+    _, averages, _ = example.train()
+    linear, norm = averages["torch"].module.source[:2]
+    inputs = torch.cat([example.batch(step)[0] for step in range(example.STEPS)])
+    torch.testing.assert_close(norm.running_mean, linear(inputs).mean(0).detach())
 
 
 def test_checkpointing() -> None:
