@@ -38,6 +38,7 @@ __all__ = [
     "keep_dynamo_out",
     "keep_versions",
     "no_ambient_autocast",
+    "no_saved_tensor_hooks",
     "outside_transforms",
     "result_dtypes",
     "set_calling_convention",
@@ -66,7 +67,13 @@ def evaluate(node: Node, mode: FakeTensorMode | None, one_step: bool = False) ->
     args, kwargs = tree_map_only(Node, lambda n: n.meta["val"], (node.args, dict(node.kwargs)))
     shape_env = mode.shape_env if mode else None
     fresh = shape_env.ignore_fresh_unbacked_symbols() if shape_env else contextlib.nullcontext()
-    with mode or contextlib.nullcontext(), enable_python_dispatcher(), fresh, no_ambient_autocast():
+    with (
+        mode or contextlib.nullcontext(),
+        enable_python_dispatcher(),
+        fresh,
+        no_ambient_autocast(),
+        no_saved_tensor_hooks(),
+    ):
         if one_step and node.target in _RECURRENT:
             batch_first = args[-1]
             args = (args[0].narrow(1 if batch_first else 0, 0, 1), *args[1:])
@@ -164,6 +171,16 @@ def accept_real_constants(mode: FakeTensorMode | None) -> Iterator[None]:
 def no_ambient_autocast() -> Iterator[None]:
     """Hides every enabled ``torch.autocast`` from the code inside."""
     with torch._C._DisableAutocast():
+        yield
+
+
+@contextlib.contextmanager
+def no_saved_tensor_hooks() -> Iterator[None]:
+    """Hides every ``saved_tensors_hooks`` from the code inside, as AOTAutograd does while it traces.
+
+    ``torch.utils.checkpoint`` counts with them what a region saves; what tracing saves is not part of that.
+    """
+    with torch._dynamo.utils._disable_saved_tensors_hooks_during_tracing():
         yield
 
 

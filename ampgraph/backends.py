@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from ._compat import LocalSource, fake_mode_of
+from ._compat import LocalSource, fake_mode_of, no_ambient_autocast
 from .capture.just_in_time import drop_values, lower_dynamo_graph
 from .errors import CaptureError, PassError, PolicyError, did_you_mean
 from .lowering import AotGraphs, backend_for
 from .passes import Pass, ReadShadows, run_passes
 from .plan import Plan
-from .policy import Policy
+from .policy import LOW_DTYPES, Policy
 from .rewrite import rewrite
 from .scale_state import STATE_NAMES
 from .scaler import LossScaler
@@ -138,7 +138,8 @@ def ampgraph_backend(graph_module: fx.GraphModule, inputs: list, **given: Any) -
 
     ``torch.compile(model, backend="ampgraph", options={"level": "O1", "dtype": torch.float16})``. Options are
     the fields of `Policy`, or ``policy=`` itself, ``backend=`` for the backend that runs the result and its
-    ``mode=``.
+    ``mode=``. A ``torch.autocast`` around the compiled model names the dtype where the options do not, and
+    has no other effect inside.
 
     Raises:
         PolicyError: An option is not known.
@@ -156,9 +157,29 @@ def ampgraph_backend(graph_module: fx.GraphModule, inputs: list, **given: Any) -
     policy = Policy.of(policy) if policy is not None else Policy()
     policy = policy.replace(**given)
     device = next((i.device for i in inputs if isinstance(i, torch.Tensor)), torch.device("cpu"))
+    if policy.dtype is None:
+        policy = policy.replace(dtype=_autocast_dtype(device))
     options = Options(policy, policy.low_dtype(device), *choose_backend(backend, mode, device))
     shadows = ShadowWeights(None, options.low_dtype) if policy.level in ("O2", "O3") else None
-    return make_backend(options, shadows=shadows)(graph_module, inputs)
+    with no_ambient_autocast():
+        compiled = make_backend(options, shadows=shadows)(graph_module, inputs)
+
+    def run(*args: Any) -> Any:
+        if not torch._C._is_any_autocast_enabled():
+            return compiled(*args)
+        with no_ambient_autocast():
+            return compiled(*args)
+
+    return run
+
+
+def _autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """Returns the dtype of the ``torch.autocast`` around this call; None without one, or for a wide dtype."""
+    kind = device.type
+    if not (torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)):
+        return None
+    dtype = torch.get_autocast_dtype(kind)
+    return dtype if dtype in LOW_DTYPES else None
 
 
 def choose_backend(

@@ -14,6 +14,15 @@ if TYPE_CHECKING:
     from .scaler import LossScaler
 
 
+def stepping(optimizer: Optimizer) -> Optimizer:
+    """Returns the optimizer that is called for real steps only.
+
+    That is what Accelerate's wrapper wraps: the wrapper itself is called after each micro-batch.
+    """
+    is_wrapper = type(optimizer).__name__ == "AcceleratedOptimizer"
+    return optimizer.optimizer if is_wrapper else optimizer  # type: ignore[attr-defined]
+
+
 def attached_step(optimizer: Optimizer) -> Callable:
     """Returns a ``step`` for the optimizer that asks its scalers first, and updates them after a round."""
     original = optimizer.step

@@ -27,7 +27,7 @@ from .loss_scale import (
     first_scale,
     in_range,
 )
-from .optimizer_step import attached_step, step_unless_bad
+from .optimizer_step import attached_step, step_unless_bad, stepping
 from .overflow import Overflow, OverflowLog
 from .ranks import group_of_wrapper, groups_of, join, local
 from .scale_state import ScaleState
@@ -75,7 +75,7 @@ class LossScaler:
         Returns:
             The scaler, so that ``scaler = amp.scaler.attach(optimizer)`` reads well.
         """
-        for optimizer in optimizers:
+        for optimizer in map(stepping, optimizers):
             if not self.is_enabled() or self._is_attached(optimizer):
                 continue
             self._attached.append(weakref.ref(optimizer))

@@ -76,8 +76,11 @@ def fits(accepted: list[tuple], shapes: tuple[tuple[int, ...], ...]) -> bool:
 def changed_dims(
     shapes: tuple[tuple[int, ...], ...], others: list[tuple[tuple[int, ...], ...]]
 ) -> list[set[int]]:
-    """Returns, for each tensor, the dimensions whose size differs from one of the earlier calls'."""
+    """Returns, for each tensor, the dimensions whose size differs from one of the earlier calls'.
+
+    Left out are those of size 0 or 1 now, which a capture takes as they are.
+    """
     return [
-        {d for other in others for d in range(len(shape)) if other[i][d] != shape[d]}
+        {d for other in others for d, size in enumerate(shape) if size > 1 and other[i][d] != size}
         for i, shape in enumerate(shapes)
     ]

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 import ampgraph
-from ampgraph import AmpGraphError, CaptureError, PolicyError
+from ampgraph import AmpGraphError, CaptureError, NoLossScale, Policy, PolicyError
 
 from .helpers import Fn, close, dtype_of, inserted, nodes_of
 
@@ -464,6 +464,33 @@ def test_ambient_autocast_changes_nothing(how, enabled):
     assert torch.equal(model.a.weight.grad, plain.a.weight.grad)
 
 
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("ambient", [BF16, torch.float16])
+def test_ambient_autocast_around_the_backend_changes_nothing(ambient, backend):
+    """Nor does one that begins or ends after the first call."""
+    model = Body(lambda self, x: torch.cumsum(self.a(x), -1) + torch.exp(x))
+    options = {"dtype": torch.float16, "backend": backend}
+    expected = ampgraph.convert(model, (X,), policy=Policy(dtype=torch.float16, loss_scale=NoLossScale()))(X)
+    (gradient,) = torch.autograd.grad(expected.sum(), model.a.weight)
+    compiled = torch.compile(model, backend="ampgraph", options=options)
+    for enabled in (True, False, True):
+        with torch.autocast("cpu", dtype=ambient, enabled=enabled):
+            found = compiled(X)
+        assert torch.equal(found, expected)
+        assert torch.equal(torch.autograd.grad(found.sum(), model.a.weight)[0], gradient)
+
+
+@pytest.mark.parametrize("given", [{}, {"dtype": torch.float16}])
+def test_ambient_autocast_names_the_dtype_that_the_options_do_not(given):
+    model = Body(lambda self, x: self.a(x))
+    compiled = torch.compile(model, backend="ampgraph", options=given)
+    for ambient in (torch.float16, BF16, None):
+        with torch.autocast("cpu", dtype=ambient, enabled=ambient is not None):
+            found = compiled(X)
+        dtype = given.get("dtype") or ambient or BF16
+        assert torch.equal(found, ampgraph.convert(model, (X,), dtype=dtype)(X))
+
+
 @CAPTURES
 def test_ambient_autocast_at_o0(how):
     model = nn.Linear(8, 8)
@@ -484,6 +511,26 @@ def test_ambient_autocast_does_not_override_an_fp32_guard(how):
     with torch.autocast("cpu", dtype=BF16):
         found = amp(X)
     assert torch.equal(found, model(X))
+
+
+@CAPTURES
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_checkpoint_around_a_converted_block(how, level):
+    """Its first call captures inside the region: what that saves is not counted as the region's."""
+    model, y = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)), X.clone().requires_grad_()
+    policy = Policy(level, dtype=BF16)
+    expected = ampgraph.convert(model, (y,), policy=policy)(y)
+    gradients = torch.autograd.grad(expected.sum(), [y, *model.parameters()])
+    if how == "ahead of time":
+        ampgraph.convert_blocks(model, "", policy=policy)
+        amp = model
+    else:
+        amp = ampgraph.convert(model, policy=policy)
+    for _ in range(2):
+        found = checkpoint(amp, y, use_reentrant=False)
+        again = torch.autograd.grad(found.sum(), [y, *model.parameters()])
+        assert torch.equal(found, expected)
+        assert all(map(torch.equal, again, gradients))
 
 
 @CAPTURES

@@ -87,3 +87,30 @@ def test_the_same_loop_skips_the_same_steps(loop) -> None:
     assert theirs.state_dict().items() <= amp.scaler.state_dict().items()
     for low, full in zip(model.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(low, full, rtol=0.0, atol=STEPS * 0.1 * torch.finfo(torch.float16).eps)
+
+
+@pytest.mark.parametrize("attached", ["before prepare", "after prepare"])
+def test_accelerate_accumulates(attached) -> None:
+    """An overflow in the first micro-batch skips the step after the second."""
+    accelerate = pytest.importorskip("accelerate")
+    accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
+    policy = Policy(dtype=torch.float16, loss_scale=DynamicLossScale(**NUMBERS))
+    source = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 2))
+    amp = ampgraph.convert(source, (torch.randn(4, 8),), policy=policy)
+    optimizer = torch.optim.SGD(amp.parameters(), lr=0.1)
+    if attached == "before prepare":
+        amp.scaler.attach(optimizer)
+    model, optimizer = accelerator.prepare(amp, optimizer)
+    if attached == "after prepare":
+        amp.scaler.attach(optimizer)
+    changed, scales = [], []
+    for step in range(STEPS):
+        before = source[0].weight.detach().clone()
+        with accelerator.accumulate(model):
+            accelerator.backward(loss_of(model, step))
+            optimizer.step()
+            optimizer.zero_grad()
+        changed.append(not torch.equal(source[0].weight, before))
+        scales.append(amp.scaler.get_scale())
+    assert changed == [False, True, False, False, False, True, False, False]
+    assert scales == [64.0, 64.0, 64.0, 32.0, 32.0, 32.0, 32.0, 16.0]

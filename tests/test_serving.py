@@ -184,6 +184,14 @@ def test_batch_and_sequence_length_settle_on_few_captures(how):
     assert len(amp.graph_modules) == len(amp.timings) <= 3
 
 
+def test_a_batch_of_one_after_others_is_captured_without_a_warning(caplog):
+    amp = ampgraph.convert(nn.Linear(8, 8), (X,), dtype=BF16)
+    for size in (3, 1, 2, 1):
+        assert len(amp(X[:size])) == size
+    assert len(amp.graph_modules) == 3
+    assert "specialized" not in caplog.text
+
+
 @CAPTURES
 def test_optional_and_keyword_inputs(how):
     """Each way of calling is captured once; a second round captures nothing."""

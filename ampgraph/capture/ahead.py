@@ -15,7 +15,7 @@ from torch import fx, nn
 from torch.export import ExportedProgram
 from torch.fx import traceback as fx_traceback
 
-from .._compat import no_ambient_autocast
+from .._compat import no_ambient_autocast, no_saved_tensor_hooks
 from ..errors import CaptureError
 
 # torch.fx.traceback keeps its state in globals.
@@ -97,8 +97,14 @@ def _complete_users(graph: fx.Graph) -> None:
 
 @contextlib.contextmanager
 def capturing() -> Iterator[None]:
-    """The state in which a capture runs: metadata kept, gradients on, no autocast, one at a time."""
-    with capture_lock, fx_traceback.preserve_node_meta(), torch.enable_grad(), no_ambient_autocast():
+    """The state in which a capture runs: metadata kept, gradients on, nothing ambient, one at a time."""
+    with (
+        capture_lock,
+        fx_traceback.preserve_node_meta(),
+        torch.enable_grad(),
+        no_ambient_autocast(),
+        no_saved_tensor_hooks(),
+    ):
         outer, _here.is_capturing = is_capturing_here(), True
         try:
             yield
