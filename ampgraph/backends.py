@@ -229,7 +229,7 @@ def default_backend(device: torch.device) -> str:
 
 def _next_backend(backend: str | Callable, mode: str | None) -> Callable:
     """Returns the function behind a backend's name, with the mode as ``torch.compile`` would pass it."""
-    found = torch._dynamo.lookup_backend(backend) if isinstance(backend, str) else backend
+    found: Callable = torch._dynamo.lookup_backend(backend) if isinstance(backend, str) else backend
     if mode in (None, "default"):
         return found
     if backend == "inductor":

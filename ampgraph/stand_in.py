@@ -45,7 +45,8 @@ def stand_in(source: nn.Module, call: Callable[..., Any]) -> nn.Module:
         "__qualname__": cls.__qualname__,
         "__doc__": cls.__doc__,
     }
-    made = object.__new__(type(cls)(cls.__name__, (_Unannounced, cls), members))
+    metaclass: Any = type(cls)
+    made = object.__new__(metaclass(cls.__name__, (_Unannounced, cls), members))
     made.__dict__ = source.__dict__
     return made
 

@@ -81,7 +81,7 @@ class _Lowering(fx.Interpreter):
     def call_function(self, target: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         if getattr(target, "__name__", "") == "autograd_function_apply":
             raise NotImplementedError("a custom autograd.Function, whose backward tracing would lose")
-        if target is torch._C._autograd._get_data_attr:  # tracing does not see ``x.data``
+        if getattr(target, "__name__", "") == "_get_data_attr":  # tracing does not see ``x.data``
             return args[0].detach()
         if target is not torch.ops.higher_order.tag_activation_checkpoint:
             with self._mode_for(args, kwargs):
