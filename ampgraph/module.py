@@ -7,7 +7,7 @@ import inspect
 import logging
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,19 +28,13 @@ from .rewrite import rewrite
 from .scaler import LossScaler
 from .shadow import ShadowWeights
 from .signature import Signature, accepted_shapes, changed_dims, fits, signature_of
-from .stand_in import is_method_of, rebound, stand_in
+from .source_face import SourceFace
 from .stored import StoredLow
 from .variant import Timing, Variant
 
 log = logging.getLogger("ampgraph")
 
 MANY_CAPTURES = 8
-_SHARED = (
-    "_parameters",
-    "_buffers",
-    "_modules",
-    "_non_persistent_buffers_set",
-)
 
 
 @dataclass(frozen=True)
@@ -55,7 +49,7 @@ class Options:
     just_in_time: bool = False
 
 
-class AmpModule(nn.Module):
+class AmpModule(SourceFace):
     """A converted model; made by `ampgraph.convert`.
 
     It shares the source's parameters, buffers and submodules (the same objects, the same state_dict
@@ -76,16 +70,11 @@ class AmpModule(nn.Module):
         stored_low: tuple[str, ...] = (),
         scaler: LossScaler | None = None,
     ):
-        self.__dict__["source"] = source
-        training = source.training
-        super().__init__()
-        source.training = training  # nn.Module's own __init__ sets it
-        self.__dict__.update({name: source.__dict__[name] for name in _SHARED})
+        super().__init__(source)
         self.__dict__["options"] = options
         self.__dict__["_variants"] = {}
         self.__dict__["_current"] = None
         self.__dict__["_gate"] = gate_of(source)
-        self.__dict__["_all_modules"] = tuple(source.modules())
         self.__dict__["scaler"] = scaler or LossScaler(
             options.policy.active_loss_scale(), source, device_of(source)
         )
@@ -162,30 +151,6 @@ class AmpModule(nn.Module):
             if seen_flags == flags and self._current not in variants and self._current_flags != flags:
                 return variants[-1]
         return self._current
-
-    def __getattr__(self, name: str) -> Any:
-        if isinstance(computed := getattr(type(self), name, None), property):
-            return computed.__get__(self)  # raises once more what brought us here
-        source = self.__dict__["source"]
-        try:
-            value = getattr(source, name)
-        except AttributeError:
-            raise AttributeError(f"{type(source).__name__!r} object has no attribute {name!r}") from None
-        if not is_method_of(value, source):
-            return value
-        if not isinstance(self.__dict__.get("_stand_in"), type(source)):
-            self.__dict__["_stand_in"] = stand_in(source, self)
-        return rebound(value, self.__dict__["_stand_in"], self)
-
-    def __prepare_scriptable__(self) -> Any:
-        """What ``torch.jit.trace`` and ``torch.jit.script`` ask first."""
-        raise CaptureError(
-            "TorchScript cannot hold a converted model; ampgraph.export(model, args) gives a program that "
-            "torch.export.save writes to a file."
-        )
-
-    def __dir__(self) -> list[str]:
-        return sorted({*super().__dir__(), *dir(self.source)})
 
     def extra_repr(self) -> str:
         return f"{type(self.source).__name__}, {self.policy!r}, backend={self.options.backend!r}"
@@ -370,27 +335,6 @@ class AmpModule(nn.Module):
 
     # -- being a module --------------------------------------------------------------------------
 
-    @property
-    def training(self) -> bool:
-        return self.source.training
-
-    @training.setter
-    def training(self, mode: bool) -> None:
-        self.source.training = mode
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name == "training":
-            self.source.training = value
-            return
-        if name == "__class__":  # FSDP2's fully_shard
-            object.__setattr__(self, name, value)
-            return
-        setattr(self.source, name, value)
-        self.__dict__["_all_modules"] = tuple(self.source.modules())
-
-    def __delattr__(self, name: str) -> None:
-        delattr(self.source, name)
-
     def _apply(self, fn: Callable, recurse: bool = True) -> AmpModule:
         self.source._apply(fn, recurse)
         self.scaler.move(device_of(self.source))
@@ -398,17 +342,6 @@ class AmpModule(nn.Module):
             for variant in variants:
                 variant.apply(fn)
         return self
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """As the source's."""
-        return self.source.state_dict(*args, **kwargs)
-
-    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """As the source's."""
-        return self.source.load_state_dict(state_dict, *args, **kwargs)
-
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        self.source._load_from_state_dict(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict) -> AmpModule:
         return _rebuild(copy.deepcopy(self.source, memo), *self.__reduce__()[1][1:])

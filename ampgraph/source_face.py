@@ -1,0 +1,93 @@
+"""`SourceFace`: a module that is to everybody around it the module that it stands for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from .errors import CaptureError
+from .stand_in import is_method_of, rebound, stand_in
+
+_SHARED = (
+    "_parameters",
+    "_buffers",
+    "_modules",
+    "_non_persistent_buffers_set",
+)
+
+
+class SourceFace(nn.Module):
+    """Shares the source's parameters, buffers, submodules, training mode, attributes and state.
+
+    What is set on it is set on the source; its own attributes are in ``__dict__``. Methods of the source run
+    with this module's forward in place of the source's.
+
+    Attributes:
+        source: The module that it stands for.
+    """
+
+    def __init__(self, source: nn.Module) -> None:
+        self.__dict__["source"] = source
+        training = source.training
+        super().__init__()
+        source.training = training  # nn.Module's own __init__ sets it
+        self.__dict__.update({name: source.__dict__[name] for name in _SHARED})
+        self.__dict__["_all_modules"] = tuple(source.modules())
+
+    @property
+    def training(self) -> bool:
+        return self.source.training
+
+    @training.setter
+    def training(self, mode: bool) -> None:
+        self.source.training = mode
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "training":
+            self.source.training = value
+            return
+        if name == "__class__":  # FSDP2's fully_shard
+            object.__setattr__(self, name, value)
+            return
+        setattr(self.source, name, value)
+        self.__dict__["_all_modules"] = tuple(self.source.modules())
+
+    def __delattr__(self, name: str) -> None:
+        delattr(self.source, name)
+
+    def __getattr__(self, name: str) -> Any:
+        if isinstance(computed := getattr(type(self), name, None), property):
+            return computed.__get__(self)  # raises once more what brought us here
+        source = self.__dict__["source"]
+        try:
+            value = getattr(source, name)
+        except AttributeError:
+            raise AttributeError(f"{type(source).__name__!r} object has no attribute {name!r}") from None
+        if not is_method_of(value, source):
+            return value
+        if not isinstance(self.__dict__.get("_stand_in"), type(source)):
+            self.__dict__["_stand_in"] = stand_in(source, self)
+        return rebound(value, self.__dict__["_stand_in"], self)
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *dir(self.source)})
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """As the source's."""
+        return self.source.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """As the source's."""
+        return self.source.load_state_dict(state_dict, *args, **kwargs)
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        self.source._load_from_state_dict(*args, **kwargs)
+
+    def __prepare_scriptable__(self) -> Any:
+        """What ``torch.jit.trace`` and ``torch.jit.script`` ask first."""
+        raise CaptureError(
+            "TorchScript cannot hold a converted model; ampgraph.export(model, args) gives a program that "
+            "torch.export.save writes to a file."
+        )
