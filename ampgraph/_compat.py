@@ -35,6 +35,7 @@ __all__ = [
     "evaluate",
     "fake_mode_of",
     "in_transform",
+    "is_exporting",
     "keep_dynamo_out",
     "keep_versions",
     "no_ambient_autocast",
@@ -326,6 +327,11 @@ def wrap_grad_modes(graph_module: GraphModule) -> GraphModule:
     from torch._export.passes.replace_set_grad_with_hop_pass import replace_set_grad_with_hop_pass
 
     return replace_set_grad_with_hop_pass(graph_module, None)[0]
+
+
+def is_exporting() -> bool:
+    """Whether ``torch.export`` traces. Dynamo in torch 2.11 takes torch's own question for true."""
+    return torch.compiler._is_exporting_flag
 
 
 def in_transform() -> bool:

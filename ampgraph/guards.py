@@ -16,7 +16,7 @@ import torch
 from torch.fx import Node
 from torch.fx import traceback as fx_traceback
 
-from ._compat import keep_dynamo_out
+from ._compat import is_exporting, keep_dynamo_out
 
 GUARD_KEY = "ampgraph_guard"
 FP16, FP32, LISTS = "fp16", "fp32", "lists"
@@ -54,14 +54,9 @@ def fp32_guard() -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def _keeping_marks() -> Iterator[None]:
+def _keeping_marks() -> contextlib.AbstractContextManager:
     """Lets an export that the user runs keep the marks, as our own captures do, for a later conversion."""
-    if not torch.compiler.is_exporting():
-        yield
-        return
-    with fx_traceback.preserve_node_meta():
-        yield
+    return fx_traceback.preserve_node_meta() if is_exporting() else contextlib.nullcontext()
 
 
 def guard_of(node: Node) -> str | None:
@@ -93,7 +88,7 @@ def _keep_dynamo_out_of_guards() -> None:
         keep_dynamo_out(function.__wrapped__)  # type: ignore[attr-defined]
     keep_dynamo_out(_capturing)
     keep_dynamo_out(is_capturing)
-    keep_dynamo_out(_keeping_marks.__wrapped__)  # type: ignore[attr-defined]
+    keep_dynamo_out(_keeping_marks)
 
 
 def is_capturing() -> bool:

@@ -15,7 +15,7 @@ import torch
 from torch import fx, nn
 from torch.export import Dim, ExportedProgram, ShapesCollection
 
-from ._compat import compiled_by_dynamo, in_transform, no_ambient_autocast
+from ._compat import compiled_by_dynamo, in_transform, is_exporting, no_ambient_autocast
 from .capture import capture_program, unlift
 from .errors import AmpGraphError, CaptureError, NoGraphError
 from .gate import gate_of
@@ -166,7 +166,7 @@ class AmpModule(SourceFace):
         return forward
 
     def _run(self, args: tuple, kwargs: dict[str, Any]) -> Any:
-        if torch.compiler.is_exporting() or torch.jit.is_tracing():
+        if is_exporting() or torch.jit.is_tracing():
             return self._run_traced(args, kwargs)
         if torch.compiler.is_compiling():
             return self._call_apart(args, kwargs)
