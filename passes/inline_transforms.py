@@ -38,6 +38,8 @@ class InlineTransforms(Pass):
         regions = list(_regions(graph_module.graph))
         for region in regions:
             _inline(graph_module, region, self.value)
+        if regions:
+            _erase_preparations(graph_module.graph)
         return bool(regions)
 
 
@@ -53,6 +55,13 @@ def _regions(graph: Graph) -> Iterator[list[Node]]:
         if region and not depth:
             yield region
             region = []
+
+
+def _erase_preparations(graph: Graph) -> None:
+    """Erases the calls before a transform that have torch load what it needs; programs cannot save them."""
+    for node in graph.nodes:
+        if getattr(node.target, "__name__", "") == "lazy_load_decompositions":
+            graph.erase_node(node)
 
 
 def _inline(graph_module: GraphModule, region: list[Node], value: str) -> None:

@@ -38,6 +38,9 @@ def lower_dynamo_graph(graph_module: fx.GraphModule, inputs: list) -> fx.GraphMo
     mode = next((f.fake_mode for f in fakes if isinstance(f, FakeTensor)), None)
     try:
         with capturing(), accept_real_constants(mode):
+            # The plain calls that this makes are as good for who runs the graph should it not be lowered.
+            for part in [m for m in graph_module.modules() if isinstance(m, fx.GraphModule)]:
+                InlineTransforms("example_value").run(part)
             lowered = make_fx(
                 lambda *values: _Lowering(graph_module, mode).run(*values),
                 pre_dispatch=True,
@@ -73,8 +76,6 @@ class _Lowering(fx.Interpreter):
     """
 
     def __init__(self, graph_module: fx.GraphModule, mode: FakeTensorMode | None) -> None:
-        # The plain calls that it makes are as good for whoever runs this graph should it not be lowered.
-        InlineTransforms("example_value").run(graph_module)
         super().__init__(graph_module)
         self._mode = mode
 
