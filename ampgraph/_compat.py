@@ -23,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map_only
 
 __all__ = [
+    "VERSION",
     "FakeTensor",
     "FakeTensorMode",
     "HigherOrderOperator",
@@ -231,7 +232,7 @@ def compiled_by_dynamo(model: Module, backend: str | Callable, **given: Any) -> 
 
 
 def _compiled_apart(model: Module, backend: str | Callable, **given: Any) -> Callable:
-    if _VERSION >= (2, 13):
+    if VERSION >= (2, 13):
         apart = {"isolate_recompiles": True, "recompile_limit": RECOMPILE_LIMIT}
         return torch.compile(model, backend=backend, **apart, **given)  # type: ignore[call-overload]
     own = FunctionType(_call_module.__code__.replace(), globals())
@@ -272,7 +273,7 @@ class _ParameterGuards:
                 torch._dynamo.config.skip_tensor_guards_with_matching_dict_tags = self._before
 
 
-_VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
+VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
 _parameter_guards = _ParameterGuards()
 
 

@@ -14,6 +14,8 @@ from typing import TypeVar
 import torch
 from torch._ops import OpOverload
 
+from ._compat import VERSION
+
 T = TypeVar("T")
 
 
@@ -61,9 +63,11 @@ PROMOTES = _names(
     add sub rsub mul div subtract multiply divide true_divide floor_divide remainder fmod where maximum
     minimum max.other min.other fmax fmin hypot copysign logaddexp logaddexp2 xlogy clamp.Tensor outer kron
     float_power cat concat concatenate stack hstack vstack dstack row_stack column_stack block_diag eq ne lt
-    le gt ge logical_and logical_or logical_xor mse_loss l1_loss smooth_l1_loss
+    le gt ge logical_and logical_or logical_xor l1_loss smooth_l1_loss
     """
 )
+# Before torch 2.13 its backward wants both operands in one dtype.
+PROMOTES_SINCE_2_13 = _names("mse_loss")
 
 # The dtype argument that makes an op read a low input and compute and return float32. linalg_norm and
 # linalg_matrix_norm have one too, but refuse low inputs for spectral and nuclear norms. The backward of
@@ -230,7 +234,7 @@ def promotes(target: OpOverload) -> bool:
 
     An in-place form reads them too, but keeps the dtype of the tensor it writes.
     """
-    return _listed(PROMOTES, target)
+    return _listed(PROMOTES, target) or (VERSION >= (2, 13) and _listed(PROMOTES_SINCE_2_13, target))
 
 
 @cache

@@ -12,7 +12,7 @@ from torch import nn
 
 import ampgraph
 from ampgraph import CaptureError
-from ampgraph._compat import _VERSION
+from ampgraph._compat import VERSION
 from tests.zoo import models as zoo
 from tests.zoo._more_modules import EarlyExit, Matcher, Segments
 
@@ -330,7 +330,7 @@ def test_dynamic_sizes_as_arguments_of_an_op():
             close(amp(x), model(x), 0.03)
 
 
-@pytest.mark.skipif(_VERSION < (2, 13), reason="torch 2.11 has torch._dynamo.config.recompile_limit only")
+@pytest.mark.skipif(VERSION < (2, 13), reason="torch 2.11 has torch._dynamo.config.recompile_limit only")
 def test_many_layers_behind_graph_breaks():
     """Each is of a class of its own, so Dynamo compiles their shared code once for each."""
 
