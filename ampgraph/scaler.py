@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .boundary import non_finite
+from .errors import PolicyError
 from .loop_watch import LoopWatch
 from .loss_scale import (
     DynamicLossScale,
@@ -74,7 +75,13 @@ class LossScaler:
 
         Returns:
             The scaler, so that ``scaler = amp.scaler.attach(optimizer)`` reads well.
+
+        Raises:
+            PolicyError: Something is not an optimizer.
         """
+        for optimizer in optimizers:
+            if not (hasattr(optimizer, "step") and hasattr(optimizer, "param_groups")):
+                raise PolicyError(f"attach takes optimizers, got {type(optimizer).__name__}.")
         for optimizer in map(stepping, optimizers):
             if not self.is_enabled() or self._is_attached(optimizer):
                 continue

@@ -20,10 +20,11 @@ from torch.fx import GraphModule, Node
 from . import graph_view as view
 from .cast_text import SHOWN, cast_lines, excerpt, left_out
 from .closeness import assert_close_to_fp32
-from .errors import did_you_mean
+from .errors import PolicyError, did_you_mean
 from .module import AmpModule
 from .module_path import module_paths_of
 from .plan import Plan
+from .policy import DTYPE_NAMES
 
 __all__ = ["assert_casts", "assert_close_to_fp32", "assert_dtype", "assert_no_casts_between", "cast_map"]
 
@@ -49,19 +50,21 @@ def cast_map(amp: AmpModule | GraphModule) -> str:
     return "\n".join(cast_lines(graph_module, plan).values())
 
 
-def assert_dtype(amp: AmpModule | GraphModule, pattern: str, dtype: torch.dtype) -> None:
+def assert_dtype(amp: AmpModule | GraphModule, pattern: str, dtype: torch.dtype | str) -> None:
     """Asserts that every op which matches computes in ``dtype``.
 
     Args:
         amp: What `ampgraph.convert` returned, or its graph module.
         pattern: A glob over graph node names and over module paths, as in ``Policy(rules=...)``: a module's
             path matches everything inside the module.
-        dtype: The dtype expected of each matching op with a floating result.
+        dtype: The dtype, or its name, expected of each matching op with a floating result.
 
     Raises:
         AssertionError: An op has another dtype, or nothing matches; the message shows the lines of the
             `cast_map` in question with their reasons.
+        PolicyError: There is no such dtype.
     """
+    dtype = _dtype(dtype)
     graph_module, plan = view.rewritten(amp)
     floats = [n for n in _ops(graph_module, plan) if any(v.is_floating_point() for v in view.values(n))]
     matching = _matching(floats, pattern, "floating-point op")
@@ -71,6 +74,15 @@ def assert_dtype(amp: AmpModule | GraphModule, pattern: str, dtype: torch.dtype)
     shown = excerpt(cast_lines(graph_module, plan), wrong, _reasons(graph_module, plan))
     count = f"{len(wrong)} of {len(matching)}"
     raise AssertionError(f"{count} ops that match {pattern!r} are not {dtype}:\n{shown}")
+
+
+def _dtype(given: torch.dtype | str) -> torch.dtype:
+    legal = {**DTYPE_NAMES, "float32": torch.float32, "fp32": torch.float32}
+    if isinstance(given, torch.dtype):
+        return given
+    if (name := str(given).removeprefix("torch.")) in legal:
+        return legal[name]
+    raise PolicyError(f"dtype={given!r} is not known; legal: {', '.join(legal)}.{did_you_mean(name, legal)}")
 
 
 def assert_casts(

@@ -416,3 +416,9 @@ def test_unscaled_float16_stalls_and_scaled_follows_float32() -> None:
     assert float32 < 0.5 * start
     assert scaled == pytest.approx(float32, rel=0.02)
     assert unscaled > 0.9 * start
+
+
+def test_attach_takes_optimizers_only():
+    amp = ampgraph.convert(nn.Linear(4, 4), (torch.ones(1, 4),), dtype=torch.float16)
+    with pytest.raises(ampgraph.PolicyError, match="attach takes optimizers, got str"):
+        amp.scaler.attach("adam")

@@ -128,6 +128,13 @@ def test_assert_dtype_by_node_module_and_glob(amp: ampgraph.AmpModule) -> None:
     assert_dtype(amp, "exp", torch.float32)
 
 
+def test_assert_dtype_takes_names(amp: ampgraph.AmpModule) -> None:
+    assert_dtype(amp, "linear*", "fp16")
+    assert_dtype(amp, "exp", "torch.float32")
+    with pytest.raises(ampgraph.PolicyError, match=r"dtype='fp61' is not known.*Did you mean 'fp16'"):
+        assert_dtype(amp, "exp", "fp61")
+
+
 def test_assert_dtype_shows_the_offending_lines(amp: ampgraph.AmpModule) -> None:
     with pytest.raises(AssertionError) as error:
         assert_dtype(amp, "*d*", LOW)
