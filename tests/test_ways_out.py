@@ -238,8 +238,8 @@ def test_source_is_the_model_unconverted():
 def test_copies_are_converted_models_of_their_own(way, how):
     model, args, _ = built("attention")
     amp = ampgraph.convert(model, args if how == "ahead of time" else None, policy="O2", dtype=BF16)
-    out = amp(*args).detach()
     copied = way(amp)
+    out = amp(*args).detach()
     equal(copied(*args).detach(), out)
     with torch.no_grad():
         copied.out.weight.zero_()
