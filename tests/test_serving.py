@@ -348,3 +348,21 @@ def test_many_layers_behind_graph_breaks():
     close(amp(X), model(X), 0.05)
     low = [g for g in amp.graph_modules if BF16 in dtype_of(g, "linear")]
     assert len(low) == 12
+
+
+def test_lists_of_constants():
+    """``meshgrid`` gives several tensors that depend on no input."""
+
+    class Grid(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x):
+            rows, columns = torch.meshgrid(torch.arange(4.0), torch.arange(8.0), indexing="ij")
+            return self.layer(x) + torch.stack([rows, columns]).sum(0)
+
+    model = Grid()
+    amp = ampgraph.convert(model, dtype=BF16)
+    close(amp(X), model(X), 0.03)
+    assert len(amp.graph_modules) == 1

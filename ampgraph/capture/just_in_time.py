@@ -107,8 +107,8 @@ class _Lowering(fx.Interpreter):
 def _use_one_fake_mode(graph_module: fx.GraphModule, mode: FakeTensorMode | None) -> None:
     """Brings constants, which tracing keeps under a fake mode of its own, into the graph's."""
     for node in graph_module.graph.nodes:
-        value = node.meta.get("val")
-        if mode is None or not isinstance(value, FakeTensor) or value.fake_mode is mode:
+        fakes = [leaf for leaf in tree_leaves(node.meta.get("val")) if isinstance(leaf, FakeTensor)]
+        if mode is None or all(fake.fake_mode is mode for fake in fakes):
             continue
         if node.op == "get_attr":
             node.meta["val"] = mode.from_tensor(getattr(graph_module, node.target))
