@@ -234,7 +234,13 @@ def compiled_by_dynamo(model: Module, backend: str | Callable, **given: Any) -> 
 def _compiled_apart(model: Module, backend: str | Callable, **given: Any) -> Callable:
     if VERSION >= (2, 13):
         apart = {"isolate_recompiles": True, "recompile_limit": RECOMPILE_LIMIT}
-        return torch.compile(model, backend=backend, **apart, **given)  # type: ignore[call-overload]
+        before = set(model.__dict__)
+        compiled = torch.compile(model, backend=backend, **apart, **given)  # type: ignore[call-overload]
+        # What is set on the result lands on the model: torch's mark, Lightning's arguments (the backend
+        # among them, which nothing can pickle).
+        for name in set(model.__dict__) - before:
+            del model.__dict__[name]
+        return compiled
     own = FunctionType(_call_module.__code__.replace(), globals())
     compiled = torch.compile(own, backend=backend, **given)
 
@@ -331,8 +337,20 @@ def wrap_grad_modes(graph_module: GraphModule) -> GraphModule:
 
 
 def is_exporting() -> bool:
-    """Whether ``torch.export`` traces. Dynamo in torch 2.11 takes torch's own question for true."""
-    return torch.compiler._is_exporting_flag
+    """Whether ``torch.export`` traces in this thread; torch's own flag is the process's.
+
+    Dynamo in torch 2.11 takes ``torch.compiler.is_exporting()`` for true wherever it is asked.
+    """
+    flag = torch.compiler._is_exporting_flag
+    return flag and (torch.compiler.is_dynamo_compiling() or _has_modes())
+
+
+def _has_modes() -> bool:
+    """Whether this thread traces: its dispatch modes, or the key that sends its ops to those of the process."""
+    pre_dispatch = torch._C.DispatchKey.PreDispatch
+    return bool(
+        torch._C._len_torch_dispatch_stack() or torch._C._dispatch_tls_is_dispatch_key_included(pre_dispatch)
+    )
 
 
 def in_transform() -> bool:

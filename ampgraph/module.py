@@ -168,7 +168,7 @@ class AmpModule(SourceFace):
     def _run(self, args: tuple, kwargs: dict[str, Any]) -> Any:
         if is_exporting() or torch.jit.is_tracing():
             return self._run_traced(args, kwargs)
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
             return self._call_apart(args, kwargs)
         if torch._C._is_any_autocast_enabled():
             # Precision is the plan's alone: an autocast around the call must not cast once more.

@@ -156,6 +156,41 @@ def test_a_model_runs_while_it_is_captured_anew(level: str, switching: None) -> 
     assert all(type(out) is torch.Tensor and torch.equal(out, expected) for out in outs)
 
 
+def test_first_calls_of_many_sizes_under_inference_mode(switching: None) -> None:
+    sizes = [1, 2, 4, 8]
+    amp = ampgraph.convert(Net().eval(), (torch.randn(3, 8),), dtype=torch.bfloat16)
+
+    @torch.inference_mode()
+    def work(number: int) -> list[torch.Size]:
+        return [amp(torch.randn(sizes[number - turn], 8)).shape for turn in range(THREADS)]
+
+    assert in_threads(work) == [[(sizes[i - turn], 8) for turn in range(THREADS)] for i in range(THREADS)]
+    assert len(amp.graph_modules) <= 3  # the first, one with a dynamic size, one for size 1
+
+
+def test_a_capture_by_one_thread_is_none_by_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch's flag says of the whole process that it exports, and its mode stack holds for every thread."""
+    inside, done = threading.Event(), threading.Event()
+
+    class Slow(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            inside.set()
+            assert done.wait(60)
+            return x * 2
+
+    amp, x = ampgraph.convert(Net(), (torch.randn(2, 8),), dtype=torch.float16), torch.randn(2, 8)
+    expected = amp(x)
+    monkeypatch.setattr(ampgraph.AmpModule, "_run_traced", lambda *_: pytest.fail("nobody traces here"))
+    with ThreadPoolExecutor(1) as pool:
+        capture = pool.submit(ampgraph.convert, Slow(), (x,))
+        try:
+            assert inside.wait(60)
+            assert torch.equal(amp(x), expected)
+        finally:
+            done.set()
+        capture.result()
+
+
 def test_a_capture_waits_for_calls_and_calls_for_a_capture() -> None:
     events: list[str] = []
     door = gate.CaptureGate()

@@ -247,6 +247,25 @@ def test_copies_are_converted_models_of_their_own(way, how):
     assert not torch.equal(copied(*args), out)
 
 
+@pytest.mark.parametrize("how", ["ahead of time", "just in time"])
+def test_converting_leaves_no_mark_on_the_model(how, monkeypatch):
+    """torch.compile marks what it returns, which marks the model; Lightning adds all arguments to that."""
+    compile_ = torch.compile
+
+    def marking(model, **kwargs):
+        compiled = compile_(model, **kwargs)
+        compiled._compile_kwargs = kwargs
+        return compiled
+
+    monkeypatch.setattr(torch, "compile", marking)
+    model, args, _ = built("attention")
+    before = set(vars(model))
+    amp = ampgraph.convert(model, args if how == "ahead of time" else None, dtype=BF16)
+    out = amp(*args)
+    assert set(vars(model)) == before
+    equal(pickle.loads(pickle.dumps(amp))(*args), out)
+
+
 # -- what other tools do with a module ----------------------------------------------------------------------
 
 
