@@ -44,3 +44,7 @@ __all__ = [
     "to_model_explorer",
     "to_networkx",
 ]
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import operator
 import threading
 from collections.abc import Callable, Iterator
@@ -13,6 +14,7 @@ import torch
 from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.source import LocalSource
 from torch._ops import HigherOrderOperator, OpOverload
+from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.export import ExportedProgram
 from torch.fx import Graph, GraphModule, Node
@@ -33,6 +35,7 @@ __all__ = [
     "active_data_parallel",
     "aot_eager",
     "compiled_by_dynamo",
+    "errors_raised_not_logged",
     "evaluate",
     "fake_mode_of",
     "in_transform",
@@ -184,6 +187,25 @@ def no_saved_tensor_hooks() -> Iterator[None]:
     """
     with torch._dynamo.utils._disable_saved_tensors_hooks_during_tracing():
         yield
+
+
+@contextlib.contextmanager
+def errors_raised_not_logged(is_here: Callable[[], bool]) -> Iterator[None]:
+    """Keeps fake tensors from logging, traceback and all, the errors that they raise as well.
+
+    Args:
+        is_here: Whether what is logged comes from the code inside; other threads log as ever.
+    """
+    logger = logging.getLogger(fake_tensor.__name__)
+
+    def keep(record: logging.LogRecord) -> bool:
+        return record.exc_info is None or not is_here()
+
+    logger.addFilter(keep)
+    try:
+        yield
+    finally:
+        logger.removeFilter(keep)
 
 
 def aot_eager(keep: Callable[[str, GraphModule], None]) -> Callable:
@@ -346,7 +368,7 @@ def is_exporting() -> bool:
 
 
 def _has_modes() -> bool:
-    """Whether this thread traces: its dispatch modes, or the key that sends its ops to those of the process."""
+    """Whether this thread traces: has dispatch modes, or sends its ops to those of the process."""
     pre_dispatch = torch._C.DispatchKey.PreDispatch
     return bool(
         torch._C._len_torch_dispatch_stack() or torch._C._dispatch_tls_is_dispatch_key_included(pre_dispatch)

@@ -163,7 +163,7 @@ class Explanation:
         """Returns why one node or cast is what it is, as a chain of reasons.
 
         Args:
-            name: A node's name or label, or a cast node's name.
+            name: A node's name or label, a cast node's name, or a module path, for all nodes of that module.
 
         Raises:
             AmpGraphError: The graph has no such node; names the nearest.
@@ -171,8 +171,16 @@ class Explanation:
         for cast in self.casts:
             if cast.name == name:
                 return report.why_cast(cast)
+        if inside := self._of_module(name):
+            return "\n\n".join(map(self.why, inside))
         row = self.node(name)
         return report.why_node(row, self.chain(name), [c for c in self.casts if c.name in row.reads_cast])
+
+    def _of_module(self, path: str) -> list[str]:
+        """Returns the names of a module's own float ops; none where a node has that name."""
+        if any(path in (row.name, row.label) for row in self.nodes):
+            return []
+        return [row.name for row in self.nodes if row.module == path and row.is_float_op]
 
     def under(self, policy: Policy | str) -> Explanation:
         """Explains the same graph as it would be under another policy; captures nothing.

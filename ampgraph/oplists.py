@@ -323,7 +323,9 @@ def _checked_name(op: OpName) -> str:
     name = op.replace("::", ".")
     if _exists(name):
         return name
-    raise PolicyError(f"torch has no op {op!r}.{did_you_mean(name, _known_names())}")
+    aten = f"aten.{name.rpartition('.')[2]}"  # of torch.nn.functional.gelu, torch.gelu
+    near = f" Did you mean {aten!r}?" if _exists(aten) else did_you_mean(name, _known_names())
+    raise PolicyError(f"torch has no op {op!r}.{near}")
 
 
 def _exists(name: str) -> bool:

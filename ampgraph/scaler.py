@@ -7,6 +7,7 @@ run unchanged; `scale` and `unscale_` have nothing left to do.
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -82,6 +83,7 @@ class LossScaler:
         for optimizer in optimizers:
             if not (hasattr(optimizer, "step") and hasattr(optimizer, "param_groups")):
                 raise PolicyError(f"attach takes optimizers, got {type(optimizer).__name__}.")
+            self._warn_about_strangers(optimizer)
         for optimizer in map(stepping, optimizers):
             if not self.is_enabled() or self._is_attached(optimizer):
                 continue
@@ -91,6 +93,15 @@ class LossScaler:
                 optimizer.step = attached_step(optimizer)  # type: ignore[method-assign]
             optimizer._amp_scalers.append(self)  # type: ignore[attr-defined]
         return self
+
+    def _warn_about_strangers(self, optimizer: Optimizer) -> None:
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        if parameters and all(slot is None for slot in self._slots.of(parameters)):
+            warnings.warn(
+                f"amp.scaler.attach: none of the {len(parameters)} parameters of this "
+                f"{type(optimizer).__name__} belongs to this model; is it the optimizer of another?",
+                stacklevel=3,
+            )
 
     def scale(self, outputs: Any) -> Any:
         """Returns its argument: the graph scales."""

@@ -171,6 +171,7 @@ def test_why() -> None:
     assert "reads q.weight cast from float32 to float16" in explanation.why("linear")
     assert "widens split[1]" in explanation.why("add")
     assert "linear, linear_1, linear_2" in explanation.why(explanation.casts[0].name)
+    assert explanation.why("q") == explanation.why("linear")  # a module path
     with pytest.raises(AmpGraphError, match="Did you mean 'linear"):
         explanation.why("lineer")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Callable
 
 import pytest
@@ -124,3 +125,36 @@ def test_timings_of_every_graph(examples: tuple | None) -> None:
     amp.eval()(X)
     assert len(amp.timings) == len(amp.graph_modules) == 2
     assert all(timing.capture > 0 and timing.rewrite > 0 for timing in amp.timings)
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "given", "cause"),
+    [
+        ((X, X), {}, "Tensor, Tensor", "too many positional arguments"),
+        ((X,), {"mask": None}, "Tensor, mask=NoneType", "got an unexpected keyword argument 'mask'"),
+        ((), {}, "", "missing a required argument: 'x'"),
+    ],
+)
+def test_inputs_that_forward_does_not_take(args: tuple, kwargs: dict, given: str, cause: str) -> None:
+    message = f"Calls.forward takes (x: 'object') -> 'object', but the example inputs are ({given}): {cause}."
+    with pytest.raises(CaptureError) as raised:
+        ampgraph.convert(Calls(lambda linear, x: linear(x)), args, kwargs)
+    assert str(raised.value) == message
+
+
+def test_a_type_error_in_forward_is_forwards_own() -> None:
+    with pytest.raises(CaptureError, match=r"could not be captured at .*TypeError: bad operand type"):
+        ampgraph.convert(Calls(lambda linear, x: -"x"), (X,))
+
+
+def test_what_is_raised_is_not_logged_as_well(caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(CaptureError, match="same reduction dim"):
+        ampgraph.convert(Calls(lambda linear, x: linear(x)), (torch.randn(2, 5),))
+    assert not errors(caplog)
+    with pytest.raises(RuntimeError):
+        torch.export.export(nn.Linear(4, 4), (torch.randn(2, 5),))
+    assert errors(caplog)  # outside of a capture, torch logs as ever
+
+
+def errors(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
+    return [record for record in caplog.records if record.levelno >= logging.ERROR]

@@ -326,6 +326,8 @@ def test_unknown_op_is_named_with_the_nearest():
         PolicyError, match=r"torch has no op 'aten\.softmax\.intt'\. Did you mean 'aten\.softmax\.int'"
     ):
         OpLists(white=["aten.softmax.intt"])
+    with pytest.raises(PolicyError, match=r"functional\.gelu'\. Did you mean 'aten\.gelu'\?"):
+        OpLists(white=["torch.nn.functional.gelu"])
 
 
 @pytest.mark.parametrize(

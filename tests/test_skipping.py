@@ -422,3 +422,13 @@ def test_attach_takes_optimizers_only():
     amp = ampgraph.convert(nn.Linear(4, 4), (torch.ones(1, 4),), dtype=torch.float16)
     with pytest.raises(ampgraph.PolicyError, match="attach takes optimizers, got str"):
         amp.scaler.attach("adam")
+
+
+def test_attach_tells_of_an_optimizer_of_another_model():
+    amp = ampgraph.convert(nn.Linear(4, 4), (torch.ones(1, 4),), dtype=torch.float16)
+    other = nn.Linear(4, 4)
+    with pytest.warns(UserWarning, match="none of the 2 parameters of this SGD belongs to this model"):
+        amp.scaler.attach(torch.optim.SGD(other.parameters(), lr=0.1))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        amp.scaler.attach(torch.optim.SGD([*other.parameters(), *amp.parameters()], lr=0.1))

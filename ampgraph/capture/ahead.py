@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import threading
 import traceback
 import warnings
@@ -15,7 +16,7 @@ from torch import fx, nn
 from torch.export import ExportedProgram
 from torch.fx import traceback as fx_traceback
 
-from .._compat import no_ambient_autocast, no_saved_tensor_hooks
+from .._compat import errors_raised_not_logged, no_ambient_autocast, no_saved_tensor_hooks
 from ..errors import CaptureError
 
 # torch.fx.traceback keeps its state in globals.
@@ -77,6 +78,7 @@ def capture_program(
                 model, args, kwargs or {}, dynamic_shapes=dynamic_shapes, strict=False
             )
     except Exception as error:
+        _check_arguments(model, args, kwargs or {}, error)
         raise CaptureError(_explain(model, error)) from error
     for module in program.graph_module.modules():
         if isinstance(module, fx.GraphModule):
@@ -104,6 +106,7 @@ def capturing() -> Iterator[None]:
         torch.enable_grad(),
         no_ambient_autocast(),
         no_saved_tensor_hooks(),
+        errors_raised_not_logged(is_capturing_here),
     ):
         outer, _here.is_capturing = is_capturing_here(), True
         try:
@@ -139,6 +142,23 @@ def _warn_about_custom_functions(model: str) -> Iterator[None]:
             "those of that forward, not of the custom backward. Convert without example inputs to keep it.",
             stacklevel=5,
         )
+
+
+def _check_arguments(model: nn.Module, args: tuple, kwargs: dict[str, Any], error: Exception) -> None:
+    """Raises where the capture failed because forward does not take these arguments."""
+    if not isinstance(error, TypeError):
+        return
+    signature = inspect.signature(model.forward)
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as mismatch:
+        given = [type(value).__name__ for value in args] + [
+            f"{n}={type(v).__name__}" for n, v in kwargs.items()
+        ]
+        raise CaptureError(
+            f"{type(model).__name__}.forward takes {signature}, but the example inputs are "
+            f"({', '.join(given)}): {mismatch}."
+        ) from error
 
 
 def _explain(model: nn.Module, error: Exception) -> str:

@@ -66,4 +66,6 @@ def _routes() -> list[Callable[[str, str], bytes]]:
 
 
 def _failed(suffix: str, message: str) -> AmpGraphError:
-    return AmpGraphError(f"draw: Graphviz could not make {suffix!r}: {message.strip()}")
+    # Graphviz lists every format that it was built with, dozens of them.
+    cause = message.partition("(must be one of")[0].strip()
+    return AmpGraphError(f"draw: Graphviz could not make {suffix!r}: {cause}; common are svg, png and pdf.")
