@@ -325,6 +325,7 @@ class AmpModule(SourceFace):
         from .backends import make_backend
 
         def record(graph_module: fx.GraphModule, plan: Plan, aot: AotGraphs, timing: Timing) -> None:
+            type(graph_module).__name__ = type(self.source).__name__  # every graph module has its own class
             variant = Variant(graph_module, plan, self.options, self.scaler, timing=timing, aot=aot)
             self._variants.setdefault((self._flags(), "just in time"), []).append(variant)
             self.__dict__["_current"], self.__dict__["_current_flags"] = variant, self._flags()

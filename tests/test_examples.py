@@ -31,6 +31,7 @@ def load(name: str, *needs: str) -> Any:
     assert spec is not None
     assert spec.loader is not None
     module: ModuleType = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # torch 2.11's Dynamo imports what it inlines
     spec.loader.exec_module(module)
     return module
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import sysconfig
 import threading
 import traceback
 import warnings
@@ -25,6 +26,7 @@ _here = threading.local()
 
 _OURS = Path(__file__).parents[1]
 _TORCH = Path(torch.__file__).parent
+_PYTHON = Path(sysconfig.get_path("stdlib"))
 _JUST_IN_TIME = "or call ampgraph.convert(model) without example inputs to capture just in time"
 _DATA_DEPENDENT = ("data-dependent", "data dependent", "DataDependent", "is_nonzero", "unbacked")
 # (part of torch's message, function that the error came through or "", what helps); the first that fits.
@@ -40,15 +42,23 @@ _HINTS = (
     *(
         (
             cause,
-            "",
+            function,
             "Make a dataclass among inputs or outputs known with torch.export.register_dataclass(TheClass); "
             f"of other types (caches, for instance), take and return their tensors, {_JUST_IN_TIME}.",
         )
-        for cause in ("in output, which is not a known type", "Unsupported input type")
+        for cause, function in (
+            ("in output, which is not a known type", ""),
+            ("Unsupported input type", ""),
+            ("unhashable type", "weakref.py:__contains__"),  # torch 2.11, of an output
+        )
     ),
     *(
         (cause, "", f"Gradients inside forward: take them outside of the model, {_JUST_IN_TIME}.")
-        for cause in ("fake tensor in the exported program constant's list", "functorch tensor")
+        for cause in (
+            "fake tensor in the exported program constant's list",
+            "functorch tensor",
+            "Expected FakeTensor, got <class 'torch.Tensor'>",  # torch 2.11
+        )
     ),
 )
 
@@ -181,10 +191,15 @@ def _hint(error: BaseException) -> str:
 
 
 def user_line(error: BaseException) -> str:
-    """Returns ``file:line (code)`` of the innermost frame outside torch and ampgraph, or ``""``."""
+    """Returns ``file:line (code)`` of the innermost frame outside torch, ampgraph and Python, or ``""``."""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        path = Path(frame.filename)
-        if path.suffix != ".py" or _TORCH in path.parents or _OURS in path.parents:
+        if not _is_users(Path(frame.filename)):
             continue
         return f"{frame.filename}:{frame.lineno}" + (f" ({frame.line})" if frame.line else "")
     return ""
+
+
+def _is_users(path: Path) -> bool:
+    if path.suffix != ".py" or _TORCH in path.parents or _OURS in path.parents:
+        return False
+    return _PYTHON not in path.parents or bool({"site-packages", "dist-packages"}.intersection(path.parts))

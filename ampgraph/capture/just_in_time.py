@@ -41,8 +41,12 @@ def lower_dynamo_graph(graph_module: fx.GraphModule, inputs: list) -> fx.GraphMo
             # The plain calls that this makes are as good for who runs the graph should it not be lowered.
             for part in [m for m in graph_module.modules() if isinstance(m, fx.GraphModule)]:
                 InlineTransforms("example_value").run(part)
+
+            def lowered_part(*values: Any) -> Any:  # its name is the graph module's
+                return _Lowering(graph_module, mode).run(*values)
+
             lowered = make_fx(
-                lambda *values: _Lowering(graph_module, mode).run(*values),
+                lowered_part,
                 pre_dispatch=True,
                 tracing_mode="real",
                 _allow_non_fake_inputs=True,
