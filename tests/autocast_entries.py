@@ -8,6 +8,7 @@ same computation with the casts written by hand.
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -103,8 +104,10 @@ def entries(device_type: str) -> Iterator[Entry]:
     lists = (AutocastTestLists if on_cuda else AutocastCPUTestLists)(torch.device("cpu"))
     low = torch.float16 if on_cuda else torch.bfloat16
     for section, rows in vars(lists).items():
-        for index, row in enumerate(rows):
-            yield _entry(f"{device_type}-{section}-{index}-{row[0]}", section, row, low)
+        seen: Counter[str] = Counter()
+        for row in rows:
+            seen[row[0]] += 1
+            yield _entry(f"{device_type}-{section}-{row[0]}-{seen[row[0]]}", section, row, low)
 
 
 def cast(value: Any, dtype: torch.dtype) -> Any:

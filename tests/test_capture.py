@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ampgraph
 from ampgraph import AmpGraphError, CaptureError, NoLossScale, Policy, PolicyError
+from ampgraph._compat import VERSION
 
 from .helpers import Fn, close, dtype_of, inserted, nodes_of
 
@@ -718,6 +719,7 @@ def test_recurrent_layers_train_on_compiled_backends(args, layer):
     assert all(p.grad.abs().sum() > 0 for p in model.parameters())
 
 
+@pytest.mark.xfail(VERSION < (2, 13), reason="torch's fake tensors cannot unpack; a named limit", strict=True)
 def test_packed_sequences_just_in_time():
     class Packed(nn.Module):
         def __init__(self):

@@ -103,6 +103,8 @@ class _Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         twins = {id(leaf.inner): leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, _Twin)}
         inner_args, inner_kwargs = tree_map(_inner, (args, kwargs or {}))
+        if func is aten.view.default:
+            func = aten.reshape.default  # attention's strides here are not those that were captured
         out = func(*inner_args, **inner_kwargs)
         out = tree_map_only(FakeTensor, lambda inner: twins.get(id(inner), inner), out)
         out = tree_map_only(FakeTensor, _Twin, out)
