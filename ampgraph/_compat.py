@@ -263,6 +263,9 @@ def _compiled_apart(model: Module, backend: str | Callable, **given: Any) -> Cal
         for name in set(model.__dict__) - before:
             del model.__dict__[name]
         return compiled
+    # In torch 2.11 each call with fullgraph sets a switch of the process and sets it back; calls from several
+    # threads leave it set, and then Dynamo skips code everywhere.
+    given["fullgraph"] = False
     own = FunctionType(_call_module.__code__.replace(), globals())
     compiled = torch.compile(own, backend=backend, **given)
 

@@ -32,6 +32,8 @@ DEFAULT_WHITE = (
         miopen_convolution miopen_convolution_transpose miopen_depthwise_convolution thnn_conv2d slow_conv3d
         slow_conv_dilated2d slow_conv_dilated3d slow_conv_transpose2d slow_conv_transpose3d
         _conv_depthwise2d conv_depthwise3d""",
+        when="has_weight_gradient",
+        otherwise="black",
     ),
     Rows(
         "white",

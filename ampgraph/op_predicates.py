@@ -34,6 +34,20 @@ def overwrites(node: torch.fx.Node, low_dtype: torch.dtype) -> str | None:
     return "adds into its result, one rounding per term" if bound.get("accumulate") else None
 
 
+def has_weight_gradient(node: torch.fx.Node, low_dtype: torch.dtype) -> str | None:
+    """Objects to 3-D convolutions in bfloat16 on a CPU, where torch gets the gradient of their weight wrong.
+
+    Kernels of 5x5x5 and larger give NaN or memory that nothing wrote (torch 2.11 and 2.13, oneDNN).
+    """
+    weight = _bind(node).get("weight")
+    value = weight.meta.get("val") if isinstance(weight, torch.fx.Node) else None
+    if not isinstance(value, torch.Tensor) or value.dim() != 5 or value.device.type != "cpu":
+        return None
+    if low_dtype != torch.bfloat16:
+        return None
+    return "the gradient of a 3-D weight is wrong in bfloat16 on a CPU"
+
+
 def _scalar_operands(node: torch.fx.Node) -> list[float]:
     # A small integer that steers the op (dim) always fits, so it needs no exception.
     values = _bind(node).values()
@@ -47,4 +61,6 @@ def _bind(node: torch.fx.Node) -> dict[str, object]:
     return {**dict(zip(names, node.args, strict=False)), **node.kwargs}
 
 
-PREDICATES: Mapping[str, Predicate] = MappingProxyType({"overwrites": overwrites, "scalars_fit": scalars_fit})
+PREDICATES: Mapping[str, Predicate] = MappingProxyType(
+    {function.__name__: function for function in (has_weight_gradient, overwrites, scalars_fit)}
+)

@@ -123,8 +123,8 @@ def test_torch_lists_equal_the_installed_header(macro):
 def test_torch_lists_name_every_op_with_a_cuda_autocast_kernel():
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
     # torch 2.11 has overloads for named dimensions still.
-    names = [name.removeprefix("aten::") for name, _ in aten_ops() if not name.lower().endswith("dimname")]
-    registered = {name for name in names if has_kernel(f"aten::{name}", "AutocastCUDA")}
+    names = [name for name, _ in aten_ops() if not any(word in name for word in ("imname", "names"))]
+    registered = {name.removeprefix("aten::") for name in names if has_kernel(name, "AutocastCUDA")}
     ours = {name for row in op_presets.TORCH for name in row.ops.split()}
     assert registered - ours == set()
 

@@ -1,0 +1,84 @@
+"""Low-precision kernels of torch's that are wrong on a CPU: what is avoided, and what is not."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import ampgraph
+from ampgraph import NoLossScale, OpLists, Policy
+from tests.zoo.cpu_kernels import layer_norm_sums_in_float32
+
+from .helpers import dtype_of
+
+FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
+
+
+def gradients(module: nn.Module, x: torch.Tensor, weights: torch.Tensor) -> list[torch.Tensor]:
+    module.zero_grad()
+    (module(x) * weights).sum().backward()
+    return [p.grad.clone() for p in module.parameters()]
+
+
+def worst(found: list[torch.Tensor], exact: list[torch.Tensor]) -> float:
+    """Returns the largest relative error of one parameter's gradient; NaN counts as infinite."""
+    errors = [float((one - other).norm() / other.norm()) for one, other in zip(found, exact, strict=True)]
+    return max(e if e == e else float("inf") for e in errors)
+
+
+@pytest.mark.parametrize("how", ["ahead of time", "just in time"])
+@pytest.mark.parametrize("layer", [nn.Conv3d, nn.ConvTranspose3d])
+def test_3d_convolutions_train_right_in_bfloat16(layer, how):
+    model, x = (
+        nn.Sequential(layer(3, 16, 7, padding=3), nn.ReLU(), nn.Conv3d(16, 8, 5)),
+        torch.randn(2, 3, 6, 14, 14),
+    )
+    amp = ampgraph.convert(model, (x,) if how == "ahead of time" else None, dtype=BF16)
+    weights = torch.randn(amp(x).shape)
+    exact = gradients(model, x, weights)
+    assert worst(gradients(amp, x, weights), exact) < 0.05
+
+
+@pytest.mark.parametrize(
+    ("layer", "shape", "ops", "dtype", "expected"),
+    [
+        (nn.Conv3d(1, 2, 3), (1, 1, 4, 4, 4), OpLists.default(), BF16, FP32),
+        (nn.Conv3d(1, 2, 3), (1, 1, 4, 4, 4), OpLists.default(), FP16, FP16),
+        (nn.Conv3d(1, 2, 3), (1, 4, 4, 4), OpLists.default(), BF16, FP32),  # without a batch
+        (nn.Conv2d(1, 2, 3), (1, 1, 4, 4), OpLists.default(), BF16, BF16),
+        (nn.Conv3d(1, 2, 3), (1, 1, 4, 4, 4), OpLists.default().with_white("aten.conv3d"), BF16, BF16),
+        (nn.Conv3d(1, 2, 3), (1, 1, 4, 4, 4), OpLists.torch(), BF16, BF16),
+    ],
+)
+def test_only_3d_convolutions_in_bfloat16_of_the_default_lists(layer, shape, ops, dtype, expected):
+    amp = ampgraph.convert(copy.deepcopy(layer), (torch.randn(shape),), policy=Policy(ops=ops, dtype=dtype))
+    assert dtype_of(amp.graph_module, "conv2d" if isinstance(layer, nn.Conv2d) else "conv3d") == [expected]
+
+
+def test_on_other_devices_they_run_low():
+    with torch.device("meta"):
+        layer, x = nn.Conv3d(1, 2, 3), torch.randn(1, 1, 4, 4, 4)
+    amp = ampgraph.convert(layer, (x,), dtype=BF16)
+    assert dtype_of(amp.graph_module, "conv3d") == [BF16]
+
+
+@pytest.mark.parametrize("dtype", [FP16, BF16])
+def test_layer_norm_sums_its_gradients_low(dtype):
+    """A named limit: what is off is the kernel's sum over rows, which torch's CPU autocast shares."""
+    model = nn.Sequential(nn.Linear(16, 96), nn.LayerNorm(96), nn.Linear(96, 16))
+    x, weights = torch.randn(3136, 16), torch.randn(3136, 16) + 0.3
+    policy = Policy(dtype=dtype, loss_scale=NoLossScale())
+    amp = ampgraph.convert(model, (x,), policy=policy)
+    exact, eps = gradients(model, x, weights), torch.finfo(dtype).eps
+    assert dtype_of(amp.graph_module, "layer_norm") == [dtype]
+    assert worst(gradients(amp, x, weights), exact) > 4 * eps
+    with torch.autocast("cpu", dtype=dtype):
+        assert worst(gradients(model, x, weights), exact) > 4 * eps
+    with layer_norm_sums_in_float32():
+        assert worst(gradients(amp, x, weights), exact) < 2 * eps
+    assert worst(gradients(amp, x, weights), exact) > 4 * eps
+    black = Policy(dtype=dtype, loss_scale=NoLossScale(), ops=OpLists.default().with_black("aten.layer_norm"))
+    assert worst(gradients(ampgraph.convert(model, (x,), policy=black), x, weights), exact) < 2 * eps
