@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -13,8 +14,9 @@ from ._compat import wrap_grad_modes
 from .capture import capture_program
 from .errors import PolicyError
 from .module import AmpModule
-from .passes import ExplicitCasts, run_passes
+from .passes import ExplicitCasts, ReadStored, run_passes
 from .passes.insert_casts import is_inserted
+from .passes.shadow import casts_of
 from .plan import META_KEY
 from .policy import Policy
 from .rewrite import rewrite
@@ -31,6 +33,8 @@ def export(
     explicit_casts: bool = False,
 ) -> ExportedProgram:
     """Exports a model with its casts in the graph.
+
+    At level O3, in evaluation mode, the program holds low the parameters that it reads low alone.
 
     Args:
         model: The source model, or a converted one, whose source and policy are then taken; not changed.
@@ -51,7 +55,9 @@ def export(
         policy = model.policy if policy is None else policy
         model = _source_of(model)
     program = capture_program(model, args, kwargs, dynamic_shapes)
-    return convert_program(program, Policy.of(policy, dtype), explicit_casts)
+    chosen = Policy.of(policy, dtype)
+    stores_low = chosen.level == "O3" and not model.training
+    return convert_program(program, chosen, explicit_casts, stores_low)
 
 
 def _source_of(amp: AmpModule) -> nn.Module:
@@ -64,9 +70,16 @@ def _source_of(amp: AmpModule) -> nn.Module:
 
 
 def convert_program(
-    program: ExportedProgram, policy: Policy, explicit_casts: bool = False
+    program: ExportedProgram, policy: Policy, explicit_casts: bool = False, stores_low: bool = False
 ) -> ExportedProgram:
-    """Returns a new program with casts inserted; the given one is not changed."""
+    """Returns a new program with casts inserted; the given one is not changed.
+
+    Args:
+        program: The program.
+        policy: The policy.
+        explicit_casts: As for `export`.
+        stores_low: Whether parameters that the new program reads low alone are stored so in it.
+    """
     low_dtype = policy.low_dtype(next((t.device for t in program.state_dict.values()), torch.device("cpu")))
     graph_module = copy.deepcopy(program.graph_module)
     for old, new in zip(program.graph.nodes, graph_module.graph.nodes, strict=True):
@@ -75,6 +88,9 @@ def convert_program(
     _mark_parameters(graph_module, program)
     modules = sorted({p for e in program.module_call_graph for p in [e.fqn]})
     rewrite(graph_module, policy.replace(dtype=low_dtype), low_dtype, modules)
+    state = dict(program.state_dict)
+    if stores_low:
+        state |= _store_low(graph_module, signature.inputs_to_parameters, state, low_dtype)
     for part in [m for m in graph_module.modules() if isinstance(m, torch.fx.GraphModule)]:
         if explicit_casts:
             run_passes(part, (ExplicitCasts(low_dtype),))
@@ -95,13 +111,35 @@ def convert_program(
         root=graph_module,
         graph=graph_module.graph,
         graph_signature=signature,
-        state_dict=program.state_dict,
+        state_dict=state,
         range_constraints=program.range_constraints,
         module_call_graph=copy.deepcopy(program.module_call_graph),
         example_inputs=program.example_inputs,
         constants=program.constants,
         verifiers=[program.verifier],
     )
+
+
+def _store_low(
+    graph_module: torch.fx.GraphModule,
+    parameters: Mapping[str, str],
+    state: Mapping[str, torch.Tensor],
+    low_dtype: torch.dtype,
+) -> dict[str, torch.Tensor]:
+    """Makes the graph read low what it casts at every use, and returns those parameters, low, by name.
+
+    Args:
+        graph_module: The rewritten graph.
+        parameters: Names of parameters by the name of their placeholder.
+        state: Tensors by the parameters' names; tied parameters are one tensor.
+        low_dtype: The low dtype.
+    """
+    placeholders = graph_module.graph.find_nodes(op="placeholder")
+    reads = [(n, state[parameters[n.name]]) for n in placeholders if n.name in parameters]
+    wide = {id(p) for n, p in reads if p.dtype != torch.float32 or len(casts_of(n)) != len(n.users)}
+    narrow = {id(p): nn.Parameter(p.to(low_dtype), p.requires_grad) for _, p in reads if id(p) not in wide}
+    run_passes(graph_module, (ReadStored(tuple(n.name for n, p in reads if id(p) in narrow), low_dtype),))
+    return {name: narrow[id(value)] for name, value in state.items() if id(value) in narrow}
 
 
 def _fix_grad_modes(graph: torch.fx.Graph) -> None:

@@ -207,6 +207,28 @@ def test_aot_inductor_package(tmp_path):
 # -- state and objects ------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("name", ["attention", "tied"])
+def test_export_at_o3_holds_low_parameters(name):
+    model, args, kwargs = built(name)
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    *_, expected = exported(name, "O1")
+    program, args, kwargs, out = exported(name, "O3")
+    near(out, expected, 0.03)
+    low = {n for n, p in program.state_dict.items() if p.dtype == BF16}
+    assert low == {"attention": {"qkv.weight", "qkv.bias", "out.weight", "out.bias"}, "tied": set()}[name]
+    placeholders = {n.name: n for n in program.graph.nodes if n.op == "placeholder"}
+    read = [placeholders[n] for n, of in program.graph_signature.inputs_to_parameters.items() if of in low]
+    assert not [u for n in read for u in n.users if u.target is torch.ops.aten.to.dtype]
+    file = io.BytesIO()
+    torch.export.save(program, file)
+    file.seek(0)
+    equal(torch.export.load(file).module()(*args, **kwargs), out)
+    model.train()
+    kept = ampgraph.export(model, args, kwargs, policy="O3", dtype=BF16)
+    assert all(p.dtype == FP32 for p in kept.state_dict.values())
+    assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())
+
+
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
 def test_state_loads_into_the_unconverted_model_and_back(level):
     model, args, _ = built("attention")
