@@ -14,6 +14,7 @@ from torch import fx
 
 from ._compat import LocalSource, fake_mode_of, no_ambient_autocast
 from .capture.just_in_time import drop_values, lower_dynamo_graph
+from .capture.split import compile_around_custom_functions
 from .errors import CaptureError, PassError, PolicyError, did_you_mean
 from .lowering import AotGraphs, backend_for
 from .passes import Pass, ReadShadows, run_passes
@@ -47,6 +48,10 @@ def make_backend(
     """
 
     def backend(graph_module: fx.GraphModule, inputs: list, **_: Any) -> Callable:
+        around = compile_around_custom_functions(graph_module, inputs, compile_graph)
+        return around or compile_graph(graph_module, inputs)
+
+    def compile_graph(graph_module: fx.GraphModule, inputs: list) -> Callable:
         start = time.perf_counter()
         try:
             lowered = lower_dynamo_graph(graph_module, inputs)
@@ -67,8 +72,8 @@ def make_backend(
         bounded = fx.GraphModule(lowered, copy_graph(lowered.graph))
         bounded.meta.update(lowered.meta)
         extra = _Extra(scaler if scales else None, shadows, tuple(masters.values()))
-        _add_boundary(bounded, inputs, extra, masters)
-        compiled = compile_next(bounded, [*extra.tensors(inputs), *inputs])
+        added = _add_boundary(bounded, inputs, extra, masters)
+        compiled = compile_next(bounded, [*added, *inputs])
         return lambda *args: compiled(*extra.tensors(args), *args)
 
     return backend
@@ -105,7 +110,10 @@ def _masters(graph_module: fx.GraphModule, inputs: Sequence[Any], shadows: Shado
     return {name: index for index, name in enumerate(names) if name in found}
 
 
-def _add_boundary(graph_module: fx.GraphModule, inputs: Sequence[Any], extra: _Extra, masters: dict) -> None:
+def _add_boundary(
+    graph_module: fx.GraphModule, inputs: Sequence[Any], extra: _Extra, masters: dict
+) -> list[torch.Tensor]:
+    """Adds the boundary, and what it reads as inputs in front; returns their fake values, of fixed sizes."""
     names = [node.name for node in graph_module.graph.find_nodes(op="placeholder")]
     holders = [*(STATE_NAMES if extra.scaler else ()), *(f"amp_shadow_{name}" for name in masters)]
     added = _add_inputs(graph_module.graph, dict(zip(holders, extra.tensors(inputs), strict=True)))
@@ -118,6 +126,7 @@ def _add_boundary(graph_module: fx.GraphModule, inputs: Sequence[Any], extra: _E
         passes.append(boundary_pass(extra.scaler, values, (added[0], added[1], added[2])))
     if not run_passes(graph_module, tuple(passes)).modified:
         graph_module.recompile()  # for the new inputs
+    return [node.meta["val"] for node in graph_module.graph.find_nodes(op="placeholder")[: len(added)]]
 
 
 def _add_inputs(graph: fx.Graph, values: dict[str, torch.Tensor]) -> list[str]:
@@ -128,7 +137,8 @@ def _add_inputs(graph: fx.Graph, values: dict[str, torch.Tensor]) -> list[str]:
         for name, value in values.items():
             node = graph.placeholder(name)
             source = LocalSource(name)
-            node.meta.update({"val": mode.from_tensor(value, source=source), "_dynamo_source": source})
+            fake = mode.from_tensor(value, static_shapes=True, source=source)
+            node.meta.update({"val": fake, "_dynamo_source": source})
             names.append(node.name)
     return names
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -35,8 +36,9 @@ def amp() -> ampgraph.AmpModule:
 
 def documented(heading: str) -> set[str]:
     """Returns the names in one table of the docstring."""
-    section = (ampgraph.to_networkx.__doc__ or "").partition(f"{heading}:\n")[2].partition("\n\n")[0]
-    rows = re.findall(r"^ {8}((?:``\w+``(?:, )?)+):", section, re.MULTILINE)
+    docs = inspect.getdoc(ampgraph.to_networkx) or ""  # Python 3.13 takes the indentation off
+    section = docs.partition(f"{heading}:\n")[2].partition("\n\n")[0]
+    rows = re.findall(r"^ {4}((?:``\w+``(?:, )?)+):", section, re.MULTILINE)
     return {name for row in rows for name in re.findall(r"``(\w+)``", row)}
 
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
 
 import ampgraph
+
+from .helpers import dtype_of
 
 X = torch.randn(3, 8, generator=torch.Generator().manual_seed(0))
 
@@ -37,13 +41,92 @@ def test_custom_backward_ahead_of_time_is_reported():
     assert torch.autograd.Function.__dict__["apply"] is apply
 
 
-@pytest.mark.filterwarnings("ignore:Signed ran in its own dtypes")
-def test_custom_backward_just_in_time_is_kept():
-    model = Signed()
-    amp = ampgraph.convert(model)
+class ProductAndSum(torch.autograd.Function):
+    """Its backward is twice the true one, so that nobody can mistake one for the other."""
+
+    @staticmethod
+    def forward(ctx, x, y):
+        ctx.save_for_backward(x, y)
+        return x * y, x + y
+
+    @staticmethod
+    def backward(ctx, product, total):
+        x, y = ctx.saved_tensors
+        return 2 * (product * y + total), 2 * (product * x + total)
+
+
+class Customs(nn.Module):
+    """Two custom functions; tuples, a closed region and unread results between them."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.norm, self.c = (
+            nn.Linear(8, 16),
+            nn.Linear(16, 8),
+            nn.LayerNorm(8),
+            nn.Linear(8, 4),
+        )
+
+    def forward(self, x):
+        h = self.a(x).relu()
+        left, right = h.chunk(2, -1)
+        y = self.norm(self.b(h + StraightThrough.apply(h) * 0.1))
+        product, total = ProductAndSum.apply(y, left)
+        with torch.no_grad():
+            size = y.abs().amax()
+        return {"out": self.c(product + total + right) / (size + 1), "y": y}
+
+
+def losses_and_gradients(model, x):
+    out = model(x)
+    (out["out"].square().mean() + out["y"].square().mean()).backward()
+    return {n: p.grad for n, p in model.named_parameters()}, out
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_just_in_time_converts_around_custom_functions(backend, level, dtype, recwarn):
+    torch.manual_seed(0)
+    model = Customs()
+    amp = ampgraph.convert(copy.deepcopy(model), policy=level, dtype=dtype, backend=backend)
+    for size in (3, 5, 7):  # from the second on with a dynamic size
+        x = torch.randn(size, 8)
+        model.zero_grad()
+        amp.zero_grad()
+        expected, source = losses_and_gradients(model, x)
+        found, out = losses_and_gradients(amp, x)
+        for name, value in source.items():
+            assert out[name].dtype == torch.float32
+            assert torch.linalg.norm(out[name] - value) < 4 * torch.finfo(dtype).eps * value.norm()
+        for name, grad in expected.items():
+            assert torch.linalg.norm(found[name] - grad) < 8 * torch.finfo(dtype).eps * grad.norm(), name
+    assert len(amp.graph_modules) == 6  # before, between and after, for one size and for any
+    assert {dtype_of(g, "linear")[0] for g in amp.graph_modules} == {dtype}
+    assert not [str(w.message) for w in recwarn if "own dtypes" in str(w.message)]
+
+
+def test_a_backend_takes_custom_functions_as_well():
+    torch.manual_seed(0)
+    model, x = Customs(), torch.randn(3, 8)
+    expected = model(x)
+    out = torch.compile(model, backend="ampgraph", options={"dtype": torch.bfloat16})(x)
+    for name, value in expected.items():
+        assert 0 < torch.linalg.norm(out[name] - value) < 0.03 * value.norm()
+
+
+def test_a_custom_function_within_a_region_stays_as_it_is():
+    class InRegion(Signed):
+        def forward(self, x):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                x = StraightThrough.apply(self.linear(x))
+            return self.linear(x.float())
+
+    model = InRegion()
+    amp = ampgraph.convert(model, dtype=torch.bfloat16)
     with pytest.warns(UserWarning, match=r"custom autograd\.Function"):
-        amp(X).sum().backward()
-    assert model.linear.weight.grad.abs().sum() > 0
+        out = amp(X)
+    assert torch.equal(out, model(X))
 
 
 def test_nothing_captured_is_reported_once(recwarn):

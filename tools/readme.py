@@ -24,6 +24,8 @@ from ampgraph.plan import META_KEY
 from ampgraph.testing import cast_map
 
 ROOT = Path(__file__).resolve().parent.parent
+# What the loss-scaling nodes read; AOTAutograd's own names follow the order in which bytecode reads inputs.
+_STATE = {"scale": "scale", "unscale": "inverse"}
 README, PICTURE, DEMO = ROOT / "README.md", ROOT / "docs/block.svg", ROOT / "out/demo/summary.txt"
 
 
@@ -62,16 +64,24 @@ def backward_section() -> str:
     names: dict[fx.Node, str] = {}
     rows = []
     for node in amp.backward_graph.graph.nodes:
-        names[node] = node.name
+        names[node] = _STATE.get(_reader(node), node.name)
         if node.target is operator.getitem:
             names[node] = f"{names[node.args[0]]}[{node.args[1]}]"
         elif node.op == "call_function":
             rows.append((_call(node, names), node.meta.get(META_KEY, {}).get(BOUNDARY, "")))
         elif node.op == "output":
-            rows.append((f"return {_shown(node.args[0], names)}", ""))
+            gradients = [value for value in node.args[0] if value is not None]  # not all inputs have one
+            rows.append((f"return {_shown(gradients, names)}", ""))
     width = max(len(text) for text, _ in rows)
     lines = [f"{text:<{width}}  {f'# {mark}' if mark else ''}".rstrip() for text, mark in rows]
     return "```text\n" + "\n".join(lines) + "\n```"
+
+
+def _reader(node: fx.Node) -> str:
+    """Returns the loss-scaling role of what reads an input."""
+    if not node.name.startswith("primals"):
+        return ""
+    return next((user.meta.get(META_KEY, {}).get(BOUNDARY, "") for user in node.users), "")
 
 
 def _call(node: fx.Node, names: dict[fx.Node, str]) -> str:

@@ -15,6 +15,7 @@ from .._compat import FakeTensor, FakeTensorMode, accept_real_constants, evaluat
 from ..errors import CaptureError
 from ..passes.inline_transforms import InlineTransforms
 from .ahead import capturing
+from .split import is_custom_function
 
 _CARRIED = ("_dynamo_source", "tensor_dict", "grapharg")
 
@@ -84,7 +85,7 @@ class _Lowering(fx.Interpreter):
         self._mode = mode
 
     def call_function(self, target: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        if getattr(target, "__name__", "") == "autograd_function_apply":
+        if is_custom_function(target):
             raise NotImplementedError("a custom autograd.Function, whose backward tracing would lose")
         if getattr(target, "__name__", "") == "_get_data_attr":  # tracing does not see ``x.data``
             return args[0].detach()

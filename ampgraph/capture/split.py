@@ -1,0 +1,130 @@
+"""Takes custom ``autograd.Function``s out of Dynamo's graphs, as graph breaks would.
+
+Tracing would go through the forward of such a function and lose its backward. So the function stays a call,
+and what is before and after it are graphs of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from operator import attrgetter, getitem
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx, nn
+from torch.amp import autocast_mode
+
+# What stands between two cuts: its graph, and the inputs it is compiled for.
+CompilePart = Callable[[fx.GraphModule, list], Callable]
+
+
+def is_custom_function(target: object) -> bool:
+    """Whether Dynamo calls a custom ``autograd.Function`` by this."""
+    return getattr(target, "__name__", "") == "autograd_function_apply"
+
+
+def compile_around_custom_functions(
+    graph_module: fx.GraphModule, inputs: list, compile_part: CompilePart
+) -> Callable | None:
+    """Compiles what is around custom functions, each part by itself.
+
+    Args:
+        graph_module: Dynamo's graph; not changed.
+        inputs: Its inputs, in placeholder order.
+        compile_part: Compiles one part. Inputs that another part computes are fake.
+
+    Returns:
+        What runs the whole, or None where there is no custom function or a cut would go through a region
+        without gradients or under autocast.
+    """
+    graph = graph_module.graph
+    if not any(is_custom_function(node.target) for node in graph.nodes):
+        return None
+    parts = list(_parts(graph))
+    if not all(map(_is_closed, parts)):
+        return None
+    values = dict(zip(graph.find_nodes(op="placeholder"), inputs, strict=True))
+    held = {node.target: attrgetter(node.target)(graph_module) for node in graph.find_nodes(op="get_attr")}
+    whole, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    first = {part[0]: part for part in parts}
+    inside = {node for part in parts for node in part}
+    for node in graph.nodes:
+        if node in first:
+            part = _part(graph_module, first[node])
+            example = [values.get(n, n.meta["example_value"]) for n in part.reads]
+            held[name := f"part_{len(held)}"] = _Call(compile_part(part.graph_module, example))
+            call = whole.call_module(name, tuple(copies[n] for n in part.reads))
+            copies |= {n: whole.call_function(getitem, (call, i)) for i, n in enumerate(part.results)}
+        elif node not in inside:
+            copies[node] = whole.node_copy(node, copies.__getitem__)
+    return fx.GraphModule(held, whole).forward
+
+
+def _parts(graph: fx.Graph) -> Iterator[list[fx.Node]]:
+    """Yields the nodes between custom functions; what a node returns several of is taken apart beside it."""
+    home: dict[fx.Node, list[fx.Node]] = {}
+    part: list[fx.Node] = []
+    found = [part]
+    for node in graph.nodes:
+        if node.op in ("placeholder", "get_attr", "output"):
+            continue
+        if is_custom_function(node.target):
+            part = []
+            found.append(part)
+            continue
+        takes = node.args[0] if node.target is getitem else None
+        if isinstance(takes, fx.Node) and is_custom_function(takes.target):
+            continue
+        home[node] = home.get(takes, part) if isinstance(takes, fx.Node) else part
+        home[node].append(node)
+    yield from filter(None, found)
+
+
+def _is_closed(part: list[fx.Node]) -> bool:
+    """Whether a part leaves grad mode and autocast as it found them."""
+    modes = [node.args[0] for node in part if node.target is torch._C._set_grad_enabled]
+    entered = sum(node.target is autocast_mode._enter_autocast for node in part)
+    left = sum(node.target is autocast_mode._exit_autocast for node in part)
+    return entered == left and (not modes or modes[-1] == torch.is_grad_enabled())
+
+
+class _Part(NamedTuple):
+    """A part as a graph of its own.
+
+    Attributes:
+        graph_module: The graph; returns a tuple.
+        reads: What it reads, its placeholders, as nodes of the whole.
+        results: What it returns, as nodes of the whole.
+    """
+
+    graph_module: fx.GraphModule
+    reads: list[fx.Node]
+    results: list[fx.Node]
+
+
+def _part(source: fx.GraphModule, nodes: list[fx.Node]) -> _Part:
+    members = set(nodes)
+    outside = dict.fromkeys(n for node in nodes for n in node.all_input_nodes if n not in members)
+    reads = [node for node in outside if node.op != "get_attr"]
+    results = [node for node in nodes if any(user not in members for user in node.users)]
+    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    for node in reads:
+        copies[node] = graph.placeholder(node.name, node.type)
+        copies[node].meta = dict(node.meta)
+    for node in (*(n for n in outside if n.op == "get_attr"), *nodes):
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+    graph.output(tuple(copies[node] for node in results))
+    graph_module = fx.GraphModule(source, graph)
+    graph_module.meta.update(source.meta)
+    return _Part(graph_module, reads, results)
+
+
+class _Call(nn.Module):
+    """A compiled part, as a module that a graph can call."""
+
+    def __init__(self, run: Callable) -> None:
+        super().__init__()
+        self.run = run
+
+    def forward(self, *args: Any) -> Any:
+        return self.run(*args)
