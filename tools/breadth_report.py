@@ -41,6 +41,7 @@ A model passes if
 hold what the model computes.
 **kernel**: out of the bound by the fault of torch's CPU kernel of layer_norm's backward, which sums the
 gradients of weight and bias in the low dtype; within it once that sums in float32, as on CUDA.
+**source**: the source model itself refuses to run so, and the mode does not count.
 **partly**: it runs, but a part of it in its own dtypes, and the user is told which and why.
 """
 
@@ -98,7 +99,7 @@ def _rate(counts: Counter[str]) -> list[str]:
 def _best(records: list[Record], model: str) -> str:
     """The better of a model's ways, each as bad as its worse mode."""
     order = ("ok", "partly", "kernel", "dtype", "wrong", "crash", "torch")
-    modes = [r for r in records if r["model"] == model]
+    modes = [r for r in records if r["model"] == model and "source" not in r]
     ways = [max((r.get(way, {}).get("outcome", "crash") for r in modes), key=order.index) for way in WAYS]
     return min(ways, key=order.index)
 

@@ -72,12 +72,19 @@ def _parts(graph: fx.Graph) -> Iterator[list[fx.Node]]:
             part = []
             found.append(part)
             continue
-        takes = node.args[0] if node.target is getitem else None
-        if isinstance(takes, fx.Node) and is_custom_function(takes.target):
+        of = _of_which_item(node)
+        if of is not None and is_custom_function(of.target):
             continue
-        home[node] = home.get(takes, part) if isinstance(takes, fx.Node) else part
+        home[node] = part if of is None else home.get(of, part)
         home[node].append(node)
     yield from filter(None, found)
+
+
+def _of_which_item(node: fx.Node) -> fx.Node | None:
+    """Returns the node of whose several results this takes one; an index into a tensor is no such thing."""
+    if node.target is not getitem or not isinstance(of := node.args[0], fx.Node):
+        return None
+    return None if isinstance(of.meta.get("example_value"), torch.Tensor) else of
 
 
 def _is_closed(part: list[fx.Node]) -> bool:
@@ -85,7 +92,7 @@ def _is_closed(part: list[fx.Node]) -> bool:
     modes = [node.args[0] for node in part if node.target is torch._C._set_grad_enabled]
     entered = sum(node.target is autocast_mode._enter_autocast for node in part)
     left = sum(node.target is autocast_mode._exit_autocast for node in part)
-    return entered == left and (not modes or modes[-1] == torch.is_grad_enabled())
+    return entered == left and (not modes or modes[-1] is torch.is_grad_enabled())
 
 
 class _Part(NamedTuple):
