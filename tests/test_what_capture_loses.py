@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import ampgraph
 
@@ -205,3 +206,40 @@ def test_grad_mode_of_the_caller_survives_a_region():
     with torch.no_grad():
         assert not amp(X).requires_grad
     assert amp(X).requires_grad
+
+
+@pytest.mark.parametrize("args", [(X,), None], ids=["ahead of time", "just in time"])
+def test_inference_mode_inside_gives_no_gradients(args):
+    class Distilled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.teacher, self.student = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x):
+            with torch.inference_mode():
+                target = self.teacher(x)
+            return self.student(x) - target.clone()
+
+    model = Distilled()
+    amp = ampgraph.convert(model, args)
+    with torch.no_grad():
+        assert not amp(X).requires_grad
+        assert not torch.is_grad_enabled()
+    amp(X).square().sum().backward()
+    assert torch.is_grad_enabled()
+    assert model.teacher.weight.grad is None
+    assert model.student.weight.grad is not None
+
+
+def test_reentrant_checkpoints_inside_keep_their_gradients():
+    class Checkpointed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x):
+            return self.second(checkpoint(lambda x: self.first(x).relu(), x, use_reentrant=True))
+
+    model, x = Checkpointed(), X.clone().requires_grad_()
+    ampgraph.convert(model, (x,))(x).sum().backward()
+    assert all(p.grad is not None for p in (x, *model.parameters()))

@@ -16,9 +16,11 @@ import torch
 from torch import fx, nn
 from torch.export import ExportedProgram
 from torch.fx import traceback as fx_traceback
+from torch.utils.checkpoint import CheckpointFunction
 
 from .._compat import errors_raised_not_logged, no_ambient_autocast, no_saved_tensor_hooks
 from ..errors import CaptureError
+from .inference_mode import traced_as_no_grad
 
 # torch.fx.traceback keeps its state in globals.
 capture_lock = threading.RLock()
@@ -83,7 +85,8 @@ def capture_program(
             "convert the nn.Module it was made from."
         )
     try:
-        with capturing(), _warn_about_custom_functions(type(model).__name__):
+        watching = _warn_about_custom_functions(type(model).__name__)
+        with capturing(), traced_as_no_grad(is_capturing_here), watching:
             program = torch.export.export(
                 model, args, kwargs or {}, dynamic_shapes=dynamic_shapes, strict=False
             )
@@ -132,13 +135,19 @@ def is_capturing_here() -> bool:
 
 @contextlib.contextmanager
 def _warn_about_custom_functions(model: str) -> Iterator[None]:
-    """Says so when export inlines an ``autograd.Function`` of the user's and so drops its backward."""
+    """Says so when export inlines an ``autograd.Function`` of the user's and so drops its backward.
+
+    A reentrant checkpoint is one whose forward has no gradients at all: what it runs is inlined instead.
+    """
     apply = torch.autograd.Function.__dict__["apply"]
     seen: dict[str, None] = {}
 
     def watched(cls: type, *args: Any, **kwargs: Any) -> Any:
         if is_capturing_here() and not cls.__module__.startswith("torch."):
             seen[cls.__qualname__] = None
+        if is_capturing_here() and cls is CheckpointFunction:
+            run, _, *values = args
+            return run(*values)
         return apply.__get__(None, cls)(*args, **kwargs)
 
     torch.autograd.Function.apply = classmethod(watched)  # type: ignore[assignment]

@@ -11,7 +11,7 @@ from torch.fx.experimental.proxy_tensor import make_fx, py_sym_types
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy
 
-from .._compat import FakeTensor, FakeTensorMode, accept_real_constants, evaluate
+from .._compat import INFERENCE_MODE_CALLS, FakeTensor, FakeTensorMode, accept_real_constants, evaluate
 from ..errors import CaptureError
 from ..passes.inline_transforms import InlineTransforms
 from .ahead import capturing
@@ -37,6 +37,7 @@ def lower_dynamo_graph(graph_module: fx.GraphModule, inputs: list) -> fx.GraphMo
     placeholders = graph_module.graph.find_nodes(op="placeholder")
     fakes = [node.meta["example_value"] for node in placeholders]
     mode = next((f.fake_mode for f in fakes if isinstance(f, FakeTensor)), None)
+    grad_mode = torch.is_grad_enabled()
     try:
         with capturing(), accept_real_constants(mode):
             # The plain calls that this makes are as good for who runs the graph should it not be lowered.
@@ -44,7 +45,7 @@ def lower_dynamo_graph(graph_module: fx.GraphModule, inputs: list) -> fx.GraphMo
                 InlineTransforms("example_value").run(part)
 
             def lowered_part(*values: Any) -> Any:  # its name is the graph module's
-                return _Lowering(graph_module, mode).run(*values)
+                return _Lowering(graph_module, mode, grad_mode).run(*values)
 
             lowered = make_fx(
                 lowered_part,
@@ -80,15 +81,19 @@ class _Lowering(fx.Interpreter):
     plain eager backend runs them once and saves what they save.
     """
 
-    def __init__(self, graph_module: fx.GraphModule, mode: FakeTensorMode | None) -> None:
+    def __init__(self, graph_module: fx.GraphModule, mode: FakeTensorMode | None, grad_mode: bool) -> None:
         super().__init__(graph_module)
-        self._mode = mode
+        self._mode, self._grad_mode = mode, grad_mode
 
     def call_function(self, target: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         if is_custom_function(target):
             raise NotImplementedError("a custom autograd.Function, whose backward tracing would lose")
         if getattr(target, "__name__", "") == "_get_data_attr":  # tracing does not see ``x.data``
             return args[0].detach()
+        if target in INFERENCE_MODE_CALLS:
+            return self._inference_mode(target, *args)
+        if target is torch._C._set_grad_enabled:
+            self._grad_mode = args[0]
         if target is not torch.ops.higher_order.tag_activation_checkpoint:
             with self._mode_for(args, kwargs):
                 return super().call_function(target, args, kwargs)
@@ -97,7 +102,14 @@ class _Lowering(fx.Interpreter):
             if node.op not in ("placeholder", "output"):
                 node.meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
                 node.meta["ac_graph_id"] = id(body)
-        return _Lowering(body, self._mode).run(*operands)
+        return _Lowering(body, self._mode, self._grad_mode).run(*operands)
+
+    def _inference_mode(self, target: Any, argument: bool) -> bool:
+        """Enters inference mode and returns the grad mode before, or goes back to that one."""
+        outer = self._grad_mode
+        self._grad_mode = not argument if target is INFERENCE_MODE_CALLS[0] else argument
+        torch._C._set_grad_enabled(self._grad_mode)
+        return outer
 
     def _mode_for(self, *arguments: Any) -> contextlib.AbstractContextManager:
         """Makes ``torch.arange`` of a dynamic size fake: it has no fake operand, and runs for one value else.

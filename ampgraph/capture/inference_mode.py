@@ -1,0 +1,33 @@
+"""Inference mode inside a model, captured as ``torch.no_grad``: tracing sees grad modes, and not this one."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+
+@contextlib.contextmanager
+def traced_as_no_grad(is_capturing: Callable[[], bool]) -> Iterator[None]:
+    """Makes ``with torch.inference_mode()`` set the grad mode too, in threads that are capturing."""
+    enter, leave = torch.inference_mode.__enter__, torch.inference_mode.__exit__
+
+    def entered(self: torch.inference_mode) -> None:
+        # torch itself turns inference mode off here and there, which is no grad mode of the model's.
+        self._outer = torch.is_grad_enabled() if self.mode and is_capturing() else None  # type: ignore[attr-defined]
+        enter(self)
+        if self._outer is not None:
+            torch._C._set_grad_enabled(False)
+
+    def left(self: torch.inference_mode, *error: Any) -> None:
+        if (outer := getattr(self, "_outer", None)) is not None:
+            torch._C._set_grad_enabled(outer)
+        leave(self, *error)
+
+    torch.inference_mode.__enter__, torch.inference_mode.__exit__ = entered, left  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.inference_mode.__enter__, torch.inference_mode.__exit__ = enter, leave  # type: ignore[method-assign]
