@@ -14,6 +14,7 @@ from torch import fx
 from ._compat import outside_transforms
 from .lowering import AotGraphs, compiled
 from .passes import ExplicitCasts, Pass, ReadShadows, ScaleLoss, run_passes
+from .passes.alias import written_memory
 from .passes.shadow import casts_of
 from .plan import Plan
 from .scaler import LossScaler
@@ -146,8 +147,13 @@ class Variant:
 def shadowed_parameters(
     graph: fx.Graph, values: Mapping[str, object], shadows: ShadowWeights
 ) -> dict[str, torch.Tensor]:
-    """Returns the parameters, by node name, that the graph casts and can read as low copies instead."""
+    """Returns the parameters, by node name, that the graph casts and can read as low copies instead.
+
+    Not those that it writes: a copy, made before the graph runs, has what was there before.
+    """
+    written = written_memory(graph)
     nodes = [node for node in graph.nodes if shadows.accepts(values.get(node.name)) and casts_of(node)]
+    nodes = [node for node in nodes if node not in written]
     return {node.name: values[node.name] for node in nodes}  # type: ignore[misc]
 
 
@@ -160,9 +166,15 @@ def boundary_pass(
     scaler: LossScaler, values: Iterable[tuple[str, object]], state: tuple[str, str, str] | None = None
 ) -> ScaleLoss:
     """Returns the boundary pass for a graph whose nodes, by name, hold the given live values."""
-    slots = tuple((name, slot) for name, value in values if (slot := scaler.slot_of(value)) is not None)
     size = scaler.state.probe.shape[0]
-    return ScaleLoss(slots, size, state) if state else ScaleLoss(slots, size)
+    slots = []
+    for name, value in values:
+        slot = scaler.slot_of(value)
+        if slot is None and isinstance(value, torch.nn.Parameter):
+            slot = size - 1  # it came after the conversion
+        if slot is not None:
+            slots.append((name, slot))
+    return ScaleLoss(tuple(slots), size, state) if state else ScaleLoss(tuple(slots), size)
 
 
 def _attributes(graph_module: fx.GraphModule) -> Iterator[tuple[str, object]]:

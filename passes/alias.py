@@ -43,6 +43,15 @@ def returned_views(graph: Graph) -> set[Node]:
     return found
 
 
+def written_memory(graph: Graph) -> set[Node]:
+    """Returns the nodes whose tensors live in memory that some node writes in place."""
+    written = [n for node in graph.nodes for n in written_args(node)]
+    if not written:
+        return set()
+    aliases = AliasSets(graph)
+    return {member for node in written for member in aliases.of(node)}
+
+
 class AliasSets:
     """Groups the nodes of a graph by the memory their tensors live in.
 

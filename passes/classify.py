@@ -23,7 +23,7 @@ from ampgraph import op_facts
 from ampgraph._compat import OpOverload, size_hint
 from ampgraph.oplists import OpClass, OpLists
 
-from .alias import AliasSets, returned_views, written_args
+from .alias import returned_views, written_args, written_memory
 from .base import Pass, workspace
 
 _CASTS_LIKE = (torch.ops.aten.type_as.default, torch.ops.aten.to.other)
@@ -335,10 +335,5 @@ def _walk(path: tuple[int | str, ...], value: Any) -> Iterator[tuple[tuple[int |
 
 
 def _mark_written(graph_module: GraphModule, facts: Facts) -> None:
-    written = [n for node in graph_module.graph.nodes for n in written_args(node)]
-    if not written:
-        return
-    aliases = AliasSets(graph_module.graph)
-    for root in {aliases.root(n) for n in written}:
-        for member in aliases.of(root):
-            facts[member].written = True
+    for node in written_memory(graph_module.graph):
+        facts[node].written = True

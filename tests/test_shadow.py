@@ -265,3 +265,42 @@ def test_moving_the_model_moves_the_shadows():
     amp(X)
     amp.to("meta")
     assert amp(X.to("meta")).device.type == "meta"
+
+
+class Split(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.out = nn.Linear(8, 24), nn.Linear(8, 8)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).chunk(3, -1)
+        return self.out(q @ k.transpose(0, 1) @ v)
+
+
+@CAPTURES
+def test_sizes_of_shadows_are_constants_to_a_compiler(args):
+    """The backward of ``chunk`` asks for them, long after Dynamo made its guards."""
+    model = Split()
+    ampgraph.convert(model, args, policy="O2", dtype=torch.bfloat16, backend="aot_eager")(X).sum().backward()
+    assert model.qkv.weight.grad is not None
+
+
+class Bounded(nn.Module):
+    """Brings a parameter into bounds in its own forward, as embeddings with ``max_norm`` do."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.out = nn.Embedding(8, 8, max_norm=0.1), nn.Linear(8, 4)
+
+    def forward(self, x):
+        return self.out(self.table(x.argsort(-1)))
+
+
+@pytest.mark.parametrize("level", ["O2", "O3"])
+@CAPTURES
+def test_a_parameter_that_the_model_writes_is_cast_in_the_graph(args, level):
+    model = Bounded().eval()
+    source = copy.deepcopy(model)
+    amp = ampgraph.convert(model, args, policy=level, dtype=F16)
+    with torch.no_grad():
+        torch.testing.assert_close(amp(X), source(X), rtol=0.0, atol=2e-3)
