@@ -102,6 +102,8 @@ def unscaled(grads: list[Tensor], inverse: Tensor) -> Sequence[Tensor]:
     """Returns gradients on their way out."""
     if _counts_once():
         return _Times.apply(inverse, *grads)
+    if any(g.is_sparse for g in grads):  # AOTAutograd has no such kernel
+        return [g * inverse for g in grads]
     return torch._foreach_mul(grads, inverse)
 
 
@@ -110,7 +112,12 @@ def non_finite(tensors: Sequence[Tensor], slots: Sequence[int], size: int) -> Te
 
     Slots ascend; several tensors may have the same one.
     """
-    values = [t._values() if t.is_sparse else t for t in tensors]
+    # Of no elements, none is infinite; torch has no such norm.
+    given = [(t._values() if t.is_sparse else t, slot) for t, slot in zip(tensors, slots, strict=True)]
+    given = [(t, slot) for t, slot in given if t.numel()]
+    if not given:
+        return torch.zeros(size, device=tensors[0].device)
+    values, slots = [t for t, _ in given], [slot for _, slot in given]
     peaks = torch.stack(torch._foreach_norm(values, float("inf"))).detach()
     flags = (~peaks.isfinite()).to(torch.float32)
     # Slices and no index, which would have to travel to the device.

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
-from torch import fx
+from torch import fx, nn
 
 from ._compat import aot_eager, compiled_by_dynamo
 from .boundary import role_of
@@ -48,6 +49,20 @@ def backend_for(backend: str | Callable, graphs: AotGraphs) -> str | Callable:
     return aot_eager(graphs.keep) if backend == "aot_eager" else backend
 
 
+class _Call(nn.Module):
+    """Calls a graph module, which Dynamo then inlines.
+
+    Compiled itself, and with ``fullgraph``, it fails inside a checkpoint that is not reentrant (torch 2.13).
+    """
+
+    def __init__(self, graph_module: fx.GraphModule) -> None:
+        super().__init__()
+        self.graph_module = graph_module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.graph_module(*args, **kwargs)
+
+
 def compiled(
     graph_module: fx.GraphModule, backend: str | Callable, mode: str | None, graphs: AotGraphs
 ) -> Callable:
@@ -59,6 +74,7 @@ def compiled(
     if backend == "eager":
         return graph_module
     try:
-        return compiled_by_dynamo(graph_module, backend_for(backend, graphs), mode=mode, fullgraph=True)
+        whole = _Call(graph_module)
+        return compiled_by_dynamo(whole, backend_for(backend, graphs), mode=mode, fullgraph=True)
     except (RuntimeError, ValueError) as error:
         raise AmpGraphError(f"backend={backend!r}: {error}") from error

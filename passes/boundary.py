@@ -13,6 +13,7 @@ from torch.fx import Graph, GraphModule, Node
 from ampgraph.boundary import scale_gradients, trace_of, unscale_gradients
 from ampgraph.plan import META_KEY
 
+from .alias import written_args
 from .base import Pass
 from .classify import tensors
 
@@ -40,12 +41,13 @@ class ScaleLoss(Pass):
     def run(self, graph_module: GraphModule) -> bool:
         graph = graph_module.graph
         slots = dict(self.slots)
-        parameters = [n for n in graph.nodes if n.name in slots and _is_read(n)]
-        parameters.sort(key=lambda node: slots[node.name])
-        inputs = [n for n in graph.find_nodes(op="placeholder") if n.name not in slots and _is_read(n)]
-        inputs = [n for n in inputs if n.name not in self.state and _is_differentiable(n)]
         output = next(n for n in reversed(graph.nodes) if n.op == "output")
         outputs = [n for n in output.all_input_nodes if n.op == "call_function" and _is_differentiable(n)]
+        reached = _reached_by_gradients(graph, outputs)
+        parameters = [n for n in graph.nodes if n.name in slots and n in reached]
+        parameters.sort(key=lambda node: slots[node.name])
+        inputs = [n for n in graph.find_nodes(op="placeholder") if n.name not in slots and n in reached]
+        inputs = [n for n in inputs if n.name not in self.state and _is_differentiable(n)]
         if not outputs or not (parameters or inputs):
             return False
         scale, inverse, probe = self._state_nodes(graph)
@@ -101,8 +103,32 @@ def _groups(nodes: list[Node]) -> list[list[Node]]:
     return groups
 
 
-def _is_read(node: Node) -> bool:
-    return any(user.op != "output" for user in node.users)
+def _reached_by_gradients(graph: Graph, outputs: list[Node]) -> set[Node]:
+    """Returns the nodes that a gradient of the outputs may reach.
+
+    The others stay outside of the boundary: where some have gradients, a compiler fills in zeros for all,
+    and an optimizer decays a parameter with a zero gradient, which it leaves alone without one.
+    """
+    reached = set(outputs)
+    passing = _passing(graph)
+    for node in reversed(graph.nodes):
+        # What is written may be read by way of another node.
+        if node in passing and (node in reached or written_args(node)):
+            reached.update(node.all_input_nodes)
+    return reached
+
+
+def _passing(graph: Graph) -> set[Node]:
+    """Returns the calls that pass gradients on, as far as grad modes and ``detach`` tell."""
+    passing = set()
+    enabled = True
+    for node in graph.nodes:
+        if node.target is torch._C._set_grad_enabled:
+            mode = node.args[0]
+            enabled = mode.meta["val"] if isinstance(mode, Node) else mode
+        elif enabled and node.op == "call_function" and node.target is not torch.ops.aten.detach.default:
+            passing.add(node)
+    return passing
 
 
 def _is_differentiable(node: Node) -> bool:

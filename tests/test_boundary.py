@@ -203,6 +203,38 @@ def test_frozen_parameters_get_nothing(backend, just_in_time) -> None:
     assert_close(gradients(amp), gradients(reference))
 
 
+@pytest.mark.parametrize("just_in_time", [False, True], ids=["ahead", "jit"])
+@pytest.mark.parametrize("backend", BACKENDS[:2])
+def test_what_no_gradient_reaches_gets_none(backend, just_in_time) -> None:
+    """A zero gradient would not do: weight decay moves a parameter that has one."""
+
+    class Distilled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.ahead, self.inside, self.written = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with torch.no_grad():
+                target = self.inside(x)
+            result = torch.zeros_like(x)
+            result[:, :4] = self.written(x)[:, :4]
+            return result - target - self.ahead(x).detach()
+
+    model, x = Distilled(), torch.randn(4, 8)
+    make(model, x, backend=backend, just_in_time=just_in_time)(x).square().sum().backward()
+    assert [g is None for g in gradients(model)] == [True, True, True, True, False, False]
+
+
+@pytest.mark.parametrize("just_in_time", [False, True], ids=["ahead", "jit"])
+@pytest.mark.parametrize("backend", BACKENDS[:2])
+def test_batch_of_none(backend, just_in_time) -> None:
+    x = torch.randn(0, 8, requires_grad=True)
+    amp = make(Net(), x, backend=backend, just_in_time=just_in_time)
+    amp(x).sum().backward()
+    assert x.grad.shape == (0, 8)
+    assert all(not g.any() for g in gradients(amp))
+
+
 def test_frozen_model_passes_gradients_on() -> None:
     x = torch.randn(4, 8, requires_grad=True)
     amp, reference = pair(Net().requires_grad_(False), x)
@@ -269,6 +301,18 @@ def test_one_bad_input_among_several_is_reported() -> None:
         amp = make(Two(), *inputs)
         amp(*inputs).nansum().backward()
         assert amp.scaler.state.probe.grad.tolist() == [1.0]
+
+
+def test_sparse_gradients_of_a_compiled_model() -> None:
+    ids = torch.randint(0, 20, (4, 5))
+    amp, reference = pair(nn.Sequential(nn.Embedding(20, 8, sparse=True), nn.Linear(8, 3)), ids)
+    amp = make(amp.source, ids, just_in_time=True, backend="aot_eager")
+    for model in (amp, reference):
+        model(ids).square().mean().backward()
+    table, *_ = gradients(amp)
+    assert table.is_sparse
+    assert len(amp.graph_modules) == 1
+    assert_close([table.to_dense()], [gradients(reference)[0].to_dense()])
 
 
 def test_sparse_gradients() -> None:
@@ -368,9 +412,10 @@ def test_second_derivatives_of_a_compiled_model_are_an_error() -> None:
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_activation_checkpointing_around_the_model(reentrant) -> None:
+@pytest.mark.parametrize("backend", BACKENDS[:2])
+def test_activation_checkpointing_around_the_model(backend, reentrant) -> None:
     x = torch.randn(4, 8, requires_grad=True)
-    amp, reference = pair(Net(), x)
+    amp, reference = pair(Net(), x, backend=backend)
     checkpoint(amp, x, use_reentrant=reentrant).square().mean().backward()
     reference(x).square().mean().backward()
     assert_close(gradients(amp), gradients(reference))
