@@ -46,12 +46,12 @@ def find_range_pins(
             continue
         if not isinstance(node.target, OpOverload) or fact.dtype is None:
             continue
-        if reason := _number_reason(node, limits, low_dtype):
-            pins[node] = reason
+        if own := _number_reason(node, limits, low_dtype):
+            pins[node] = own
         reads = (large[s.tensor] for s in fact.slots if s.tensor in large and not _is_harmless(node, s))
         if reason := next(reads, None):
             pins.setdefault(node, reason)
-        if node in pins and "outside" in pins[node] and _keeps_size(node, fact.op_class):
+        if node in pins and "outside" in pins[node] and (own or _keeps_size(node, fact.op_class)):
             large[node] = pins[node]
     return pins, large
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -406,8 +407,9 @@ def test_row_that_is_masked_whole_stays_uniform():
     scale = torch.finfo(FP32).min
     model = Fn(lambda x, w: torch.softmax((x @ w).masked_fill(torch.ones(4, 4, dtype=torch.bool), scale), -1))
     x, w = torch.randn(4, 4), torch.randn(4, 4)
-    for low in (FP16, BF16):
-        assert torch.equal(convert(model, x, w, dtype=low)(x, w), torch.full((4, 4), 0.25))
+    for low, level in itertools.product((FP16, BF16), ("O1", "O2", "O3")):
+        amp = convert(model, x, w, dtype=low, level=level)
+        assert torch.equal(amp(x, w), torch.full((4, 4), 0.25))
 
 
 # -- hazards --------------------------------------------------------------------------------------------
