@@ -265,6 +265,8 @@ class AmpModule(SourceFace):
         )
 
     def _flags(self) -> tuple[bool, ...]:
+        if self._follow_structure() and not self.options.just_in_time:
+            self._variants.clear()
         return tuple([m.training for m in self._all_modules])
 
     def _capture(

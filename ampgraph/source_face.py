@@ -16,6 +16,8 @@ _SHARED = (
     "_modules",
     "_non_persistent_buffers_set",
 )
+# What is about this module's own calls: FSDP2's fully_shard, register_full_backward_hook, compile.
+_OWN = ("__class__", "_is_full_backward_hook", "_compiled_call_impl")
 
 
 class SourceFace(nn.Module):
@@ -34,7 +36,18 @@ class SourceFace(nn.Module):
         super().__init__()
         source.training = training  # nn.Module's own __init__ sets it
         self.__dict__.update({name: source.__dict__[name] for name in _SHARED})
-        self.__dict__["_all_modules"] = tuple(source.modules())
+        self.__dict__["_all_modules"], self.__dict__["_children"] = (), []
+        self._follow_structure()
+
+    def _follow_structure(self) -> bool:
+        """Looks whether submodules came, went or were replaced since the last time, at any depth."""
+        children = [child for module in self._all_modules for child in module._modules.values()]
+        if self._all_modules and children == self._children:
+            return False
+        modules = tuple(self.source.modules())
+        self.__dict__["_all_modules"] = modules
+        self.__dict__["_children"] = [child for module in modules for child in module._modules.values()]
+        return True
 
     @property
     def training(self) -> bool:
@@ -48,11 +61,10 @@ class SourceFace(nn.Module):
         if name == "training":
             self.source.training = value
             return
-        if name == "__class__":  # FSDP2's fully_shard
+        if name in _OWN:
             object.__setattr__(self, name, value)
             return
         setattr(self.source, name, value)
-        self.__dict__["_all_modules"] = tuple(self.source.modules())
 
     def __delattr__(self, name: str) -> None:
         delattr(self.source, name)

@@ -127,6 +127,43 @@ def test_a_replaced_submodule_is_used(how):
     close(amp(X), model(X), 0.02)
 
 
+def appended(model):
+    model.append(nn.Linear(8, 8))
+
+
+def cut(model):
+    del model[1]
+
+
+def left_out(model):
+    model[2] = nn.Identity()
+
+
+def swapped(model):
+    model[1] = nn.Tanh()
+
+
+def put_inside(model):
+    nn.utils.parametrizations.weight_norm(model[2])
+
+
+@CAPTURES
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("change", [appended, cut, left_out, swapped, put_inside])
+def test_another_structure_is_captured_again(change, level, how):
+    """Gradients of parameters that came later are unscaled too."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+    amp = convert(model, how, X, policy=level, dtype=torch.float16)
+    amp(X)
+    change(model)
+    source = copy.deepcopy(model)
+    close(amp(X), source(X), 0.01)
+    for each in (amp, source):
+        each(X).square().mean().backward()
+    for ours, theirs in zip(model.parameters(), source.parameters(), strict=True):
+        close(ours.grad, theirs.grad, 0.01)
+
+
 def test_a_parameter_changed_in_the_source_is_used():
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
     amp = convert(model, "ahead of time", X)
@@ -346,6 +383,16 @@ def test_module_hooks_run(how):
     amp.register_forward_pre_hook(lambda *a: calls.append("before"))
     amp(X)
     assert calls == ["before", "forward"]
+
+
+@CAPTURES
+def test_backward_hooks_run(how):
+    model = Net()
+    amp = convert(model, how, X)
+    seen = []
+    amp.register_full_backward_hook(lambda module, *grads: seen.append(module))
+    amp(X).sum().backward()
+    assert seen == [amp]
 
 
 def test_zero_grad_and_apply():
