@@ -38,11 +38,12 @@ FP32_SLOTS: Mapping[str, tuple[str, ...]] = {
     "cudnn_batch_norm": _NORM_STATE,
     "miopen_batch_norm": _NORM_STATE,
     "instance_norm": _NORM_STATE,
+    "view.dtype": ("self",),  # its bits
 }
 
 # Arguments whose producers decide what a gray op runs in; the others (weights) are cast to match.
 FOLLOW_SLOTS: Mapping[str, tuple[str, ...]] = {
-    **dict.fromkeys(FP32_SLOTS, ("input",)),
+    **dict.fromkeys((op for op, slots in FP32_SLOTS.items() if slots is _NORM_STATE), ("input",)),
     "layer_norm": ("input",),
     "native_layer_norm": ("input",),
     "group_norm": ("input",),

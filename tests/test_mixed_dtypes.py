@@ -167,3 +167,15 @@ def test_a_result_that_nothing_reads():
     model = NothingReads()
     amp = ampgraph.convert(model, (X,), dtype=torch.bfloat16)
     close(amp(X), model(X))
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+@pytest.mark.parametrize("low", [torch.float16, torch.bfloat16])
+def test_bits_are_read_of_the_source_dtype(low, level):
+    """The sign bit of a float32 value; a low one has other bits, and fewer of them."""
+
+    def signs(x, w):
+        return (x @ w).view(torch.int32) >> 31, (x @ w).to(low).view(torch.int16) >> 15
+
+    for ours, theirs in zip(converted(signs, X, W, low=low, level=level)(X, W), signs(X, W), strict=True):
+        assert torch.equal(ours, theirs)
