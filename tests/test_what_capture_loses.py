@@ -243,3 +243,23 @@ def test_reentrant_checkpoints_inside_keep_their_gradients():
     model, x = Checkpointed(), X.clone().requires_grad_()
     ampgraph.convert(model, (x,))(x).sum().backward()
     assert all(p.grad is not None for p in (x, *model.parameters()))
+
+
+@pytest.mark.parametrize("args", [(X,), None], ids=["ahead of time", "just in time"])
+def test_data_is_captured_as_detach(args):
+    class Rounded(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a = nn.Linear(8, 8)
+
+        def forward(self, x):
+            self.a.weight.data.clamp_(-0.125, 0.125)
+            x = self.a(x)
+            return x + (x.round() - x).data
+
+    model = Rounded()
+    amp = ampgraph.convert(model, args)
+    assert torch.equal(amp(X).round(), amp(X))
+    assert float(model.a.weight.abs().max()) <= 0.125
+    amp(X).sum().backward()
+    torch.testing.assert_close(model.a.bias.grad, torch.full((8,), 3.0))

@@ -16,6 +16,7 @@ import torch
 from torch import fx, nn
 from torch.export import ExportedProgram
 from torch.fx import traceback as fx_traceback
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 
 from .._compat import errors_raised_not_logged, no_ambient_autocast, no_saved_tensor_hooks
@@ -86,7 +87,7 @@ def capture_program(
         )
     try:
         watching = _warn_about_custom_functions(type(model).__name__)
-        with capturing(), traced_as_no_grad(is_capturing_here), watching:
+        with capturing(), traced_as_no_grad(is_capturing_here), _DataIsDetach(), watching:
             program = torch.export.export(
                 model, args, kwargs or {}, dynamic_shapes=dynamic_shapes, strict=False
             )
@@ -108,6 +109,17 @@ def _complete_users(graph: fx.Graph) -> None:
     for node in graph.nodes:
         for source in node.all_input_nodes:
             source.users.setdefault(node)
+
+
+class _DataIsDetach(TorchFunctionMode):
+    """Captures ``x.data``, which tracing does not see, as ``x.detach()``: the same memory, no gradients."""
+
+    _read = torch.Tensor.data.__get__  # type: ignore[attr-defined]
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+        if func == self._read:
+            return args[0].detach()
+        return func(*args, **(kwargs or {}))
 
 
 @contextlib.contextmanager
