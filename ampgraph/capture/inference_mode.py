@@ -16,9 +16,10 @@ def traced_as_no_grad(is_capturing: Callable[[], bool]) -> Iterator[None]:
 
     def entered(self: torch.inference_mode) -> None:
         # torch itself turns inference mode off here and there, which is no grad mode of the model's.
-        self._outer = torch.is_grad_enabled() if self.mode and is_capturing() else None  # type: ignore[attr-defined]
+        outer = torch.is_grad_enabled() if self.mode and is_capturing() else None
+        self._outer = outer  # type: ignore[attr-defined]
         enter(self)
-        if self._outer is not None:
+        if outer is not None:
             torch._C._set_grad_enabled(False)
 
     def left(self: torch.inference_mode, *error: Any) -> None:
