@@ -76,8 +76,9 @@ class AmpModule(SourceFace):
         self.__dict__["_current"] = None
         self.__dict__["_gate"] = gate_of(source)
         self.__dict__["scaler"] = scaler or LossScaler(
-            options.policy.active_loss_scale(), source, device_of(source)
+            options.policy.active_loss_scale(), source, torch.device("cpu")
         )
+        self.scaler.move(device_of(source))
         has_shadows = options.policy.level in ("O2", "O3")
         self.__dict__["_shadows"] = ShadowWeights(source, options.low_dtype) if has_shadows else None
         self.__dict__["_stored"] = StoredLow(source, options.low_dtype, stored_low)
@@ -273,6 +274,7 @@ class AmpModule(SourceFace):
         self, args: tuple, kwargs: dict[str, Any], signature: Signature, flags: tuple[bool, ...]
     ) -> Variant:
         variants = self._variants.get((flags, signature.kind), [])
+        self.scaler.move(device_of(self.source))  # it may have been converted without values
         start = time.perf_counter()
         with self._stored.as_float32():
             program = self._export(args, kwargs, signature, variants)
@@ -282,9 +284,10 @@ class AmpModule(SourceFace):
         variants.append(variant)
         self._variants[(flags, signature.kind)] = variants
         self.__dict__["_current"], self.__dict__["_current_flags"] = variant, flags
-        if len(variants) == MANY_CAPTURES:
+        if sum(len(v) for (seen, _), v in self._variants.items() if seen == flags) == MANY_CAPTURES:
             log.warning(
-                "%s was captured %d times for different shapes; pass dynamic_shapes to ampgraph.convert.",
+                "%s was captured %d times for different shapes or values; pass dynamic_shapes to "
+                "ampgraph.convert, and as tensors the numbers that change.",
                 type(self.source).__name__,
                 MANY_CAPTURES,
             )
@@ -327,6 +330,7 @@ class AmpModule(SourceFace):
         from .backends import make_backend
 
         def record(graph_module: fx.GraphModule, plan: Plan, aot: AotGraphs, timing: Timing) -> None:
+            self.scaler.move(device_of(self.source))  # it may have been converted without values
             type(graph_module).__name__ = type(self.source).__name__  # every graph module has its own class
             variant = Variant(graph_module, plan, self.options, self.scaler, timing=timing, aot=aot)
             self._variants.setdefault((self._flags(), "just in time"), []).append(variant)

@@ -296,8 +296,8 @@ class LossScaler:
         }
 
     def move(self, device: torch.device) -> None:
-        """Moves the state to the model's device."""
-        if device == self.state.scale.device:
+        """Moves the state to the model's device; a model without values has it on the CPU."""
+        if device in (self.state.scale.device, torch.device("meta")):
             return
         self.state.move(device)
         self._counters, self._found = self._counters.to(device), self._found.to(device)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import chain
+from operator import attrgetter
 from typing import Any
 
 from torch import nn
@@ -16,8 +18,15 @@ _SHARED = (
     "_modules",
     "_non_persistent_buffers_set",
 )
+_CHILDREN, _PARAMETERS = attrgetter("_modules"), attrgetter("_parameters")
 # What is about this module's own calls: FSDP2's fully_shard, register_full_backward_hook, compile.
 _OWN = ("__class__", "_is_full_backward_hook", "_compiled_call_impl")
+
+
+def _structure(modules: tuple[nn.Module, ...]) -> tuple[list[nn.Module], list[str]]:
+    """Returns the children of all modules and the names of their own parameters. Runs at every call."""
+    children = chain.from_iterable(map(dict.values, map(_CHILDREN, modules)))
+    return list(children), list(chain.from_iterable(map(_PARAMETERS, modules)))
 
 
 class SourceFace(nn.Module):
@@ -36,17 +45,15 @@ class SourceFace(nn.Module):
         super().__init__()
         source.training = training  # nn.Module's own __init__ sets it
         self.__dict__.update({name: source.__dict__[name] for name in _SHARED})
-        self.__dict__["_all_modules"], self.__dict__["_children"] = (), []
+        self.__dict__["_all_modules"], self.__dict__["_structure"] = (), None
         self._follow_structure()
 
     def _follow_structure(self) -> bool:
-        """Looks whether submodules came, went or were replaced since the last time, at any depth."""
-        children = [child for module in self._all_modules for child in module._modules.values()]
-        if self._all_modules and children == self._children:
+        """Looks whether submodules or names of parameters came or went since the last time, at any depth."""
+        if self._structure == _structure(self._all_modules):
             return False
-        modules = tuple(self.source.modules())
-        self.__dict__["_all_modules"] = modules
-        self.__dict__["_children"] = [child for module in modules for child in module._modules.values()]
+        self.__dict__["_all_modules"] = modules = tuple(self.source.modules())
+        self.__dict__["_structure"] = _structure(modules)
         return True
 
     @property
