@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from itertools import chain
-from operator import attrgetter
 from typing import Any
 
 from torch import nn
@@ -18,15 +17,14 @@ _SHARED = (
     "_modules",
     "_non_persistent_buffers_set",
 )
-_CHILDREN, _PARAMETERS = attrgetter("_modules"), attrgetter("_parameters")
 # What is about this module's own calls: FSDP2's fully_shard, register_full_backward_hook, compile.
 _OWN = ("__class__", "_is_full_backward_hook", "_compiled_call_impl")
 
 
 def _structure(modules: tuple[nn.Module, ...]) -> tuple[list[nn.Module], list[str]]:
     """Returns the children of all modules and the names of their own parameters. Runs at every call."""
-    children = chain.from_iterable(map(dict.values, map(_CHILDREN, modules)))
-    return list(children), list(chain.from_iterable(map(_PARAMETERS, modules)))
+    children = chain.from_iterable([module._modules.values() for module in modules])
+    return list(children), list(chain.from_iterable([module._parameters for module in modules]))
 
 
 class SourceFace(nn.Module):
