@@ -117,7 +117,8 @@ class _DataIsDetach(TorchFunctionMode):
     _read = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
-        if func == self._read:
+        # Dynamo, which captures the bodies of torch.cond, cannot compare functions; it sees ``data`` itself.
+        if not torch.compiler.is_dynamo_compiling() and func == self._read:
             return args[0].detach()
         return func(*args, **(kwargs or {}))
 
