@@ -21,7 +21,7 @@ _SHARED = (
 _OWN = ("__class__", "_is_full_backward_hook", "_compiled_call_impl")
 
 
-def _structure(modules: tuple[nn.Module, ...]) -> tuple[list[nn.Module], list[str]]:
+def _structure(modules: tuple[nn.Module, ...]) -> tuple[list[nn.Module | None], list[str]]:
     """Returns the children of all modules and the names of their own parameters. Runs at every call."""
     children = chain.from_iterable([module._modules.values() for module in modules])
     return list(children), list(chain.from_iterable([module._parameters for module in modules]))
