@@ -8,8 +8,9 @@ converted module may differ by ``8 * spread + 4 * eps * (|value| + mean |value|)
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -70,7 +71,7 @@ def check_program(program: Program, level: str, backward: bool = True) -> str:
         raise NotConvertible(f"{type(error).__name__}: {error}") from error
     amp = ampgraph.convert(program.build(), program.inputs(), policy=policy_of(program, level))
     actual = run(amp, program, backward)
-    check_types(actual, expected)
+    check_types(actual, expected, dict.fromkeys(amp.stored_low, program.low))
     check_casts(amp.graph_module, program.low)
     check_again_changes_nothing(captured, level)
     if level == "O1":
@@ -168,8 +169,11 @@ def _weights(t: torch.Tensor) -> torch.Tensor:
     return torch.rand(t.shape, generator=generator) + 0.5
 
 
-def check_types(actual: Outcome, expected: Outcome) -> None:
-    """Structure, shapes, dtypes, and which parameters get a gradient."""
+def check_types(
+    actual: Outcome, expected: Outcome, stored: Mapping[str, torch.dtype] = MappingProxyType({})
+) -> None:
+    """Structure, shapes, dtypes, and which parameters get a gradient, of the dtype they are stored in."""
+    dtypes = {f"gradient of {name}": dtype for name, dtype in stored.items()}
     assert actual.spec == expected.spec
     assert actual.shares == expected.shares, "outputs share memory with other inputs"
     assert actual.values.keys() == expected.values.keys()
@@ -177,9 +181,8 @@ def check_types(actual: Outcome, expected: Outcome) -> None:
         got = actual.values[name]
         assert (got is None) == (value is None), f"{name}: {got} instead of {value}"
         if value is not None:
-            assert (got.dtype, got.shape) == (value.dtype, value.shape), (
-                f"{name}: {got.dtype}, not {value.dtype}"
-            )
+            dtype = dtypes.get(name, value.dtype)
+            assert (got.dtype, got.shape) == (dtype, value.shape), f"{name}: {got.dtype}, not {dtype}"
 
 
 def check_casts(graph_module: fx.GraphModule, low: torch.dtype) -> None:
