@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.source import LocalSource
-from torch._guards import TracingContext
 from torch._ops import HigherOrderOperator, OpOverload
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -21,7 +20,6 @@ from torch.autograd.grad_mode import _enter_inference_mode, _exit_inference_mode
 from torch.export import ExportedProgram
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import py_sym_types
-from torch.fx.experimental.symbolic_shapes import DimDynamic, StatefulSymbolicContext
 from torch.fx.graph import _PyTreeCodeGen, _PyTreeInfo
 from torch.nn import Module, RNNBase
 from torch.nn.parallel import DistributedDataParallel
@@ -41,7 +39,6 @@ __all__ = [
     "compiled_by_dynamo",
     "errors_raised_not_logged",
     "evaluate",
-    "fake_constant_sizes",
     "fake_mode_of",
     "in_transform",
     "is_exporting",
@@ -71,17 +68,6 @@ def fake_mode_of(graph: Graph) -> FakeTensorMode | None:
             if isinstance(value, FakeTensor):
                 return value.fake_mode
     return None
-
-
-def fake_constant_sizes(mode: FakeTensorMode, value: torch.Tensor, source: LocalSource) -> FakeTensor:
-    """Returns the fake tensor, for AOTAutograd too, of an input that Dynamo knows nothing of.
-
-    Its sizes are constants: symbols need a source in the caller's frame, where Dynamo checks its guards.
-    """
-    context = StatefulSymbolicContext(dynamic_sizes=[DimDynamic.STATIC] * value.dim(), tensor_source=source)
-    if tracing := TracingContext.try_get():
-        tracing.tensor_to_context[value] = context
-    return mode.from_tensor(value, symbolic_context=context, source=source)
 
 
 def evaluate(node: Node, mode: FakeTensorMode | None, one_step: bool = False) -> Any:

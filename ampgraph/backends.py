@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ._compat import LocalSource, fake_constant_sizes, fake_mode_of, no_ambient_autocast
+from ._compat import LocalSource, fake_mode_of, no_ambient_autocast
 from .capture.just_in_time import drop_values, lower_dynamo_graph
 from .capture.split import compile_around_custom_functions
 from .errors import CaptureError, PassError, PolicyError, did_you_mean
@@ -137,7 +137,9 @@ def _add_inputs(graph: fx.Graph, values: dict[str, torch.Tensor]) -> list[str]:
         for name, value in values.items():
             node = graph.placeholder(name)
             source = LocalSource(name)
-            node.meta.update({"val": fake_constant_sizes(mode, value, source), "_dynamo_source": source})
+            # Symbols would need a source in the caller's frame, where Dynamo checks its guards.
+            fake = mode.from_tensor(value, static_shapes=True, source=source)
+            node.meta.update({"val": fake, "_dynamo_source": source})
             names.append(node.name)
     return names
 
