@@ -30,6 +30,25 @@ from tests.fuzz_checks import NotConvertible, check_just_in_time, check_program 
 from tests.random_modules import Program, programs  # noqa: E402
 
 
+PAGE = """# Random modules
+
+Modules that hypothesis writes (branches, shared tensors, in-place ops, views, tuples, mixed dtypes,
+guards, buffers that forward writes), each converted, run forward and backward and held against the
+float32 module: structure, shapes, dtypes and shared memory of outputs; values and gradients within a
+bound from what the float32 module itself changes by when its values move by one rounding (not at O3);
+what was written into inputs and buffers. Ahead of time also: that converting again changes nothing
+and, at O1, that nothing is less precise and nothing moves more bytes than the autocast rule. A run
+stops at the first module that breaks an invariant. Not convertible are modules that fail in float32,
+that torch.export refuses or captures wrongly. Written by `tools/fuzz.py`, on a CPU.
+
+**{checked} modules checked, {broken} broken.**
+
+| capture | seed | levels | most lines | modules | not convertible | broken | torch | Python |
+| --- | --- | --- | --- | --- | --- | --- | --- | --- |
+{rows}
+"""
+
+
 class Fuzz:
     """A run over random programs.
 
@@ -97,28 +116,7 @@ def report(records: list[dict[str, Any]]) -> str:
     ]
     checked = sum(sum(r["counts"].values()) - _refused(r["counts"]) for r in records)
     broken = sum(r["broken"] for r in records)
-    return "\n".join(
-        [
-            "# Random modules",
-            "",
-            "Modules that hypothesis writes (branches, shared tensors, in-place ops, views, tuples, mixed",
-            "dtypes, guards, buffers that forward writes), each converted, run forward and backward and",
-            "held against the float32 module: structure, shapes, dtypes and shared memory of outputs;",
-            "values and gradients within a bound from what the float32 module itself changes by when its",
-            "values move by one rounding (not at O3); what was written into inputs and buffers. Ahead of time",
-            "also: that converting again changes nothing and, at O1, that nothing is less precise and nothing",
-            "moves more bytes than the autocast rule. A run stops at the first module that breaks an",
-            "invariant. Not convertible are modules that fail in float32, that torch.export refuses or",
-            "captures wrongly. Written by `tools/fuzz.py`, on a CPU.",
-            "",
-            f"**{checked} modules checked, {broken} broken.**",
-            "",
-            "| capture | seed | levels | most lines | modules | not convertible | broken | torch | Python |",
-            "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
-            *rows,
-            "",
-        ]
-    )
+    return PAGE.format(checked=checked, broken=broken, rows="\n".join(rows))
 
 
 def _refused(counts: dict[str, int]) -> int:
