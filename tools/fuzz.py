@@ -29,7 +29,6 @@ from hypothesis import strategies as st  # noqa: E402
 from tests.fuzz_checks import NotConvertible, check_just_in_time, check_program  # noqa: E402
 from tests.random_modules import Program, programs  # noqa: E402
 
-
 PAGE = """# Random modules
 
 Modules that hypothesis writes (branches, shared tensors, in-place ops, views, tuples, mixed dtypes,
