@@ -12,7 +12,16 @@ from typing import Any
 import torch
 from torch import fx
 
-from ._compat import LocalSource, fake_mode_of, no_ambient_autocast
+from ._compat import (
+    LocalSource,
+    fake_mode_of,
+    find_backend,
+    has_triton,
+    inductor_modes,
+    is_any_autocast_enabled,
+    known_backends,
+    no_ambient_autocast,
+)
 from .capture.just_in_time import drop_values, lower_dynamo_graph
 from .capture.split import compile_around_custom_functions
 from .errors import CaptureError, PassError, PolicyError, did_you_mean
@@ -176,7 +185,7 @@ def ampgraph_backend(graph_module: fx.GraphModule, inputs: list, **given: Any) -
         compiled = make_backend(options, shadows=shadows)(graph_module, inputs)
 
     def run(*args: Any) -> Any:
-        if not torch._C._is_any_autocast_enabled():
+        if not is_any_autocast_enabled():
             return compiled(*args)
         with no_ambient_autocast():
             return compiled(*args)
@@ -204,7 +213,7 @@ def choose_backend(
     """
     _check_backend(backend)
     if mode is not None and backend in (None, "inductor"):
-        known = torch._inductor.list_mode_options()
+        known = inductor_modes()
         if mode not in known:
             raise PolicyError(
                 f"mode={mode!r} is not known to inductor; legal: {', '.join(known)}."
@@ -221,13 +230,13 @@ def choose_backend(
 def _check_backend(backend: object) -> None:
     if backend is None or callable(backend):
         return
-    known = torch._dynamo.list_backends(exclude_tags=())
+    known = known_backends()
     if backend in known:
         return
-    usual = ["eager", "aot_eager", *torch._dynamo.list_backends()]
+    usual = ["eager", "aot_eager", *torch.compiler.list_backends()]
     raise PolicyError(
         f"backend={backend!r} is not known to torch.compile; legal: {', '.join(usual)}, any other of "
-        f"torch._dynamo.list_backends(None), or a function.{did_you_mean(str(backend), known)}"
+        f"torch.compiler.list_backends(None), or a function.{did_you_mean(str(backend), known)}"
     )
 
 
@@ -235,14 +244,14 @@ def default_backend(device: torch.device) -> str:
     """Returns ``"inductor"`` for CUDA with Triton, else ``"eager"``."""
     if device.type != "cuda":
         return "eager"
-    return "inductor" if torch.utils._triton.has_triton() else "eager"
+    return "inductor" if has_triton() else "eager"
 
 
 def _next_backend(backend: str | Callable, mode: str | None) -> Callable:
     """Returns the function behind a backend's name, with the mode as ``torch.compile`` would pass it."""
-    found: Callable = torch._dynamo.lookup_backend(backend) if isinstance(backend, str) else backend
+    found: Callable = find_backend(backend) if isinstance(backend, str) else backend
     if mode in (None, "default"):
         return found
     if backend == "inductor":
-        return functools.partial(found, config_patches=torch._inductor.list_mode_options(mode))
+        return functools.partial(found, config_patches=inductor_modes()[mode])
     return functools.partial(found, mode=mode)

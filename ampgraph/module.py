@@ -15,7 +15,13 @@ import torch
 from torch import fx, nn
 from torch.export import Dim, ExportedProgram, ShapesCollection
 
-from ._compat import compiled_by_dynamo, in_transform, is_exporting, no_ambient_autocast
+from ._compat import (
+    compiled_by_dynamo,
+    in_transform,
+    is_any_autocast_enabled,
+    is_exporting,
+    no_ambient_autocast,
+)
 from .capture import capture_program, unlift
 from .errors import AmpGraphError, CaptureError, NoGraphError
 from .gate import gate_of
@@ -171,7 +177,7 @@ class AmpModule(SourceFace):
             return self._run_traced(args, kwargs)
         if torch.compiler.is_dynamo_compiling():
             return self._call_apart(args, kwargs)
-        if torch._C._is_any_autocast_enabled():
+        if is_any_autocast_enabled():
             # Precision is the plan's alone: an autocast around the call must not cast once more.
             with no_ambient_autocast():
                 return self._call(args, kwargs)

@@ -12,9 +12,8 @@ from functools import cache
 from typing import TypeVar
 
 import torch
-from torch._ops import OpOverload
 
-from ._compat import VERSION
+from ._compat import VERSION, OpOverload
 
 T = TypeVar("T")
 

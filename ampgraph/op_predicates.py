@@ -7,7 +7,8 @@ from types import MappingProxyType
 from typing import TypeAlias
 
 import torch
-from torch._ops import OpOverload
+
+from ._compat import OpOverload
 
 Predicate: TypeAlias = Callable[[torch.fx.Node, torch.dtype], "str | None"]
 

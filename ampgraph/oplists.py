@@ -19,7 +19,6 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import dtype, float16
-from torch._ops import OpOverload, OpOverloadPacket
 from torch.fx import Node
 
 from ampgraph import op_data, op_presets
@@ -27,6 +26,8 @@ from ampgraph.errors import PolicyError, did_you_mean
 from ampgraph.op_data import Rows
 from ampgraph.op_facts import lookup_names
 from ampgraph.op_predicates import PREDICATES
+
+from ._compat import OpOverload, OpOverloadPacket, all_op_names
 
 OpName: TypeAlias = "str | OpOverload | OpOverloadPacket"
 
@@ -340,5 +341,5 @@ def _exists(name: str) -> bool:
 
 
 def _known_names() -> set[str]:
-    names = {name.replace("::", ".") for name in torch._C._dispatch_get_all_op_names()}
+    names = all_op_names()
     return names | set(map(_packet, names))

@@ -10,6 +10,7 @@ from typing import ClassVar
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from ampgraph._compat import SET_GRAD_ENABLED
 from ampgraph.boundary import scale_gradients, trace_of, unscale_gradients
 from ampgraph.plan import META_KEY
 
@@ -123,7 +124,7 @@ def _passing(graph: Graph) -> set[Node]:
     passing = set()
     enabled = True
     for node in graph.nodes:
-        if node.target is torch._C._set_grad_enabled:
+        if node.target is SET_GRAD_ENABLED:
             mode = node.args[0]
             enabled = mode.meta["val"] if isinstance(mode, Node) else mode
         elif enabled and node.op == "call_function" and node.target is not torch.ops.aten.detach.default:

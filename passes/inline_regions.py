@@ -5,12 +5,13 @@ higher-order ops with a sub-graph; ``torch.compile`` leaves pairs of enter and e
 pass a grad-mode region is a pair of ``_set_grad_enabled`` calls around its nodes, and an autocast
 region is a guard on its nodes: ``enabled=False`` forces float32, ``enabled=True`` lets the op lists
 decide. Where such a region names another low dtype than the policy's, its values are captured in that dtype:
-inside, they become float32 again for the lists to decide on; at its borders, casts keep what the source has.
+inside, ops read float32 again for the lists to decide on; what leaves is cast to the dtype it had.
 """
 
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -18,9 +19,19 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
-from ampgraph._compat import evaluate, fake_mode_of
+from ampgraph._compat import (
+    ENTER_AUTOCAST,
+    EXIT_AUTOCAST,
+    SET_GRAD_ENABLED,
+    OpOverload,
+    evaluate,
+    fake_mode_of,
+)
 from ampgraph.guards import FP32, LISTS, guard_of, set_guard
+from ampgraph.op_facts import is_view
+from ampgraph.policy import LOW_DTYPES
 
+from .alias import written_args
 from .base import Pass
 
 _SET_GRAD, _AUTOCAST = "wrap_with_set_grad_enabled", "wrap_with_autocast"
@@ -42,7 +53,7 @@ class InlineRegions(Pass):
         while region := _next_region(graph_module.graph):
             _inline(graph_module, region, self.low_dtype)
             modified = True
-        return _autocast_calls_to_guards(graph_module.graph) or modified
+        return _autocast_calls_to_guards(graph_module.graph, self.low_dtype) or modified
 
 
 def _next_region(graph: Graph) -> Node | None:
@@ -66,67 +77,80 @@ def _inline(graph_module: GraphModule, region: Node, low_dtype: torch.dtype) -> 
     values: dict[Node, Any] = dict(zip(inputs, region.args[at + 1 :], strict=True))
     is_grad_region = _name(region) == _SET_GRAD
     enabled = bool(region.args[0] if is_grad_region else region.args[2])
-    other_dtype = None if is_grad_region or not enabled else _other_dtype(region, low_dtype)
     outputs: Any = ()
     with graph.inserting_before(region):
-        if other_dtype:
-            values = {n: _cast(graph, v, other_dtype, torch.float32) for n, v in values.items()}
         before = _enter_grad_mode(graph, enabled) if is_grad_region else None
         for node in body.graph.nodes:
             if node.op == "output":
                 outputs = map_arg(node.args[0], values.__getitem__)
             elif node.op != "placeholder":
                 values[node] = _copy(graph_module, body, node, values)
-                if other_dtype and node.op == "call_function":
-                    values[node].meta["val"] = evaluate(values[node], fake_mode_of(graph))
-        if other_dtype:
-            outputs = tuple(_cast_back(graph, v, u) for v, u in zip(outputs, _recorded(body), strict=True))
         if before is not None:
-            graph.call_function(torch._C._set_grad_enabled, (before,)).meta["val"] = None
+            graph.call_function(SET_GRAD_ENABLED, (before,)).meta["val"] = None
     if not is_grad_region:
         _guard(values, LISTS if enabled else FP32)
     _replace_outputs(region, outputs)
+    if not is_grad_region and _is_of_other_dtype(region, low_dtype):
+        _widen([values[n] for n in body.graph.nodes if n.op == "call_function"])
     graph.erase_node(region)
     if not body_ref.users:
         graph.erase_node(body_ref)
 
 
-def _other_dtype(region: Node, low_dtype: torch.dtype) -> torch.dtype | None:
-    """Returns the dtype of an autocast region if it is not the policy's."""
-    device, dtype = region.args[:2]
-    dtype = dtype or torch.get_autocast_dtype(str(device))
-    return None if dtype == low_dtype else dtype  # type: ignore[return-value]
+def _is_of_other_dtype(region: Node, low_dtype: torch.dtype) -> bool:
+    """Whether an autocast region, a sub-graph or the call that enters it, names another low dtype."""
+    device, dtype, enabled = region.args[:3]
+    return bool(enabled) and (dtype or torch.get_autocast_dtype(str(device))) != low_dtype
 
 
-def _cast(graph: Graph, value: Any, from_dtype: torch.dtype, to_dtype: torch.dtype) -> Any:
-    """Casts a node of one dtype; returns anything else as it is."""
-    fake = value.meta.get("val") if isinstance(value, Node) else None
-    if not isinstance(fake, torch.Tensor) or fake.dtype != from_dtype:
+def _widen(nodes: Sequence[Node]) -> None:
+    """Lets the ops of a region read float32 in place of low dtypes, and casts what leaves the region back.
+
+    Regions inside the region, and whatever else has a sub-graph, read what they were captured with.
+    """
+    recorded: dict[Node, Any] = {}
+    for node in nodes:
+        is_op, is_item = isinstance(node.target, OpOverload), node.target is operator.getitem
+        if is_op or (is_item and node.args[0] in recorded):
+            recorded[node] = node.meta["val"]
+    for node in recorded:
+        # What is written, or shares its memory, has to be the very tensor.
+        if node.target is not operator.getitem and not is_view(node.target):
+            same = written_args(node)
+            node.args, node.kwargs = map_arg(
+                (node.args, node.kwargs), lambda n, node=node, same=same: n if n in same else _wide(n, node)
+            )
+        node.meta["val"] = evaluate(node, fake_mode_of(node.graph))
+    for node, value in recorded.items():
+        readers = [user for user in node.users if user not in recorded]
+        if readers and isinstance(value, torch.Tensor) and node.meta["val"].dtype != value.dtype:
+            with node.graph.inserting_before(min(readers)):  # after what the region writes into it
+                back = _cast(node, value.dtype)
+            for reader in readers:
+                reader.replace_input_with(node, back)
+
+
+def _wide(value: Node, reader: Node) -> Node:
+    """Returns ``value`` in float32 if it is low."""
+    fake = value.meta.get("val")
+    if not isinstance(fake, torch.Tensor) or fake.dtype not in LOW_DTYPES:
         return value
-    node = graph.call_function(torch.ops.aten.to.dtype, (value, to_dtype))
+    with reader.graph.inserting_before(reader):
+        return _cast(value, torch.float32)
+
+
+def _cast(value: Node, dtype: torch.dtype) -> Node:
+    node = value.graph.call_function(torch.ops.aten.to.dtype, (value, dtype))
     node.meta = {k: v for k, v in value.meta.items() if k in ("nn_module_stack", "stack_trace", "custom")}
-    node.meta["val"] = evaluate(node, fake_mode_of(graph))
+    node.meta["val"] = evaluate(node, fake_mode_of(value.graph))
     return node
-
-
-def _recorded(body: GraphModule) -> list[Any]:
-    """Returns the values that a region's outputs had when it was captured."""
-    results = body.graph.output_node().args[0]
-    return [r.meta.get("val") if isinstance(r, Node) else r for r in results]  # type: ignore[union-attr]
-
-
-def _cast_back(graph: Graph, value: Any, recorded: Any) -> Any:
-    found = value.meta.get("val") if isinstance(value, Node) else None
-    if not isinstance(found, torch.Tensor) or found.dtype == recorded.dtype:
-        return value
-    return _cast(graph, value, found.dtype, recorded.dtype)
 
 
 def _enter_grad_mode(graph: Graph, enabled: bool) -> Node:
     """Sets the grad mode and returns the one before: the caller of the model may have turned it off."""
     before = graph.call_function(torch.is_grad_enabled)
     before.meta["val"] = not enabled
-    graph.call_function(torch._C._set_grad_enabled, (enabled,)).meta["val"] = None
+    graph.call_function(SET_GRAD_ENABLED, (enabled,)).meta["val"] = None
     return before
 
 
@@ -158,21 +182,26 @@ def _replace_outputs(region: Node, outputs: tuple | Node) -> None:
         user.graph.erase_node(user)
 
 
-def _autocast_calls_to_guards(graph: Graph) -> bool:
-    open_regions: list[tuple[Node, str]] = []
+def _autocast_calls_to_guards(graph: Graph, low_dtype: torch.dtype) -> bool:
+    regions: list[tuple[Node, list[Node]]] = []
+    open_regions: list[tuple[Node, list[Node]]] = []
     ended: list[Node] = []
     for node in graph.nodes:
-        if node.target is torch.amp.autocast_mode._enter_autocast:
-            enabled = node.args[2] if len(node.args) > 2 else node.kwargs.get("enabled", True)
-            open_regions.append((node, LISTS if enabled else FP32))
-        elif node.target is torch.amp.autocast_mode._exit_autocast:
+        if node.target is ENTER_AUTOCAST:
+            open_regions.append((node, []))
+            regions.append(open_regions[-1])
+        elif node.target is EXIT_AUTOCAST:
             open_regions = [r for r in open_regions if r[0] is not node.args[0]]
             ended += [node, node.args[0]]  # type: ignore[list-item]
         elif open_regions and node.op == "call_function":
-            enter, guard = open_regions[-1]
+            open_regions[-1][1].append(node)
+    for enter, inside in regions:
+        for node in inside:
             # A mark that the region's own entry does not bear was made inside the region.
             if guard_of(node) == guard_of(enter):
-                set_guard(node, guard)
+                set_guard(node, LISTS if enter.args[2] else FP32)
+        if _is_of_other_dtype(enter, low_dtype):
+            _widen(inside)
     for node in ended:
         graph.erase_node(node)
     return bool(ended)

@@ -10,7 +10,14 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from ampgraph import op_facts
-from ampgraph._compat import HigherOrderOperator, OpOverload, fake_mode_of, result_dtypes, with_dtypes
+from ampgraph._compat import (
+    SET_GRAD_ENABLED,
+    HigherOrderOperator,
+    OpOverload,
+    fake_mode_of,
+    result_dtypes,
+    with_dtypes,
+)
 from ampgraph.errors import PassError
 from ampgraph.plan import META_KEY, Cast
 
@@ -38,7 +45,7 @@ class InsertCasts(Pass):
         nodes = {n.name: n for n in graph.nodes}
         order = {n.name: i for i, n in enumerate(graph.nodes)}
         # A cast shared across grad modes must be made in its producer's.
-        beside_producer = any(n.target is torch._C._set_grad_enabled for n in graph.nodes)
+        beside_producer = any(n.target is SET_GRAD_ENABLED for n in graph.nodes)
         edited: set[Node] = set()
         for cast in plan.casts:
             uses = sorted(cast.uses, key=lambda use: order[use.node])

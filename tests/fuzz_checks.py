@@ -1,8 +1,9 @@
 """What must hold of the conversion of any module: the invariants of the pipeline, checked by running it.
 
 How far values may be from float32 is computed. The captured source is run several times with the result of
-every node moved by ``+-eps`` of itself; where these runs differ from the unmoved one by ``spread``, the
-converted module may differ by ``8 * spread + 4 * eps * (|value| + mean |value|)``.
+every node moved by ``+-eps`` of itself (that of the coarsest dtype in source and policy); where these runs
+differ from the unmoved one by ``spread``, the converted module may differ by
+``8 * spread + 4 * eps * (|value| + mean |value|)``.
 """
 
 from __future__ import annotations
@@ -10,12 +11,13 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import tree_flatten, tree_leaves
 
 import ampgraph
 from ampgraph import NoLossScale, Policy
@@ -25,6 +27,7 @@ from ampgraph.op_facts import is_view
 from ampgraph.passes import InlineRegions, is_inserted_cast, run_passes
 from ampgraph.passes.alias import written_args
 from ampgraph.passes.place import autocast_rule, place_within
+from ampgraph.policy import LOW_DTYPES
 from ampgraph.rewrite import rewrite
 from ampgraph.variant import _copy
 
@@ -115,6 +118,7 @@ class Captured:
         with _quiet():
             self.graph_module = unlift(capture_program(self.model, program.inputs()), self.model)[0]
         self.buffers = {n: b.clone() for n, b in self.model.named_buffers()}
+        self.eps = max(torch.finfo(dtype).eps for dtype in {program.low, *_low_dtypes(self.graph_module)})
 
     def check_itself(self, expected: Outcome, backward: bool) -> None:
         """Raises unless the captured graph, unconverted, does what the source does."""
@@ -132,7 +136,7 @@ class Captured:
         with torch.no_grad():
             for name, buffer in self.model.named_buffers():
                 buffer.copy_(self.buffers[name])
-        interpreter = _Moving(self.graph_module, torch.finfo(self.program.low).eps, seed)
+        interpreter = _Moving(self.graph_module, self.eps, seed)
         return run(self.model, self.program, backward, interpreter.run)
 
 
@@ -226,13 +230,21 @@ def check_values(actual: Outcome, expected: Outcome, captured: Captured, backwar
     for wanted_runs in (RUNS, MORE_RUNS):
         while len(runs) < wanted_runs:
             runs.append(captured.moved(len(runs), backward))
-        wrong = [n for n in expected.values if not _within(n, actual, expected, runs, captured.program.low)]
+        wrong = [n for n in expected.values if not _within(n, actual, expected, runs, captured.eps)]
         if not wrong:
             return
     name = wrong[0]
     raise AssertionError(
         f"{name}:\n{actual.values[name]}\ninstead of\n{expected.values[name]}\n(all wrong: {wrong})"
     )
+
+
+def _low_dtypes(graph_module: fx.GraphModule) -> set[torch.dtype]:
+    """Returns the low dtypes of the source: its autocast regions may name another than the policy."""
+    parts = [m for m in graph_module.modules() if isinstance(m, fx.GraphModule)]
+    leaves = [tree_leaves(n.meta.get("val")) for part in parts for n in part.graph.nodes]
+    dtypes = {leaf.dtype for leaf in chain(*leaves) if isinstance(leaf, torch.Tensor)}
+    return dtypes & set(LOW_DTYPES)
 
 
 class _Moving(fx.Interpreter):
@@ -277,7 +289,7 @@ def tree_map_only_floats(function: Callable, value: Any) -> Any:
     return function(value) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
 
 
-def _within(name: str, actual: Outcome, expected: Outcome, runs: list[Outcome], low: torch.dtype) -> bool:
+def _within(name: str, actual: Outcome, expected: Outcome, runs: list[Outcome], eps: float) -> bool:
     got, wanted = actual.values[name], expected.values[name]
     if wanted is None or same(got, wanted):
         return True
@@ -287,7 +299,7 @@ def _within(name: str, actual: Outcome, expected: Outcome, runs: list[Outcome], 
     if not wanted.is_floating_point():
         differs = torch.stack([m != wanted for m in moved]).any(0)
         return bool((differs | (got == wanted)).all())
-    got, wanted, eps = got.double(), wanted.double(), torch.finfo(low).eps
+    got, wanted = got.double(), wanted.double()
     spread = torch.stack([(m.double() - wanted).abs() for m in moved]).amax(0)
     size = wanted.abs()
     allowed = 8 * (spread + spread.mean()) + 4 * eps * (size + size.mean()) + eps**2

@@ -187,6 +187,7 @@ REGIONS = (
     "with torch.no_grad():",
     "with torch.autocast('cpu', enabled=False):",
     "with torch.autocast('cpu', dtype=torch.bfloat16):",
+    "with torch.autocast('cpu', dtype=torch.float16):",
     "with ampgraph.fp16_guard():",
 )
 

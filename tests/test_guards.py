@@ -364,9 +364,10 @@ def test_function_model(convert):
     assert dtype_of(amp.graph_module, "matmul") == [BF16]
 
 
+@pytest.mark.parametrize("just_in_time", [False, True], ids=["ahead of time", "just in time"])
 @pytest.mark.parametrize("low", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("level", ["O1", "O2"])
-def test_an_autocast_region_of_another_dtype(low, level):
+def test_an_autocast_region_keeps_its_dtype(low, level, just_in_time):
     """The lists decide inside, in the policy's dtype; what leaves the region has the dtype it had."""
     first, second = nn.Linear(8, 8), nn.Linear(8, 8)
 
@@ -377,8 +378,36 @@ def test_an_autocast_region_of_another_dtype(low, level):
         return inner, total, x @ inner.float()
 
     model, x = Fn(function, first=first, second=second), torch.randn(8, 8)
-    amp = ampgraph.convert(model, (x,), policy=Policy(level=level, dtype=low))
-    assert dtype_of(amp.graph_module, "linear") == [low, low]
+    amp = ampgraph.convert(model, None if just_in_time else (x,), policy=Policy(level=level, dtype=low))
     for got, wanted in zip(amp(x), model(x), strict=True):
         assert got.dtype == wanted.dtype
         close(got, wanted)
+    assert dtype_of(amp.graph_module, "linear") == [low, low]
+
+
+@pytest.mark.parametrize("just_in_time", [False, True], ids=["ahead of time", "just in time"])
+@pytest.mark.parametrize("low", [torch.float16, torch.bfloat16])
+def test_what_an_autocast_region_writes_is_seen_outside(low, just_in_time):
+    first = nn.Linear(8, 8)
+
+    def function(x, seen):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            inner = first(x)
+            inner[0].zero_()
+            seen[1].add_(inner[1])
+            with torch.autocast("cpu", enabled=False):
+                wide = inner.float().exp()
+        inner[2] = 1
+        return inner, wide, seen * 2
+
+    def call(module):
+        seen = torch.ones(8, 8, dtype=torch.bfloat16)
+        return *module(x, seen), seen
+
+    model, x = Fn(function, first=first), torch.randn(8, 8)
+    example = None if just_in_time else (x, torch.ones(8, 8, dtype=torch.bfloat16))
+    with torch.no_grad():
+        wanted, got = call(model), call(ampgraph.convert(model, example, policy=Policy(dtype=low)))
+    for a, b in zip(got, wanted, strict=True):
+        assert a.dtype == b.dtype
+        close(a, b)

@@ -22,7 +22,8 @@ import torch
 from torch import nn
 
 import ampgraph
-from ampgraph import DynamicLossScale, Policy, _compat, gate, shadow
+from ampgraph import DynamicLossScale, Policy, gate, shadow
+from ampgraph._compat import fake_tensors
 from ampgraph.testing import cast_map
 
 THREADS = 4
@@ -356,7 +357,7 @@ def test_converted_models_die_with_their_last_reference(just_in_time: bool) -> N
         if number in (5, rounds - 1):
             torch._dynamo.reset()
             gc.collect()
-            sizes.append((len(_compat._dtype_cache), len(shadow._all_shadows), len(gate._gates)))
+            sizes.append((len(fake_tensors._dtype_cache), len(shadow._all_shadows), len(gate._gates)))
     # torch.export's tracer of the last capture lives on in torch itself, until the next one.
     ended = alive[: len(alive) * rounds // (rounds + 1)]
     assert [ref() for ref in ended if ref() is not None] == []

@@ -143,6 +143,7 @@ def main(argv: list[str] | None = None) -> int:
         max_examples=options.examples,
         deadline=None,
         database=None,
+        report_multiple_bugs=False,
         suppress_health_check=list(HealthCheck),
     )(
         seed(options.seed)(

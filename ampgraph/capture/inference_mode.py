@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from .._compat import SET_GRAD_ENABLED
+
 
 @contextlib.contextmanager
 def traced_as_no_grad(is_capturing: Callable[[], bool]) -> Iterator[None]:
@@ -20,11 +22,11 @@ def traced_as_no_grad(is_capturing: Callable[[], bool]) -> Iterator[None]:
         self._outer = outer  # type: ignore[attr-defined]
         enter(self)
         if outer is not None:
-            torch._C._set_grad_enabled(False)
+            SET_GRAD_ENABLED(False)
 
     def left(self: torch.inference_mode, *error: Any) -> None:
         if (outer := getattr(self, "_outer", None)) is not None:
-            torch._C._set_grad_enabled(outer)
+            SET_GRAD_ENABLED(outer)
         leave(self, *error)
 
     torch.inference_mode.__enter__, torch.inference_mode.__exit__ = entered, left  # type: ignore[method-assign]

@@ -11,7 +11,17 @@ from torch.fx.experimental.proxy_tensor import make_fx, py_sym_types
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy
 
-from .._compat import INFERENCE_MODE_CALLS, FakeTensor, FakeTensorMode, accept_real_constants, evaluate
+from .._compat import (
+    ENTER_AUTOCAST,
+    EXIT_AUTOCAST,
+    INFERENCE_MODE_CALLS,
+    SET_GRAD_ENABLED,
+    FakeTensor,
+    FakeTensorMode,
+    accept_real_constants,
+    autocast_values,
+    evaluate,
+)
 from ..errors import CaptureError
 from ..passes.inline_transforms import InlineTransforms
 from .ahead import capturing
@@ -84,6 +94,14 @@ class _Lowering(fx.Interpreter):
     def __init__(self, graph_module: fx.GraphModule, mode: FakeTensorMode | None, grad_mode: bool) -> None:
         super().__init__(graph_module)
         self._mode, self._grad_mode = mode, grad_mode
+        self._regions: list[contextlib.ExitStack] = []
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super().run(*args, **kwargs)
+        finally:
+            while self._regions:
+                self._regions.pop().close()
 
     def call_function(self, target: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         if is_custom_function(target):
@@ -92,8 +110,13 @@ class _Lowering(fx.Interpreter):
             return args[0].detach()
         if target in INFERENCE_MODE_CALLS:
             return self._inference_mode(target, *args)
-        if target is torch._C._set_grad_enabled:
+        if target is SET_GRAD_ENABLED:
             self._grad_mode = args[0]
+        if target is ENTER_AUTOCAST:
+            self._regions.append(contextlib.ExitStack())
+            self._regions[-1].enter_context(autocast_values(*args))
+        if target is EXIT_AUTOCAST:
+            self._regions.pop().close()
         if target is not torch.ops.higher_order.tag_activation_checkpoint:
             with self._mode_for(args, kwargs):
                 return super().call_function(target, args, kwargs)
@@ -108,7 +131,7 @@ class _Lowering(fx.Interpreter):
         """Enters inference mode and returns the grad mode before, or goes back to that one."""
         outer = self._grad_mode
         self._grad_mode = not argument if target is INFERENCE_MODE_CALLS[0] else argument
-        torch._C._set_grad_enabled(self._grad_mode)
+        SET_GRAD_ENABLED(self._grad_mode)
         return outer
 
     def _mode_for(self, *arguments: Any) -> contextlib.AbstractContextManager:

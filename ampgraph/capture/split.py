@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import fx, nn
-from torch.amp import autocast_mode
+
+from .._compat import ENTER_AUTOCAST, EXIT_AUTOCAST, SET_GRAD_ENABLED
 
 # What stands between two cuts: its graph, and the inputs it is compiled for.
 CompilePart = Callable[[fx.GraphModule, list], Callable]
@@ -89,9 +90,9 @@ def _of_which_item(node: fx.Node) -> fx.Node | None:
 
 def _is_closed(part: list[fx.Node]) -> bool:
     """Whether a part leaves grad mode and autocast as it found them."""
-    modes = [node.args[0] for node in part if node.target is torch._C._set_grad_enabled]
-    entered = sum(node.target is autocast_mode._enter_autocast for node in part)
-    left = sum(node.target is autocast_mode._exit_autocast for node in part)
+    modes = [node.args[0] for node in part if node.target is SET_GRAD_ENABLED]
+    entered = sum(node.target is ENTER_AUTOCAST for node in part)
+    left = sum(node.target is EXIT_AUTOCAST for node in part)
     return entered == left and (not modes or modes[-1] is torch.is_grad_enabled())
 
 

@@ -1,0 +1,141 @@
+"""What torch.compile and AOTAutograd do with a model."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+from torch.nn import Module, RNNBase
+
+from .version import VERSION
+
+# Past the limit Dynamo runs code as it is, in float32 without a word. Layers behind graph breaks share their
+# code, and each of a class of its own (parametrizations make one) counts; torch's default is 8.
+RECOMPILE_LIMIT = 64
+
+
+def compiled_by_dynamo(model: Module, backend: str | Callable, **given: Any) -> Callable:
+    """Returns ``torch.compile(model, backend=backend, **given)``, apart from what else is compiled.
+
+    Dynamo keeps what it compiled with the code of ``forward``, which all models of one class share, and
+    gives up after eight entries. torch 2.13 has an option against that; 2.11 gets a function of its own to
+    compile, which helps up to the first graph break.
+
+    torch 2.11 also leaves out the guards on parameters where a module's dict did not change, and
+    ``requires_grad_()`` does not change it: what ran frozen once then never gets gradients. 2.13 notices.
+    """
+    if any(isinstance(module, RNNBase) for module in model.modules()):
+        # Dynamo skips them by default.
+        return torch._dynamo.config.patch(allow_rnn=True)(_compiled_apart(model, backend, **given))
+    return _compiled_apart(model, backend, **given)
+
+
+def _compiled_apart(model: Module, backend: str | Callable, **given: Any) -> Callable:
+    if VERSION >= (2, 13):
+        apart = {"isolate_recompiles": True, "recompile_limit": RECOMPILE_LIMIT}
+        before = set(model.__dict__)
+        compiled = torch.compile(model, backend=backend, **apart, **given)  # type: ignore[call-overload]
+        # What is set on the result lands on the model: torch's mark, Lightning's arguments (the backend
+        # among them, which nothing can pickle).
+        for name in set(model.__dict__) - before:
+            del model.__dict__[name]
+        return compiled
+    # In torch 2.11 each call with fullgraph sets a switch of the process and sets it back; calls from several
+    # threads leave it set, and then Dynamo skips code everywhere.
+    given["fullgraph"] = False
+    own = FunctionType(_call_module.__code__.replace(), globals())
+    compiled = torch.compile(own, backend=backend, **given)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return compiled(model, *args, **kwargs)
+        with _parameter_guards:
+            return compiled(model, *args, **kwargs)
+
+    return call
+
+
+def _call_module(self: Module, *args: Any, **kwargs: Any) -> Any:
+    return self(*args, **kwargs)
+
+
+class _ParameterGuards:
+    """An option of Dynamo, which is the process's own, as long as any thread is inside."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._inside, self._before = 0, True
+
+    def __enter__(self) -> None:
+        config = torch._dynamo.config
+        with self._lock:
+            if self._inside == 0:
+                self._before = config.skip_tensor_guards_with_matching_dict_tags
+                config.skip_tensor_guards_with_matching_dict_tags = False
+            self._inside += 1
+
+    def __exit__(self, *error: object) -> None:
+        with self._lock:
+            self._inside -= 1
+            if self._inside == 0:
+                torch._dynamo.config.skip_tensor_guards_with_matching_dict_tags = self._before
+
+
+_parameter_guards = _ParameterGuards()
+
+
+def keep_dynamo_out(function: Callable) -> None:
+    """Lets Dynamo inline ``function`` into what it captures, but never compile it as a frame of its own."""
+    from torch._dynamo.eval_frame import skip_code
+
+    skip_code(function.__code__)
+
+
+def aot_eager(keep: Callable[[str, GraphModule], None]) -> Callable:
+    """Returns torch.compile's backend ``"aot_eager"``, which tells ``keep`` of the graphs it makes.
+
+    They come as ``"forward"`` and ``"backward"``, or as ``"inference"`` where nothing needs a gradient.
+    """
+    from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+    from torch._dynamo.backends.common import aot_autograd
+
+    def compiler(kind: str) -> Callable:
+        def compile_graph(graph_module: GraphModule, inputs: list) -> Callable:
+            keep(kind, graph_module)
+            return make_boxed_func(graph_module.forward)
+
+        return compile_graph
+
+    return aot_autograd(
+        fw_compiler=compiler("forward"),
+        bw_compiler=compiler("backward"),
+        inference_compiler=compiler("inference"),
+        partition_fn=min_cut_rematerialization_partition,
+        keep_inference_input_mutations=True,
+    )
+
+
+def find_backend(name: str) -> Callable:
+    """Returns the function behind the name of one of torch.compile's backends."""
+    found: Callable = torch._dynamo.lookup_backend(name)
+    return found
+
+
+def known_backends() -> list[str]:
+    """Returns the names of torch.compile's backends, those for debugging included."""
+    return list(torch.compiler.list_backends(exclude_tags=()))
+
+
+def inductor_modes() -> dict[str, dict[str, Any]]:
+    """Returns inductor's options by the name of the mode that sets them."""
+    modes: dict[str, dict[str, Any]] = torch._inductor.list_mode_options()
+    return modes
+
+
+def has_triton() -> bool:
+    """Whether inductor can generate code for a GPU here."""
+    return bool(torch.utils._triton.has_triton())

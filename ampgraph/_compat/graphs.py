@@ -1,0 +1,49 @@
+"""Graphs, their sizes and their memory."""
+
+from __future__ import annotations
+
+import torch
+from torch.export import ExportedProgram
+from torch.fx import GraphModule
+from torch.fx.graph import _PyTreeCodeGen, _PyTreeInfo
+
+
+def size_hint(size: int | torch.SymInt, fallback: int = 1) -> int:
+    """Returns a number for a possibly symbolic size; ``fallback`` where nothing is known about it."""
+    if isinstance(size, int):
+        return size
+    node = size.node
+    hint = node.hint if node.has_hint() else None
+    return int(hint) if hint is not None else fallback
+
+
+def storage_key(value: torch.Tensor) -> int | None:
+    """Returns a number that two (fake) tensors share if and only if they share memory."""
+    if value.layout != torch.strided:
+        return None
+    return value.untyped_storage()._cdata
+
+
+def set_calling_convention(graph_module: GraphModule, program: ExportedProgram) -> None:
+    """Gives an unlifted graph the source model's arguments and output type."""
+    signature = program.module_call_graph[0].signature
+    in_spec, out_spec = signature.in_spec, signature.out_spec
+    positional, keyword = in_spec.children()
+    names = getattr(signature, "forward_arg_names", None)
+    names = names or [*(f"arg_{i}" for i in range(positional.num_children)), *keyword.context]
+    graph_module.graph.set_codegen(_PyTreeCodeGen(_PyTreeInfo(list(names), in_spec, out_spec)))
+
+
+def wrap_grad_modes(graph_module: GraphModule) -> GraphModule:
+    """Returns a graph module with a sub-graph for each region between ``_set_grad_enabled`` calls.
+
+    That is how ``torch.export`` writes ``with torch.no_grad()``, and what decomposition expects.
+    """
+    from torch._export.passes.replace_set_grad_with_hop_pass import replace_set_grad_with_hop_pass
+
+    return replace_set_grad_with_hop_pass(graph_module, None)[0]
+
+
+def all_op_names() -> set[str]:
+    """Returns every registered op as ``namespace.op`` or ``namespace.op.overload``."""
+    return {name.replace("::", ".") for name in torch._C._dispatch_get_all_op_names()}

@@ -1,0 +1,89 @@
+"""The modes that torch runs code in: what is switched off, and what is going on."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+from torch.amp import autocast_mode
+from torch.autograd.grad_mode import _enter_inference_mode, _exit_inference_mode
+from torch.nn.parallel import DistributedDataParallel
+
+# What captured graphs call where the model enters or leaves a mode.
+SET_GRAD_ENABLED = torch._C._set_grad_enabled
+ENTER_AUTOCAST, EXIT_AUTOCAST = autocast_mode._enter_autocast, autocast_mode._exit_autocast
+INFERENCE_MODE_CALLS = (_enter_inference_mode, _exit_inference_mode)
+
+is_any_autocast_enabled = torch._C._is_any_autocast_enabled
+
+
+@contextlib.contextmanager
+def no_ambient_autocast() -> Iterator[None]:
+    """Hides every enabled ``torch.autocast`` from the code inside."""
+    with torch._C._DisableAutocast():
+        yield
+
+
+@contextlib.contextmanager
+def no_saved_tensor_hooks() -> Iterator[None]:
+    """Hides every ``saved_tensors_hooks`` from the code inside, as AOTAutograd does while it traces.
+
+    ``torch.utils.checkpoint`` counts with them what a region saves; what tracing saves is not part of that.
+    """
+    with torch._dynamo.utils._disable_saved_tensors_hooks_during_tracing():
+        yield
+
+
+@contextlib.contextmanager
+def autocast_values(
+    device: str, dtype: torch.dtype | None = None, enabled: bool = True, *_: object
+) -> Iterator[None]:
+    """Lets ops yield what they do under ``torch.autocast``, unknown to whoever traces modes."""
+    before = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+    torch.set_autocast_enabled(device, enabled)
+    torch.set_autocast_dtype(device, dtype or before[1])
+    try:
+        yield
+    finally:
+        torch.set_autocast_enabled(device, before[0])
+        torch.set_autocast_dtype(device, before[1])
+
+
+def keep_versions(tensors: list[torch.Tensor]) -> contextlib.AbstractContextManager:
+    """Lets ``tensors`` be written inside without autograd's version counters moving."""
+    return torch.autograd._unsafe_preserve_version_counter(tuple(tensors))
+
+
+def is_exporting() -> bool:
+    """Whether ``torch.export`` traces in this thread; torch's own flag is the process's.
+
+    Dynamo in torch 2.11 takes ``torch.compiler.is_exporting()`` for true wherever it is asked.
+    """
+    flag = torch.compiler._is_exporting_flag
+    return flag and (torch.compiler.is_dynamo_compiling() or _has_modes())
+
+
+def _has_modes() -> bool:
+    """Whether this thread traces: has dispatch modes, or sends its ops to those of the process."""
+    pre_dispatch = torch._C.DispatchKey.PreDispatch
+    return bool(
+        torch._C._len_torch_dispatch_stack() or torch._C._dispatch_tls_is_dispatch_key_included(pre_dispatch)
+    )
+
+
+def in_transform() -> bool:
+    """Whether the code runs inside ``torch.func.grad``, ``vmap`` or another of torch's transforms."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def outside_transforms() -> contextlib.AbstractContextManager:
+    """Lets code run as it does outside of all transforms of ``torch.func``."""
+    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+    return temporarily_clear_interpreter_stack()
+
+
+def active_data_parallel() -> DistributedDataParallel | None:
+    """Returns the DistributedDataParallel whose forward runs now, or None."""
+    return DistributedDataParallel._get_active_ddp_module()
