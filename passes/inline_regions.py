@@ -33,6 +33,7 @@ from ampgraph.policy import LOW_DTYPES
 
 from .alias import written_args
 from .base import Pass
+from .classify import is_cast
 
 _SET_GRAD, _AUTOCAST = "wrap_with_set_grad_enabled", "wrap_with_autocast"
 
@@ -106,37 +107,52 @@ def _is_of_other_dtype(region: Node, low_dtype: torch.dtype) -> bool:
 def _widen(nodes: Sequence[Node]) -> None:
     """Lets the ops of a region read float32 in place of low dtypes, and casts what leaves the region back.
 
-    Regions inside the region, and whatever else has a sub-graph, read what they were captured with.
+    Casts that the model makes itself, checks, and whatever has a sub-graph read what they were captured with.
     """
     recorded: dict[Node, Any] = {}
     for node in nodes:
-        is_op, is_item = isinstance(node.target, OpOverload), node.target is operator.getitem
-        if is_op or (is_item and node.args[0] in recorded):
+        if _computes(node) or (node.target is operator.getitem and node.args[0] in recorded):
             recorded[node] = node.meta["val"]
     for node in recorded:
-        # What is written, or shares its memory, has to be the very tensor.
-        if node.target is not operator.getitem and not is_view(node.target):
-            same = written_args(node)
-            node.args, node.kwargs = map_arg(
-                (node.args, node.kwargs), lambda n, node=node, same=same: n if n in same else _wide(n, node)
-            )
+        _read_wide(node)
         node.meta["val"] = evaluate(node, fake_mode_of(node.graph))
     for node, value in recorded.items():
+        if not isinstance(value, torch.Tensor) or node.meta["val"].dtype == value.dtype:
+            continue
         readers = [user for user in node.users if user not in recorded]
-        if readers and isinstance(value, torch.Tensor) and node.meta["val"].dtype != value.dtype:
-            with node.graph.inserting_before(min(readers)):  # after what the region writes into it
-                back = _cast(node, value.dtype)
-            for reader in readers:
-                reader.replace_input_with(node, back)
+        within = [reader for reader in readers if reader in nodes]
+        # Each where it is read, or the region could write in between; outside the copy is what is written.
+        for group in (*([reader] for reader in within), [r for r in readers if r not in within]):
+            _cast_for(group, node, value.dtype)
 
 
-def _wide(value: Node, reader: Node) -> Node:
-    """Returns ``value`` in float32 if it is low."""
-    fake = value.meta.get("val")
-    if not isinstance(fake, torch.Tensor) or fake.dtype not in LOW_DTYPES:
-        return value
-    with reader.graph.inserting_before(reader):
-        return _cast(value, torch.float32)
+def _computes(node: Node) -> bool:
+    return isinstance(node.target, OpOverload) and bool(node.target._schema.returns) and not is_cast(node)
+
+
+def _cast_for(readers: list[Node], node: Node, dtype: torch.dtype) -> None:
+    if not readers:
+        return
+    with node.graph.inserting_before(min(readers)):
+        copy = _cast(node, dtype)
+    for reader in readers:
+        reader.replace_input_with(node, copy)
+
+
+def _read_wide(node: Node) -> None:
+    """Casts low arguments to float32, but for what has to be the very tensor: what is written or viewed."""
+    if node.target is operator.getitem or is_view(node.target):  # type: ignore[arg-type]
+        return
+    written = written_args(node)
+
+    def wide(value: Node) -> Node:
+        fake = value.meta.get("val")
+        if value in written or not isinstance(fake, torch.Tensor) or fake.dtype not in LOW_DTYPES:
+            return value
+        with node.graph.inserting_before(node):
+            return _cast(value, torch.float32)
+
+    node.args, node.kwargs = map_arg((node.args, node.kwargs), wide)
 
 
 def _cast(value: Node, dtype: torch.dtype) -> Node:

@@ -393,12 +393,14 @@ def test_what_an_autocast_region_writes_is_seen_outside(low, just_in_time):
     def function(x, seen):
         with torch.autocast("cpu", dtype=torch.bfloat16):
             inner = first(x)
+            copy = inner.float()
+            copy[3] = 2
             inner[0].zero_()
             seen[1].add_(inner[1])
             with torch.autocast("cpu", enabled=False):
                 wide = inner.float().exp()
         inner[2] = 1
-        return inner, wide, seen * 2
+        return inner, copy, wide, seen.bfloat16(), seen * 2
 
     def call(module):
         seen = torch.ones(8, 8, dtype=torch.bfloat16)
