@@ -19,7 +19,7 @@ from . import graph_view as view
 from ._compat import OpOverload
 from .module_path import module_path
 from .op_facts import packet_name
-from .passes.classify import argument
+from .passes.arguments import argument
 from .plan import Plan
 
 MULTIPLE = 8

@@ -16,7 +16,8 @@ from .errors import AmpGraphError
 from .module import AmpModule
 from .module_path import user_line as user_line
 from .passes import Workspace, is_inserted_cast
-from .passes.classify import tensor_arguments, tensors
+from .passes.arguments import tensor_arguments
+from .passes.classify import tensors
 from .passes.insert_casts import is_inserted
 from .plan import META_KEY, Plan
 

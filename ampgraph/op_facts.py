@@ -155,6 +155,9 @@ FP32_ONLY_ON: Mapping[str, frozenset[str]] = {
     "cuda": _names("angle histc igamma igammac"),  # as declared in torch's own op tests; not run here
 }
 
+# They return their very input outside training and for p=0; the schema does not say so.
+DROPOUTS = _names("dropout feature_dropout alpha_dropout feature_alpha_dropout")
+
 # No kernel for one of the two dtypes alone.
 FP32_ONLY_FOR: Mapping[tuple[str, torch.dtype], frozenset[str]] = {
     ("cpu", torch.float16): _names("rrelu rrelu_with_noise rrelu_with_noise_functional"),
@@ -184,8 +187,20 @@ ANY_SLOTS: Mapping[str, tuple[str, ...]] = {
 
 # May copy instead of aliasing, but moves no values around for its own sake; or lacks the alias annotation.
 _VIEW_LIKE = _names("_unsafe_view unsafe_split unsafe_split_with_sizes unsafe_chunk _reshape_alias")
-# Annotated as an alias because they may return their input, yet they can change the dtype.
-_NOT_VIEWS = _names("to _autocast_to_reduced_precision _autocast_to_full_precision")
+# They may return their input (the schema of some says so), yet they can change the dtype.
+_CONVERTING = _names("to type_as _autocast_to_reduced_precision _autocast_to_full_precision")
+
+
+@cache
+def is_dropout(target: OpOverload) -> bool:
+    """Whether the op is a dropout, which may have nothing to do and returns its input then."""
+    return _listed(DROPOUTS, target)
+
+
+@cache
+def may_convert(target: OpOverload) -> bool:
+    """Whether the op changes its input's dtype, or returns it where there is nothing to change."""
+    return _listed(_CONVERTING, target)
 
 
 @cache
@@ -334,7 +349,7 @@ def is_view(target: OpOverload) -> bool:
     """Whether the result may share its input's memory, so that the op itself moves no bytes."""
     if _listed(_VIEW_LIKE, target):
         return True
-    if _listed(_NOT_VIEWS, target):
+    if may_convert(target):
         return False
     aliases = (result.alias_info for result in target._schema.returns)
     return any(alias is not None and not alias.is_write for alias in aliases)

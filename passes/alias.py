@@ -9,7 +9,9 @@ import torch
 from torch.fx import Graph, Node
 
 from ampgraph._compat import OpOverload, storage_key
-from ampgraph.op_facts import is_view
+from ampgraph.op_facts import is_dropout, is_view, may_convert
+
+from .arguments import argument
 
 SOURCES = ("placeholder", "get_attr")
 
@@ -19,10 +21,10 @@ def written_args(node: Node) -> list[Node]:
     if not isinstance(node.target, OpOverload) or not node.target._schema.is_mutable:
         return []
     written = []
-    for position, argument in enumerate(node.target._schema.arguments):
-        if argument.alias_info is None or not argument.alias_info.is_write:
+    for position, parameter in enumerate(node.target._schema.arguments):
+        if parameter.alias_info is None or not parameter.alias_info.is_write:
             continue
-        value = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)
+        value = node.args[position] if position < len(node.args) else node.kwargs.get(parameter.name)
         values = value if isinstance(value, (list, tuple)) else (value,)
         written += [v for v in values if isinstance(v, Node)]
     return written
@@ -33,14 +35,31 @@ def returned_views(graph: Graph) -> set[Node]:
     found: set[Node] = set()
     for node in graph.output_node().all_input_nodes:
         chain = []
-        while node.target is operator.getitem or (
-            isinstance(node.target, OpOverload) and is_view(node.target)
-        ):
+        while source := node.all_input_nodes[:1] if node.target is operator.getitem else viewed(node):
             chain.append(node)
-            node = node.all_input_nodes[0]
+            node = source[0]
         if node.op in SOURCES:
             found.update(chain)
     return found
+
+
+def viewed(node: Node) -> list[Node]:
+    """Returns the arguments whose memory the node returns; none for an op that writes or converts.
+
+    Views say so in their schema. Fake tensors show it of ops that return a view, or their input, now and
+    then (einsum, sum_to_size), but not of dropout where it has nothing to drop.
+    """
+    target = node.target
+    if not isinstance(target, OpOverload) or target._schema.is_mutable or may_convert(target):
+        return []
+    if is_view(target) or (is_dropout(target) and not _drops(node)):
+        return node.all_input_nodes[:1]
+    keys = set(_keys(node))
+    return [n for n in node.all_input_nodes if keys and keys <= set(_keys(n))]
+
+
+def _drops(dropout: Node) -> bool:
+    return argument(dropout, "train") is not False and argument(dropout, "p") != 0
 
 
 def written_memory(graph: Graph) -> set[Node]:
@@ -65,7 +84,7 @@ class AliasSets:
         for node in graph.nodes:
             for key in _keys(node):
                 self._union(owner.setdefault(key, node), node)
-            for source in _schema_aliases(node):
+            for source in (*_schema_aliases(node), *viewed(node)):
                 self._union(source, node)
         self.members: dict[Node, list[Node]] = {}
         for node in graph.nodes:
@@ -101,8 +120,8 @@ def _schema_aliases(node: Node) -> Iterator[Node]:
     schema = node.target._schema
     if not any(r.alias_info is not None for r in schema.returns):
         return
-    for position, argument in enumerate(schema.arguments):
-        if argument.alias_info is None or position >= len(node.args):
+    for position, parameter in enumerate(schema.arguments):
+        if parameter.alias_info is None or position >= len(node.args):
             continue
         source = node.args[position]
         if isinstance(source, Node) and not _converts(source, node):

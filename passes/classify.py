@@ -11,10 +11,9 @@ from __future__ import annotations
 
 import enum
 import operator
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch.fx import GraphModule, Node
@@ -23,7 +22,8 @@ from ampgraph import op_facts
 from ampgraph._compat import OpOverload, size_hint
 from ampgraph.oplists import OpClass, OpLists
 
-from .alias import returned_views, written_args, written_memory
+from .alias import returned_views, viewed, written_args, written_memory
+from .arguments import argument, argument_name, tensor_arguments
 from .base import Pass, workspace
 
 _CASTS_LIKE = (torch.ops.aten.type_as.default, torch.ops.aten.to.other)
@@ -125,7 +125,7 @@ class ClassifyOps(Pass):
         if isinstance(node.target, OpOverload):
             fact.op_class, fact.class_reason = self.ops.classify(node, self.low_dtype)
             fact.fixed_dtype = _explicit_dtype(node)
-            fact.moves_data = not op_facts.is_view(node.target)
+            fact.moves_data = not viewed(node)
         fact.slots = [
             self._slot(node, fact, path, tensor)
             for path, tensor in tensor_arguments(node)
@@ -208,31 +208,6 @@ def is_dense(tensor: torch.Tensor) -> bool:
     return tensor.layout == torch.strided and not tensor.is_nested
 
 
-def tensor_arguments(node: Node) -> Iterator[tuple[tuple[int | str, ...], Node]]:
-    """Yields (path, node) for every node among the arguments; a path starts with a position or keyword."""
-    for position, value in enumerate(node.args):
-        yield from _walk((position,), value)
-    for name, value in node.kwargs.items():
-        yield from _walk((name,), value)
-
-
-def argument_name(node: Node, path: tuple[int | str, ...]) -> str:
-    """Returns the schema's name of the argument that a path leads into."""
-    first = path[0]
-    if isinstance(first, str):
-        return first
-    return node.target._schema.arguments[first].name  # type: ignore[union-attr]
-
-
-def argument(node: Node, name: str) -> Any:
-    """Returns an argument of an ATen call by its schema name, or None when it is not given."""
-    if name in node.kwargs:
-        return node.kwargs[name]
-    names = [a.name for a in node.target._schema.arguments]  # type: ignore[union-attr]
-    position = names.index(name) if name in names else len(node.args)
-    return node.args[position] if position < len(node.args) else None
-
-
 def _holds_statistics(node: Node, name: str, tensor: Node) -> bool:
     """Whether an argument of a CPU norm stays float32 beside a low input; CUDA's kernels want one dtype."""
     if name not in op_facts.statistics_slots(node.target) or not _is_on_cpu(node):  # type: ignore[arg-type]
@@ -274,7 +249,7 @@ def _is_parameter(node: Node, facts: Facts) -> bool:
         return True
     if not isinstance(node.target, OpOverload) or not node.all_input_nodes:
         return False
-    same_memory = written_args(node) or (node.all_input_nodes if op_facts.is_view(node.target) else [])
+    same_memory = written_args(node) or viewed(node)
     return bool(same_memory) and facts[same_memory[0]].is_parameter
 
 
@@ -321,17 +296,6 @@ def _elements(node: Node, low_dtype: torch.dtype) -> int:
     return sum(
         prod(size_hint(s) for s in v.shape) for v in tensors(node) if v.dtype in (torch.float32, low_dtype)
     )
-
-
-def _walk(path: tuple[int | str, ...], value: Any) -> Iterator[tuple[tuple[int | str, ...], Node]]:
-    if isinstance(value, Node):
-        yield path, value
-    elif isinstance(value, (list, tuple)):
-        for i, item in enumerate(value):
-            yield from _walk((*path, i), item)
-    elif isinstance(value, dict):
-        for key, item in value.items():
-            yield from _walk((*path, key), item)
 
 
 def _mark_written(graph_module: GraphModule, facts: Facts) -> None:

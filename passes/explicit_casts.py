@@ -14,8 +14,9 @@ from ampgraph._compat import OpOverload, size_hint
 from ampgraph.plan import Cast, Use
 
 from .alias import written_args
+from .arguments import argument, tensor_arguments
 from .base import Pass
-from .classify import argument, is_cast, tensor_arguments
+from .classify import is_cast
 from .insert_casts import after, insert_cast, is_inserted_cast, refresh_metadata, set_argument
 
 

@@ -28,10 +28,9 @@ from ampgraph._compat import (
     fake_mode_of,
 )
 from ampgraph.guards import FP32, LISTS, guard_of, set_guard
-from ampgraph.op_facts import is_view
 from ampgraph.policy import LOW_DTYPES
 
-from .alias import written_args
+from .alias import viewed, written_args
 from .base import Pass
 from .classify import is_cast
 
@@ -141,7 +140,7 @@ def _cast_for(readers: list[Node], node: Node, dtype: torch.dtype) -> None:
 
 def _read_wide(node: Node) -> None:
     """Casts low arguments to float32, but for what has to be the very tensor: what is written or viewed."""
-    if node.target is operator.getitem or is_view(node.target):  # type: ignore[arg-type]
+    if node.target is operator.getitem or viewed(node):
         return
     written = written_args(node)
 

@@ -61,16 +61,14 @@ def _functionalize(graph: Graph) -> bool:
             user.replace_input_with(target, node)
         node.target = _functional(node)
         modified.append(node)
-    _refresh_written_sets(modified, aliases, mode)
+    _refresh_memory(modified, aliases, mode)
     return bool(modified)
 
 
-def _refresh_written_sets(modified: list[Node], aliases: AliasSets, mode: FakeTensorMode | None) -> None:
-    """Gives the results of functional ops memory of their own where other writes go on."""
+def _refresh_memory(modified: list[Node], aliases: AliasSets, mode: FakeTensorMode | None) -> None:
+    """Gives the results of functional ops, and what shares their memory, memory of their own."""
     for root in {aliases.root(node) for node in modified}:
         members = aliases.of(root)
-        if not any(written_args(n) for n in members):
-            continue
         first = next(i for i, n in enumerate(members) if n in modified)
         for node in members[first:]:
             if node.op == "call_function":

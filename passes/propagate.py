@@ -29,8 +29,9 @@ from ampgraph.module_path import module_paths_of
 from ampgraph.oplists import OpClass
 from ampgraph.policy import Policy
 
+from .arguments import argument
 from .base import Pass, Pins, workspace
-from .classify import Facts, NodeFacts, SlotKind, argument, has_kernel
+from .classify import Facts, NodeFacts, SlotKind, has_kernel
 from .ranges import find_range_pins
 
 

@@ -18,7 +18,8 @@ from ampgraph._compat import FakeTensor, OpOverload
 from ampgraph.oplists import OpClass
 
 from .alias import SOURCES
-from .classify import Facts, Slot, SlotKind, argument, argument_name, saves_large_statistics
+from .arguments import argument, argument_name
+from .classify import Facts, Slot, SlotKind, saves_large_statistics
 
 _NUMBER_TYPES = ("Tensor", "number", "Optional[number]", "Optional[Tensor]")
 

@@ -11,8 +11,8 @@ from torch.fx import Graph, GraphModule, Node
 from ampgraph._compat import with_dtypes
 from ampgraph.plan import Cast, Use
 
+from .arguments import tensor_arguments
 from .base import Pass
-from .classify import tensor_arguments
 from .insert_casts import insert_cast, refresh_metadata
 from .shadow import casts_of
 

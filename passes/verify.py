@@ -14,8 +14,9 @@ from ampgraph.errors import VerifyError
 from ampgraph.module_path import module_path, user_line
 from ampgraph.plan import Plan
 
+from .arguments import argument
 from .base import Pass, workspace
-from .classify import Facts, argument, is_cast, tensors
+from .classify import Facts, is_cast, tensors
 from .insert_casts import is_inserted, is_inserted_cast
 
 

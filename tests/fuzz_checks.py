@@ -23,9 +23,8 @@ import ampgraph
 from ampgraph import NoLossScale, Policy
 from ampgraph.capture import capture_program
 from ampgraph.capture.unlift import unlift
-from ampgraph.op_facts import is_view
 from ampgraph.passes import InlineRegions, is_inserted_cast, run_passes
-from ampgraph.passes.alias import written_args
+from ampgraph.passes.alias import viewed, written_args
 from ampgraph.passes.place import autocast_rule, place_within
 from ampgraph.policy import LOW_DTYPES
 from ampgraph.rewrite import rewrite
@@ -263,7 +262,7 @@ class _Moving(fx.Interpreter):
                 for argument in written_args(node):
                     self._factor_into(self.env.get(argument))
             return result
-        if is_view(node.target) or node.target is torch.ops.aten.detach.default:
+        if viewed(node):
             return result
         return tree_map_only_floats(self._moved, result)
 

@@ -413,3 +413,28 @@ def test_what_an_autocast_region_writes_is_seen_outside(low, just_in_time):
     for a, b in zip(got, wanted, strict=True):
         assert a.dtype == b.dtype
         close(a, b)
+
+
+@pytest.mark.parametrize("just_in_time", [False, True], ids=["ahead of time", "just in time"])
+@pytest.mark.parametrize(
+    "op",
+    [
+        lambda x: torch.dropout(x, 0.5, False),
+        lambda x: torch.dropout(x, 0.0, True),
+        lambda x: torch.einsum("ij->ji", x),
+        lambda x: x.sum_to_size(x.shape),
+        torch.atleast_2d,
+    ],
+    ids=["eval", "p=0", "einsum", "sum_to_size", "atleast_2d"],
+)
+def test_what_returns_the_callers_memory_still_does(op, just_in_time):
+    """Whatever a guard around it asks for."""
+
+    def function(x, seen):
+        with fp32_guard():
+            same = op(seen)
+        return x @ x.T, same
+
+    x, seen = torch.randn(8, 8), torch.randn(4, 4).bfloat16()
+    amp = ampgraph.convert(Fn(function), None if just_in_time else (x, seen), policy=Policy(dtype=BF16))
+    assert amp(x, seen)[1].data_ptr() == seen.data_ptr()

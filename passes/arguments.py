@@ -1,0 +1,44 @@
+"""The arguments of a call, by place and by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch.fx import Node
+
+
+def tensor_arguments(node: Node) -> Iterator[tuple[tuple[int | str, ...], Node]]:
+    """Yields (path, node) for every node among the arguments; a path starts with a position or keyword."""
+    for position, value in enumerate(node.args):
+        yield from _walk((position,), value)
+    for name, value in node.kwargs.items():
+        yield from _walk((name,), value)
+
+
+def argument_name(node: Node, path: tuple[int | str, ...]) -> str:
+    """Returns the schema's name of the argument that a path leads into."""
+    first = path[0]
+    if isinstance(first, str):
+        return first
+    return node.target._schema.arguments[first].name  # type: ignore[union-attr]
+
+
+def argument(node: Node, name: str) -> Any:
+    """Returns an argument of an ATen call by its schema name, or None when it is not given."""
+    if name in node.kwargs:
+        return node.kwargs[name]
+    names = [a.name for a in node.target._schema.arguments]  # type: ignore[union-attr]
+    position = names.index(name) if name in names else len(node.args)
+    return node.args[position] if position < len(node.args) else None
+
+
+def _walk(path: tuple[int | str, ...], value: Any) -> Iterator[tuple[tuple[int | str, ...], Node]]:
+    if isinstance(value, Node):
+        yield path, value
+    elif isinstance(value, (list, tuple)):
+        for i, item in enumerate(value):
+            yield from _walk((*path, i), item)
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield from _walk((*path, key), item)
