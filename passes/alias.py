@@ -35,7 +35,7 @@ def returned_views(graph: Graph) -> set[Node]:
     found: set[Node] = set()
     for node in graph.output_node().all_input_nodes:
         chain = []
-        while source := node.all_input_nodes[:1] if node.target is operator.getitem else viewed(node):
+        while source := _passed_on(node):
             chain.append(node)
             node = source[0]
         if node.op in SOURCES:
@@ -56,6 +56,16 @@ def viewed(node: Node) -> list[Node]:
         return node.all_input_nodes[:1]
     keys = set(_keys(node))
     return [n for n in node.all_input_nodes if keys and keys <= set(_keys(n))]
+
+
+def _passed_on(node: Node) -> list[Node]:
+    """As `viewed`, for what the source does: a cast to the dtype that a tensor has passes it on as well."""
+    if node.target is operator.getitem:
+        return node.all_input_nodes[:1]
+    if isinstance(node.target, OpOverload) and may_convert(node.target):
+        source, keys = node.all_input_nodes[0], set(_keys(node))
+        return [source] if keys and keys <= set(_keys(source)) else []
+    return viewed(node)
 
 
 def _drops(dropout: Node) -> bool:

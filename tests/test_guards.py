@@ -424,8 +424,10 @@ def test_what_an_autocast_region_writes_is_seen_outside(low, just_in_time):
         lambda x: torch.einsum("ij->ji", x),
         lambda x: x.sum_to_size(x.shape),
         torch.atleast_2d,
+        lambda x: x.t().to(x.dtype),
+        lambda x: x.t().type_as(x),
     ],
-    ids=["eval", "p=0", "einsum", "sum_to_size", "atleast_2d"],
+    ids=["eval", "p=0", "einsum", "sum_to_size", "atleast_2d", "to", "type_as"],
 )
 def test_what_returns_the_callers_memory_still_does(op, just_in_time):
     """Whatever a guard around it asks for."""
