@@ -10,13 +10,13 @@ from typing import ClassVar
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from ampgraph._compat import SET_GRAD_ENABLED
 from ampgraph.boundary import scale_gradients, trace_of, unscale_gradients
 from ampgraph.plan import META_KEY
 
 from .alias import written_args
 from .base import Pass
 from .classify import tensors
+from .grad_modes import without_gradients
 
 BOUNDARY = "boundary"
 # Parameters are unscaled in groups of about this many bytes, so that gradients leave the backward (and
@@ -120,16 +120,13 @@ def _reached_by_gradients(graph: Graph, outputs: list[Node]) -> set[Node]:
 
 
 def _passing(graph: Graph) -> set[Node]:
-    """Returns the calls that pass gradients on, as far as grad modes and ``detach`` tell."""
-    passing = set()
-    enabled = True
-    for node in graph.nodes:
-        if node.target is SET_GRAD_ENABLED:
-            mode = node.args[0]
-            enabled = mode.meta["val"] if isinstance(mode, Node) else mode
-        elif enabled and node.op == "call_function" and node.target is not torch.ops.aten.detach.default:
-            passing.add(node)
-    return passing
+    """Returns the calls that pass gradients on, as far as grad modes and ``detach`` tell.
+
+    What is written without gradients keeps those that it had.
+    """
+    cut = {n for n in without_gradients(graph) if not written_args(n)}
+    cut.update(graph.find_nodes(op="call_function", target=torch.ops.aten.detach.default))
+    return {n for n in graph.nodes if n.op == "call_function"} - cut
 
 
 def _is_differentiable(node: Node) -> bool:

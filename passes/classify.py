@@ -103,23 +103,22 @@ class ClassifyOps(Pass):
 
     def run(self, graph_module: GraphModule) -> bool:
         facts: Facts = {}
+        returned = returned_views(graph_module.graph)
         for node in graph_module.graph.nodes:
-            facts[node] = self._facts(node, facts)
+            facts[node] = self._facts(node, facts, node in returned)
         _mark_written(graph_module, facts)
-        for view in returned_views(graph_module.graph):
-            facts[view].returned = True
         workspace(graph_module).facts = facts
         return False
 
-    def _facts(self, node: Node, facts: Facts) -> NodeFacts:
+    def _facts(self, node: Node, facts: Facts, returned: bool) -> NodeFacts:
+        elements = _elements(node, self.low_dtype)
         if node.target is operator.getitem and isinstance(node.args[0], Node) and _is_sequence(node.args[0]):
             # An op that yields both float32 and low tensors keeps them all: each is then its own owner.
             whole = facts[node.args[0]]
             owner = whole.owner if whole.dtype else node
-            return NodeFacts(self._dtype(node), owner, elements=_elements(node, self.low_dtype))
-        fact = NodeFacts(
-            self._dtype(node), _dtype_giver(node, facts), elements=_elements(node, self.low_dtype)
-        )
+            return NodeFacts(self._dtype(node), owner, elements=elements, returned=returned)
+        owner = node if returned else _dtype_giver(node, facts)
+        fact = NodeFacts(self._dtype(node), owner, elements=elements, returned=returned)
         fact.is_parameter = _is_parameter(node, facts)
         fact.reads_sparse = any(not is_dense(t) for n in node.all_input_nodes for t in tensors(n))
         if isinstance(node.target, OpOverload):
@@ -158,6 +157,8 @@ class ClassifyOps(Pass):
         if op_facts.is_opaque(target):
             return SlotKind.KEEP
         name = argument_name(node, path)
+        if fact.returned and target in _CASTS_LIKE:
+            return SlotKind.KEEP
         if is_cast(node) or target in _CASTS_LIKE or name in op_facts.any_slots(target):
             return SlotKind.ANY
         if name in op_facts.fp32_slots(target) or _holds_statistics(node, name, tensor):

@@ -37,9 +37,9 @@ def _drop_undone_widenings(graph: Graph, facts: Facts) -> bool:
     for node in list(graph.nodes):
         if not is_inserted_cast(node) or not is_cast(widening := node.args[0]):
             continue
-        if widening in facts and facts[widening].written:
-            continue  # its memory no longer holds what was widened
         origin = widening.args[0]
+        if any(n in facts and facts[n].written for n in (origin, widening)):
+            continue  # the memory of one no longer holds what is in the other's
         if origin.meta["val"].dtype != node.meta["val"].dtype or widening.meta["val"].dtype != torch.float32:
             continue
         node.replace_all_uses_with(origin)
@@ -55,5 +55,6 @@ def _drop_storage_nodes(graph: Graph) -> bool:
     for node in storages:
         made_by: Node = node.args[0]
         node.replace_all_uses_with(made_by)
+        made_by.meta["val"] = node.meta["val"]  # fake tensors of the same memory tell what shares it
         graph.erase_node(node)
     return bool(storages)

@@ -114,7 +114,8 @@ def _widen(nodes: Sequence[Node]) -> None:
             recorded[node] = node.meta["val"]
     for node in recorded:
         _read_wide(node)
-        node.meta["val"] = evaluate(node, fake_mode_of(node.graph))
+        with torch.no_grad():  # a leaf that requires a gradient may be written without one
+            node.meta["val"] = evaluate(node, fake_mode_of(node.graph))
     for node, value in recorded.items():
         if not isinstance(value, torch.Tensor) or node.meta["val"].dtype == value.dtype:
             continue

@@ -20,6 +20,7 @@ from ampgraph.plan import META_KEY
 
 from .alias import SOURCES, AliasSets, written_args
 from .base import Pass
+from .grad_modes import without_gradients
 
 aten = torch.ops.aten
 STORAGE_NODE = "storage"
@@ -47,7 +48,8 @@ def _drop_dtype_asserts(graph: Graph) -> bool:
 
 
 def _functionalize(graph: Graph) -> bool:
-    candidates = [n for n in graph.nodes if written_args(n) and _functional(n)]
+    keeping = _keep_gradients(graph)
+    candidates = [n for n in graph.nodes if written_args(n) and n not in keeping and _functional(n)]
     if not candidates:
         return False
     order = {n: i for i, n in enumerate(graph.nodes)}
@@ -63,6 +65,15 @@ def _functionalize(graph: Graph) -> bool:
         modified.append(node)
     _refresh_memory(modified, aliases, mode)
     return bool(modified)
+
+
+def _keep_gradients(graph: Graph) -> set[Node]:
+    """Returns the calls without gradients that write what has some: it keeps them, a new result would not."""
+    without, keeping = without_gradients(graph), set[Node]()
+    for node in graph.nodes:
+        if node in without and any(t not in without or t in keeping for t in written_args(node)):
+            keeping.add(node)
+    return keeping
 
 
 def _refresh_memory(modified: list[Node], aliases: AliasSets, mode: FakeTensorMode | None) -> None:

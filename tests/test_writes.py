@@ -107,3 +107,52 @@ class Two(nn.Module):
 
     def forward(self, x):
         return self.function(x, self.layer(x))
+
+
+@pytest.mark.parametrize("just_in_time", [False, True], ids=["ahead of time", "just in time"])
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_what_is_written_without_gradients_keeps_those_it_had(backend, just_in_time):
+    """As a functional op the write would cut the graph, and the weight would get no gradient."""
+
+    def function(x, y):
+        made = layer(x)
+        with torch.no_grad():
+            made.mul_(2)
+            made.add_(y)
+        return made.relu()
+
+    layer = nn.Linear(8, 8)
+    model = Fn(function, layer=layer)
+    policy = Policy(dtype=torch.float16)
+    amp = ampgraph.convert(model, None if just_in_time else (X, Y), policy=policy, backend=backend)
+
+    def gradients(module):
+        layer.zero_grad()
+        (module(X, Y).mean() * 1e-7).backward()  # float16 holds it scaled
+        return [p.grad * 1e7 for p in layer.parameters()]
+
+    for got, wanted in zip(gradients(amp), gradients(model), strict=True):
+        close(got, wanted)
+
+
+def test_what_was_copied_before_a_write_is_read_from_the_copy():
+    """The copy is float32 and its reader low: reading the low original would read what was written since."""
+
+    def function(low, w):
+        wide = low.float()
+        low.sub_(1)
+        return wide @ w
+
+    amp = converted(function, X.to(LOW), W)
+    close(amp(X.to(LOW), W), function(X.to(LOW), W))
+
+
+def test_a_read_copy_outlives_a_write_until_the_backward():
+    def function(low, w):
+        product = low.float() @ w
+        low.sub_(1)
+        return product
+
+    weight = W.clone().requires_grad_()
+    converted(function, X.to(LOW), weight)(X.to(LOW), weight).sum().backward()
+    close(weight.grad, X.to(LOW).float().sum(0)[:, None].expand(8, 8))
