@@ -54,8 +54,8 @@ def viewed(node: Node) -> list[Node]:
         return []
     if is_view(target) or (is_dropout(target) and not _drops(node)):
         return node.all_input_nodes[:1]
-    keys = set(_keys(node))
-    return [n for n in node.all_input_nodes if keys and keys <= set(_keys(n))]
+    keys, of = set(_keys(node)), {n: set(_keys(n)) for n in node.all_input_nodes}
+    return [n for n in of if keys & of[n]] if keys <= set().union(*of.values()) else []
 
 
 def _passed_on(node: Node) -> list[Node]:
@@ -139,8 +139,10 @@ def _schema_aliases(node: Node) -> Iterator[Node]:
 
 
 def _converts(source: Node, node: Node) -> bool:
-    """Whether the op made new memory because it changed the dtype, as ``to`` does."""
+    """Whether the op made new memory because it changed the dtype, as ``to`` does, or was told to."""
     if is_view(node.target):  # type: ignore[arg-type]
         return False
+    if argument(node, "copy"):
+        return True
     before, after = (getattr(n.meta.get("val"), "dtype", None) for n in (source, node))
     return before != after

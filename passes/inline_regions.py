@@ -28,11 +28,11 @@ from ampgraph._compat import (
     fake_mode_of,
 )
 from ampgraph.guards import FP32, LISTS, guard_of, set_guard
+from ampgraph.op_facts import may_convert
 from ampgraph.policy import LOW_DTYPES
 
 from .alias import viewed, written_args
 from .base import Pass
-from .classify import is_cast
 
 _SET_GRAD, _AUTOCAST = "wrap_with_set_grad_enabled", "wrap_with_autocast"
 
@@ -115,7 +115,9 @@ def _widen(nodes: Sequence[Node]) -> None:
     for node in recorded:
         _read_wide(node)
         with torch.no_grad():  # a leaf that requires a gradient may be written without one
-            node.meta["val"] = evaluate(node, fake_mode_of(node.graph))
+            value = evaluate(node, fake_mode_of(node.graph))
+        if _dtypes(value) != _dtypes(recorded[node]):  # what stays tells with whom it shares memory
+            node.meta["val"] = value
     for node, value in recorded.items():
         if not isinstance(value, torch.Tensor) or node.meta["val"].dtype == value.dtype:
             continue
@@ -126,8 +128,14 @@ def _widen(nodes: Sequence[Node]) -> None:
             _cast_for(group, node, value.dtype)
 
 
+def _dtypes(value: Any) -> list[torch.dtype]:
+    values = value if isinstance(value, (list, tuple)) else (value,)
+    return [v.dtype for v in values if isinstance(v, torch.Tensor)]
+
+
 def _computes(node: Node) -> bool:
-    return isinstance(node.target, OpOverload) and bool(node.target._schema.returns) and not is_cast(node)
+    target = node.target
+    return isinstance(target, OpOverload) and bool(target._schema.returns) and not may_convert(target)
 
 
 def _cast_for(readers: list[Node], node: Node, dtype: torch.dtype) -> None:

@@ -1,6 +1,7 @@
 """Brings a captured graph into the one form that analysis expects.
 
 - ``aten._assert_tensor_metadata`` nodes go: they assert the dtypes that this compiler changes.
+- Casts that copy memory which is written say so, for when a plan leaves them nothing to convert.
 - In-place ops become functional where nobody can tell the difference. Where somebody can (a write
   through a view, a slice assignment), the written memory gets a node of its own (a clone that
   `CleanCasts` removes again), so that a cast before it never splits it in two.
@@ -18,9 +19,10 @@ from ampgraph import op_facts
 from ampgraph._compat import FakeTensorMode, OpOverload, evaluate, fake_mode_of, result_dtypes
 from ampgraph.plan import META_KEY
 
-from .alias import SOURCES, AliasSets, written_args
+from .alias import SOURCES, AliasSets, written_args, written_memory
 from .base import Pass
 from .grad_modes import without_gradients
+from .insert_casts import is_inserted_cast, set_named_argument
 
 aten = torch.ops.aten
 STORAGE_NODE = "storage"
@@ -36,6 +38,7 @@ class Normalize(Pass):
         graph = graph_module.graph
         modified = _drop_dtype_asserts(graph)
         modified |= _functionalize(graph)
+        modified |= _let_casts_copy(graph)
         modified |= _isolate_written_memory(graph)
         return modified
 
@@ -126,6 +129,28 @@ def _only_seen_through(node: Node, target: Node, aliases: AliasSets, order: dict
         if other is not target and order[other] < order[node] and seen_later:
             return False
     return True
+
+
+def _let_casts_copy(graph: Graph) -> bool:
+    """Lets casts copy by themselves where one of the two tensors is written.
+
+    In the source they do, as the dtypes differ; under the plan they may be the same.
+    """
+    written = written_memory(graph)
+    casts = [
+        n
+        for n in graph.nodes
+        if isinstance(n.target, OpOverload)
+        and op_facts.may_convert(n.target)
+        and not is_inserted_cast(n)
+        and not written.isdisjoint((n, n.args[0]))
+        and n.meta["val"].dtype != n.args[0].meta["val"].dtype
+    ]
+    for cast in casts:
+        if cast.target is aten.type_as.default:
+            cast.target = aten.to.other
+        set_named_argument(cast, "copy", True)
+    return bool(casts)
 
 
 def _isolate_written_memory(graph: Graph) -> bool:

@@ -246,12 +246,25 @@ def _low_dtypes(graph_module: fx.GraphModule) -> set[torch.dtype]:
     return dtypes & set(LOW_DTYPES)
 
 
+_MODES = {"wrap_with_set_grad_enabled": torch.set_grad_enabled, "wrap_with_autocast": torch.autocast}
+
+
 class _Moving(fx.Interpreter):
-    """Multiplies what each node computes by 1 +- eps; views move with what they view."""
+    """Multiplies what each node computes, also in regions, by 1 +- eps; views move with what they view."""
 
     def __init__(self, graph_module: fx.GraphModule, eps: float, seed: int) -> None:
         super().__init__(graph_module)
         self.eps, self.generator = eps, torch.Generator().manual_seed(seed)
+
+    def call_function(self, target: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        at = next((i for i, a in enumerate(args) if isinstance(a, fx.GraphModule)), None)
+        if at is None:
+            return super().call_function(target, args, kwargs)
+        inner = _Moving(args[at], self.eps, 0)
+        inner.generator = self.generator
+        mode = _MODES[target.__name__]
+        with mode(*args[:at]):
+            return inner.run(*args[at + 1 :])
 
     def run_node(self, node: fx.Node) -> Any:
         result = super().run_node(node)
@@ -271,7 +284,9 @@ class _Moving(fx.Interpreter):
         return (1 + self.eps * sign).to(t.dtype)
 
     def _factor_into(self, t: torch.Tensor | None) -> None:
-        if isinstance(t, torch.Tensor) and t.is_floating_point():
+        if not isinstance(t, torch.Tensor) or 0 in t.stride():  # torch multiplies no expanded memory
+            return
+        if t.is_floating_point():
             t.data.mul_(self._factor(t))
 
     def _moved(self, t: torch.Tensor) -> torch.Tensor:

@@ -156,3 +156,21 @@ def test_a_read_copy_outlives_a_write_until_the_backward():
     weight = W.clone().requires_grad_()
     converted(function, X.to(LOW), weight)(X.to(LOW), weight).sum().backward()
     close(weight.grad, X.to(LOW).float().sum(0)[:, None].expand(8, 8))
+
+
+@pytest.mark.parametrize("just_in_time", [False, True], ids=["ahead of time", "just in time"])
+@pytest.mark.parametrize("written", [0, 1])
+def test_a_cast_that_the_plan_makes_idle_still_copies(written, just_in_time):
+    """In the source a float32 tensor and its low copy; converted both are low, and must stay two."""
+
+    def function(x):
+        made = layer(x)
+        low = made.to(LOW)
+        (made, low)[written][0].zero_()
+        return made, low
+
+    layer = nn.Linear(8, 8)
+    model = Fn(function, layer=layer)
+    amp = ampgraph.convert(model, None if just_in_time else (X,), policy=Policy(dtype=LOW))
+    for got, wanted in zip(amp(X), model(X), strict=True):
+        close(got, wanted)
