@@ -187,6 +187,7 @@ ANY_SLOTS: Mapping[str, tuple[str, ...]] = {
 
 # May copy instead of aliasing, but moves no values around for its own sake; or lacks the alias annotation.
 _VIEW_LIKE = _names("_unsafe_view unsafe_split unsafe_split_with_sizes unsafe_chunk _reshape_alias")
+_STRIDED = _names("as_strided as_strided_copy")
 # They may return their input (the schema of some says so), yet they can change the dtype.
 _CONVERTING = _names("to type_as _autocast_to_reduced_precision _autocast_to_full_precision")
 
@@ -195,6 +196,12 @@ _CONVERTING = _names("to type_as _autocast_to_reduced_precision _autocast_to_ful
 def is_dropout(target: OpOverload) -> bool:
     """Whether the op is a dropout, which may have nothing to do and returns its input then."""
     return _listed(DROPOUTS, target)
+
+
+@cache
+def reads_strides(target: OpOverload) -> bool:
+    """Whether the op reads its input's memory by strides of its own, beyond the input itself."""
+    return _listed(_STRIDED, target)
 
 
 @cache

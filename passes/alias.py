@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import torch
 from torch.fx import Graph, Node
 
-from ampgraph._compat import OpOverload, storage_key
-from ampgraph.op_facts import is_dropout, is_view, may_convert
+from ampgraph._compat import OpOverload, size_hint, storage_key
+from ampgraph.op_facts import is_dropout, is_view, may_convert, reads_strides
 
 from .arguments import argument
 
@@ -74,11 +74,27 @@ def _drops(dropout: Node) -> bool:
 
 def written_memory(graph: Graph) -> set[Node]:
     """Returns the nodes whose tensors live in memory that some node writes in place."""
-    written = [n for node in graph.nodes for n in written_args(node)]
-    if not written:
+    return _same_memory(graph, [n for node in graph.nodes for n in written_args(node)])
+
+
+def strided_memory(graph: Graph) -> set[Node]:
+    """Returns the nodes in whose memory ``as_strided`` reads more than the tensor that it is given.
+
+    A cast of that tensor, which is a part, is not laid out like the whole.
+    """
+    strided = [n.args[0] for n in graph.nodes if isinstance(n.target, OpOverload) and reads_strides(n.target)]
+    return _same_memory(graph, [n for n in strided if not _is_whole(n.meta["val"])])
+
+
+def _is_whole(tensor: torch.Tensor) -> bool:
+    return size_hint(tensor.numel()) * tensor.itemsize == size_hint(tensor.untyped_storage().nbytes())
+
+
+def _same_memory(graph: Graph, nodes: list[Node]) -> set[Node]:
+    if not nodes:
         return set()
     aliases = AliasSets(graph)
-    return {member for node in written for member in aliases.of(node)}
+    return {member for node in nodes for member in aliases.of(node)}
 
 
 class AliasSets:

@@ -22,7 +22,7 @@ from ampgraph import op_facts
 from ampgraph._compat import OpOverload, size_hint
 from ampgraph.oplists import OpClass, OpLists
 
-from .alias import returned_views, viewed, written_args, written_memory
+from .alias import returned_views, strided_memory, viewed, written_args, written_memory
 from .arguments import argument, argument_name, tensor_arguments
 from .base import Pass, workspace
 
@@ -63,6 +63,7 @@ class NodeFacts:
         elements: Elements of each managed output together.
         moves_data: Whether it costs memory traffic (views and inputs do not).
         written: Whether the tensor lives in memory that some node writes in place.
+        strided: Whether ``as_strided`` reads more of the tensor's memory than the tensor it is given.
         is_parameter: Whether it is a parameter, buffer or constant of the module, or a view of one.
         returned: Whether it is a view of the caller's own memory that the graph returns.
         reads_sparse: Whether it reads a sparse or nested tensor, which nothing here casts.
@@ -77,6 +78,7 @@ class NodeFacts:
     elements: int = 0
     moves_data: bool = False
     written: bool = False
+    strided: bool = False
     is_parameter: bool = False
     returned: bool = False
     reads_sparse: bool = False
@@ -106,7 +108,10 @@ class ClassifyOps(Pass):
         returned = returned_views(graph_module.graph)
         for node in graph_module.graph.nodes:
             facts[node] = self._facts(node, facts, node in returned)
-        _mark_written(graph_module, facts)
+        for node in written_memory(graph_module.graph):
+            facts[node].written = True
+        for node in strided_memory(graph_module.graph):
+            facts[node].strided = True
         workspace(graph_module).facts = facts
         return False
 
@@ -297,8 +302,3 @@ def _elements(node: Node, low_dtype: torch.dtype) -> int:
     return sum(
         prod(size_hint(s) for s in v.shape) for v in tensors(node) if v.dtype in (torch.float32, low_dtype)
     )
-
-
-def _mark_written(graph_module: GraphModule, facts: Facts) -> None:
-    for node in written_memory(graph_module.graph):
-        facts[node].written = True

@@ -130,6 +130,8 @@ class PropagatePins(Pass):
             return Variable(source_low, "user cast", "the source names this dtype")
         if fact.written:
             return Variable(source_low, "alias", "its memory is written in place")
+        if fact.strided:
+            return Variable(source_low, "alias", "as_strided reads its memory beyond a view of it")
         if fact.returned:
             return Variable(source_low, "alias", "a view of the caller's own memory, returned")
         if not isinstance(node.target, OpOverload):

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import ampgraph
-from ampgraph import NoLossScale, Policy
+from ampgraph import NoLossScale, Policy, fp16_guard
 
 from .helpers import Fn, close
 
@@ -174,3 +174,18 @@ def test_a_cast_that_the_plan_makes_idle_still_copies(written, just_in_time):
     amp = ampgraph.convert(model, None if just_in_time else (X,), policy=Policy(dtype=LOW))
     for got, wanted in zip(amp(X), model(X), strict=True):
         close(got, wanted)
+
+
+@pytest.mark.parametrize("just_in_time", [False, True], ids=["ahead of time", "just in time"])
+def test_as_strided_reads_past_the_view_it_is_given(just_in_time):
+    def function(x):
+        made = layer(x)
+        part = made[:, ::2]
+        with fp16_guard():
+            strided = part.as_strided((2, 8), (16, 1))
+        return strided * 2
+
+    layer = nn.Linear(8, 8)
+    model = Fn(function, layer=layer)
+    amp = ampgraph.convert(model, None if just_in_time else (X,), policy=Policy(dtype=LOW))
+    close(amp(X), model(X))
