@@ -193,6 +193,12 @@ _CONVERTING = _names("to type_as _autocast_to_reduced_precision _autocast_to_ful
 
 
 @cache
+def is_composite(target: OpOverload) -> bool:
+    """Whether the op is made of others, so that what its schema says of aliases is not checked by torch."""
+    return target.has_kernel_for_dispatch_key(torch.DispatchKey.CompositeImplicitAutograd)
+
+
+@cache
 def is_dropout(target: OpOverload) -> bool:
     """Whether the op is a dropout, which may have nothing to do and returns its input then."""
     return _listed(DROPOUTS, target)

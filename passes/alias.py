@@ -9,7 +9,7 @@ import torch
 from torch.fx import Graph, Node
 
 from ampgraph._compat import OpOverload, size_hint, storage_key
-from ampgraph.op_facts import is_dropout, is_view, may_convert, reads_strides
+from ampgraph.op_facts import is_composite, is_dropout, is_view, may_convert, reads_strides
 
 from .arguments import argument
 
@@ -46,14 +46,16 @@ def returned_views(graph: Graph) -> set[Node]:
 def viewed(node: Node) -> list[Node]:
     """Returns the arguments whose memory the node returns; none for an op that writes or converts.
 
-    Views say so in their schema. Fake tensors show it of ops that return a view, or their input, now and
-    then (einsum, sum_to_size), but not of dropout where it has nothing to drop.
+    Views say so in their schema. Composite ops need not (einsum, sum_to_size), but fake tensors show it, except
+    of dropout where it has nothing to drop.
     """
     target = node.target
     if not isinstance(target, OpOverload) or target._schema.is_mutable or may_convert(target):
         return []
     if is_view(target) or (is_dropout(target) and not _drops(node)):
         return node.all_input_nodes[:1]
+    if not is_composite(target):
+        return []
     keys, of = set(_keys(node)), {n: set(_keys(n)) for n in node.all_input_nodes}
     return [n for n in of if keys & of[n]] if keys <= set().union(*of.values()) else []
 

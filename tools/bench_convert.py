@@ -59,21 +59,24 @@ def synthetic_graph(nodes: int) -> fx.GraphModule:
         nodes: About how many nodes; a block has eleven, four of them its own parameters.
     """
     mode, root, graph = FakeTensorMode(), nn.Module(), fx.Graph()
-    fakes = {shape: mode.from_tensor(torch.empty(shape)) for shape in ((4, WIDTH), (WIDTH, WIDTH), (WIDTH,))}
+
+    def fake(*shape: int) -> torch.Tensor:  # memory of its own for each, or they would count as views
+        with mode:
+            return torch.empty(shape)
 
     def parameter(name: str, *shape: int) -> fx.Node:
         root.register_parameter(name, nn.Parameter(torch.randn(shape)))
         node = graph.get_attr(name)
-        node.meta["val"] = fakes[shape]
+        node.meta["val"] = fake(*shape)
         return node
 
     def call(target: Any, *args: Any) -> fx.Node:
         node = graph.call_function(target, args)
-        node.meta["val"] = fakes[4, WIDTH]
+        node.meta["val"] = fake(4, WIDTH)
         return node
 
     value = graph.placeholder("x")
-    value.meta["val"] = fakes[4, WIDTH]
+    value.meta["val"] = fake(4, WIDTH)
     for block in range(nodes // 11):
         weight, bias = parameter(f"weight{block}", WIDTH, WIDTH), parameter(f"bias{block}", WIDTH)
         scale, shift = parameter(f"scale{block}", WIDTH), parameter(f"shift{block}", WIDTH)
