@@ -46,8 +46,8 @@ def returned_views(graph: Graph) -> set[Node]:
 def viewed(node: Node) -> list[Node]:
     """Returns the arguments whose memory the node returns; none for an op that writes or converts.
 
-    Views say so in their schema. Composite ops need not (einsum, sum_to_size), but fake tensors show it, except
-    of dropout where it has nothing to drop.
+    Views say so in their schema. Composite ops need not (einsum, sum_to_size), but fake tensors show it; not
+    so of dropout where it has nothing to drop.
     """
     target = node.target
     if not isinstance(target, OpOverload) or target._schema.is_mutable or may_convert(target):
