@@ -61,9 +61,11 @@ def viewed(node: Node) -> list[Node]:
 
 
 def _passed_on(node: Node) -> list[Node]:
-    """As `viewed`, for what the source does: a cast to the dtype that a tensor has passes it on as well."""
+    """As `viewed`, and what else passes a tensor on in the source: casts to its own dtype, in-place ops."""
     if node.target is operator.getitem:
         return node.all_input_nodes[:1]
+    if written := written_args(node):
+        return written[:1]
     if isinstance(node.target, OpOverload) and may_convert(node.target):
         source, keys = node.all_input_nodes[0], set(_keys(node))
         return [source] if keys and keys <= set(_keys(source)) else []

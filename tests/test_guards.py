@@ -426,8 +426,9 @@ def test_what_an_autocast_region_writes_is_seen_outside(low, just_in_time):
         torch.atleast_2d,
         lambda x: x.t().to(x.dtype),
         lambda x: x.t().type_as(x),
+        lambda x: x.t().add_(1).type_as(x),
     ],
-    ids=["eval", "p=0", "einsum", "sum_to_size", "atleast_2d", "to", "type_as"],
+    ids=["eval", "p=0", "einsum", "sum_to_size", "atleast_2d", "to", "type_as", "in place"],
 )
 def test_what_returns_the_callers_memory_still_does(op, just_in_time):
     """Whatever a guard around it asks for."""
