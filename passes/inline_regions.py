@@ -28,7 +28,7 @@ from ampgraph._compat import (
     fake_mode_of,
 )
 from ampgraph.guards import FP32, LISTS, guard_of, set_guard
-from ampgraph.op_facts import may_convert
+from ampgraph.op_facts import may_convert, promotes
 from ampgraph.policy import LOW_DTYPES
 
 from .alias import viewed, written_args
@@ -148,10 +148,13 @@ def _cast_for(readers: list[Node], node: Node, dtype: torch.dtype) -> None:
 
 
 def _read_wide(node: Node) -> None:
-    """Casts low arguments to float32, but for what has to be the very tensor: what is written or viewed."""
-    if node.target is operator.getitem or viewed(node):
-        return
+    """Casts low arguments to float32, but for what has to be the very tensor: what is written or viewed.
+
+    An in-place op that takes both dtypes may read the memory that it writes.
+    """
     written = written_args(node)
+    if node.target is operator.getitem or viewed(node) or (written and promotes(node.target)):  # type: ignore[arg-type]
+        return
 
     def wide(value: Node) -> Node:
         fake = value.meta.get("val")

@@ -396,6 +396,7 @@ def test_what_an_autocast_region_writes_is_seen_outside(low, just_in_time):
             copy = inner.float()
             copy[3] = 2
             inner[0].zero_()
+            seen[:, 1:3] += seen[:, :2]  # in one memory
             seen[1].add_(inner[1])
             with torch.autocast("cpu", enabled=False):
                 wide = inner.float().exp()
