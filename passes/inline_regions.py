@@ -108,7 +108,7 @@ def _widen(nodes: Sequence[Node]) -> None:
 
     Casts that the model makes itself, checks, and whatever has a sub-graph read what they were captured with.
     """
-    recorded: dict[Node, Any] = {}
+    inside, recorded = set(nodes), dict[Node, Any]()
     for node in nodes:
         if _computes(node) or (node.target is operator.getitem and node.args[0] in recorded):
             recorded[node] = node.meta["val"]
@@ -122,9 +122,9 @@ def _widen(nodes: Sequence[Node]) -> None:
         if not isinstance(value, torch.Tensor) or node.meta["val"].dtype == value.dtype:
             continue
         readers = [user for user in node.users if user not in recorded]
-        within = [reader for reader in readers if reader in nodes]
+        within = [reader for reader in readers if reader in inside]
         # Each where it is read, or the region could write in between; outside the copy is what is written.
-        for group in (*([reader] for reader in within), [r for r in readers if r not in within]):
+        for group in (*([reader] for reader in within), [r for r in readers if r not in inside]):
             _cast_for(group, node, value.dtype)
 
 
