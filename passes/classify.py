@@ -21,6 +21,7 @@ from torch.fx import GraphModule, Node
 from ampgraph import op_facts
 from ampgraph._compat import OpOverload, size_hint
 from ampgraph.oplists import OpClass, OpLists
+from ampgraph.policy import LOW_DTYPES
 
 from .alias import returned_views, strided_memory, viewed, written_args, written_memory
 from .arguments import argument, argument_name, tensor_arguments
@@ -67,6 +68,7 @@ class NodeFacts:
         is_parameter: Whether it is a parameter, buffer or constant of the module, or a view of one.
         returned: Whether it is a view of the caller's own memory that the graph returns.
         reads_sparse: Whether it reads a sparse or nested tensor, which nothing here casts.
+        reads_other_low: Whether it reads a low dtype that is not the policy's.
     """
 
     dtype: torch.dtype | None
@@ -82,6 +84,7 @@ class NodeFacts:
     is_parameter: bool = False
     returned: bool = False
     reads_sparse: bool = False
+    reads_other_low: bool = False
 
 
 Facts = dict[Node, NodeFacts]
@@ -125,7 +128,9 @@ class ClassifyOps(Pass):
         owner = node if returned else _dtype_giver(node, facts)
         fact = NodeFacts(self._dtype(node), owner, elements=elements, returned=returned)
         fact.is_parameter = _is_parameter(node, facts)
-        fact.reads_sparse = any(not is_dense(t) for n in node.all_input_nodes for t in tensors(n))
+        read = [t for n in node.all_input_nodes for t in tensors(n)]
+        fact.reads_sparse = not all(map(is_dense, read))
+        fact.reads_other_low = any(t.dtype in LOW_DTYPES and t.dtype != self.low_dtype for t in read)
         if isinstance(node.target, OpOverload):
             fact.op_class, fact.class_reason = self.ops.classify(node, self.low_dtype)
             fact.fixed_dtype = _explicit_dtype(node)

@@ -138,6 +138,8 @@ class PropagatePins(Pass):
             return Variable(source_low, "kernel", "not an ATen op")
         if fact.reads_sparse:
             return Variable(source_low, "kernel", "reads a sparse or nested tensor")
+        if fact.reads_other_low:
+            return Variable(source_low, "kernel", "reads another low dtype, with which this one widens")
         if op_facts.is_opaque(node.target):
             return Variable(source_low, "kernel", "FakeTensor cannot tell what it yields from other dtypes")
         if not has_kernel(node, self.low_dtype):

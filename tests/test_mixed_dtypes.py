@@ -179,3 +179,23 @@ def test_bits_are_read_of_the_source_dtype(low, level):
 
     for ours, theirs in zip(converted(signs, X, W, low=low, level=level)(X, W), signs(X, W), strict=True):
         assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+@pytest.mark.parametrize(("low", "other"), [(torch.float16, torch.bfloat16), (torch.bfloat16, torch.float16)])
+def test_the_other_low_dtype_widens_with_this_one(low, other, level):
+    """float16 and bfloat16 together make float32, whatever the plan would save."""
+    layer = nn.Linear(8, 8)
+
+    def function(x, lower):
+        cast = x.to(other)
+        return cast + lower, layer(x) + cast, torch.cat([cast, layer(x)])
+
+    x, policy = torch.randn(4, 8), Policy(level=level, dtype=low)
+    args, model = (x, x.to(low)), Fn(function, layer=layer)
+    with torch.no_grad():
+        wanted = model(*args)
+        for got in (ampgraph.convert(model, args, policy=policy), ampgraph.convert(model, policy=policy)):
+            for a, b in zip(got(*args), wanted, strict=True):
+                assert a.dtype == b.dtype
+                close(a, b)
