@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from unittest import mock
 
 import pytest
@@ -170,7 +171,8 @@ def test_asking_changes_nothing(amp: ampgraph.AmpModule, explanation: Explanatio
 
 
 def test_explaining_alone_plans_nothing_again(amp: ampgraph.AmpModule) -> None:
-    with mock.patch("ampgraph.explain.replanned", side_effect=AssertionError("planned again")):
+    module = sys.modules["ampgraph.explain"]  # the name is the function's, too
+    with mock.patch.object(module, "replanned", side_effect=AssertionError("planned again")):
         explanation = ampgraph.explain(amp)
         assert str(explanation)
         assert explanation.to_json()

@@ -177,7 +177,8 @@ def test_bits_are_read_of_the_source_dtype(low, level):
     def signs(x, w):
         return (x @ w).view(torch.int32) >> 31, (x @ w).to(low).view(torch.int16) >> 15
 
-    for ours, theirs in zip(converted(signs, X, W, low=low, level=level)(X, W), signs(X, W), strict=True):
+    args = X, torch.eye(8)  # a sum near zero may round to either sign
+    for ours, theirs in zip(converted(signs, *args, low=low, level=level)(*args), signs(*args), strict=True):
         assert torch.equal(ours, theirs)
 
 
