@@ -1,7 +1,7 @@
 """Converts random modules and checks every invariant; prints the smallest module that breaks one, as code.
 
 Usage:
-    python tools/fuzz.py --examples 5000 --seed 1           # about 30 minutes
+    python tools/fuzz.py --examples 5000 --seed 1           # about 20 minutes
     python tools/fuzz.py --examples 300 --levels O2 --just-in-time
     python tools/fuzz.py --examples 5000 --records out/fuzz.jsonl --output docs/fuzz.md
 """
