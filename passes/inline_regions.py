@@ -24,6 +24,7 @@ from ampgraph._compat import (
     EXIT_AUTOCAST,
     SET_GRAD_ENABLED,
     OpOverload,
+    dtypes_of,
     evaluate,
     fake_mode_of,
 )
@@ -116,7 +117,7 @@ def _widen(nodes: Sequence[Node]) -> None:
         _read_wide(node)
         with torch.no_grad():  # a leaf that requires a gradient may be written without one
             value = evaluate(node, fake_mode_of(node.graph))
-        if _dtypes(value) != _dtypes(recorded[node]):  # what stays tells with whom it shares memory
+        if dtypes_of(value) != dtypes_of(recorded[node]):  # what stays tells with whom it shares memory
             node.meta["val"] = value
     for node, value in recorded.items():
         if not isinstance(value, torch.Tensor) or node.meta["val"].dtype == value.dtype:
@@ -126,11 +127,6 @@ def _widen(nodes: Sequence[Node]) -> None:
         # Each where it is read, or the region could write in between; outside the copy is what is written.
         for group in (*([reader] for reader in within), [r for r in readers if r not in inside]):
             _cast_for(group, node, value.dtype)
-
-
-def _dtypes(value: Any) -> list[torch.dtype]:
-    values = value if isinstance(value, (list, tuple)) else (value,)
-    return [v.dtype for v in values if isinstance(v, torch.Tensor)]
 
 
 def _computes(node: Node) -> bool:

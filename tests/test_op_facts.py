@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from ampgraph import op_facts
+from ampgraph import kernel_data, op_facts
 
 aten = torch.ops.aten
 LOW = (torch.float16, torch.bfloat16)
@@ -21,14 +21,14 @@ def find(name: str) -> torch._ops.OpOverloadPacket | torch._ops.OpOverload:
 
 def table_names() -> set[str]:
     tables = (
-        op_facts.FP32_SLOTS,
-        op_facts.FOLLOW_SLOTS,
-        op_facts.PROMOTES,
-        op_facts.DTYPE_ARG,
-        op_facts.ROUNDS_ONCE,
-        op_facts.FP32_ONLY,
-        op_facts.ANY_SLOTS,
-        *op_facts.FP32_ONLY_ON.values(),
+        kernel_data.FP32_SLOTS,
+        kernel_data.FOLLOW_SLOTS,
+        kernel_data.PROMOTES,
+        kernel_data.DTYPE_ARG,
+        kernel_data.ROUNDS_ONCE,
+        kernel_data.FP32_ONLY,
+        kernel_data.ANY_SLOTS,
+        *kernel_data.FP32_ONLY_ON.values(),
     )
     return set().union(*tables)
 
@@ -38,7 +38,7 @@ def test_every_row_names_an_op(name):
     find(name)
 
 
-@pytest.mark.parametrize("table", [op_facts.FP32_SLOTS, op_facts.FOLLOW_SLOTS, op_facts.ANY_SLOTS])
+@pytest.mark.parametrize("table", [kernel_data.FP32_SLOTS, kernel_data.FOLLOW_SLOTS, kernel_data.ANY_SLOTS])
 def test_every_slot_is_an_argument(table):
     for name, slots in table.items():
         found = find(name)
@@ -86,7 +86,7 @@ def assert_same(actual, expected):
 
 
 @pytest.mark.parametrize("low", LOW)
-@pytest.mark.parametrize("name", sorted(op_facts.PROMOTES))
+@pytest.mark.parametrize("name", sorted(kernel_data.PROMOTES))
 def test_promoting_kernel_equals_casting_by_hand(name, low):
     torch.manual_seed(0)
     call = promote_call(name)
@@ -134,10 +134,10 @@ def dtype_arguments(name: str) -> tuple:
 
 
 @pytest.mark.parametrize("low", LOW)
-@pytest.mark.parametrize("name", sorted(op_facts.DTYPE_ARG))
+@pytest.mark.parametrize("name", sorted(kernel_data.DTYPE_ARG))
 def test_dtype_argument_equals_casting_by_hand(name, low):
     torch.manual_seed(0)
-    op, arguments, keyword = find(name), dtype_arguments(name), op_facts.DTYPE_ARG[name]
+    op, arguments, keyword = find(name), dtype_arguments(name), kernel_data.DTYPE_ARG[name]
     x = torch.randn(5, 77).to(low)
     widened, (gradient,) = run_with_gradients(
         lambda t: op(t, *arguments, **{keyword: torch.float32}), [x], True
@@ -187,7 +187,7 @@ def every_value(dtype: torch.dtype) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("low", LOW)
-@pytest.mark.parametrize("name", sorted(op_facts.ROUNDS_ONCE - REDUCING.keys()))
+@pytest.mark.parametrize("name", sorted(kernel_data.ROUNDS_ONCE - REDUCING.keys()))
 def test_pointwise_kernel_rounds_once(name, low):
     op, x = find(name), every_value(low)
     assert_same(op(x), op(x.float()).to(low))
@@ -250,7 +250,7 @@ def refused_arguments(name: str) -> tuple:
     return (SPD,)
 
 
-@pytest.mark.parametrize("name", sorted(op_facts.FP32_ONLY | op_facts.FP32_ONLY_ON["cpu"]))
+@pytest.mark.parametrize("name", sorted(kernel_data.FP32_ONLY | kernel_data.FP32_ONLY_ON["cpu"]))
 def test_no_low_kernel_means_an_error_on_cpu(name):
     op, arguments = find(name), refused_arguments(name)
     keywords = {"upper": True} if name == "linalg_solve_triangular" else {}
@@ -341,7 +341,7 @@ FOR_ONE_DTYPE = {
 }
 
 
-@pytest.mark.parametrize("name", sorted(op_facts.FP32_ONLY_FOR["cpu", torch.float16]))
+@pytest.mark.parametrize("name", sorted(kernel_data.FP32_ONLY_FOR["cpu", torch.float16]))
 def test_a_kernel_for_one_low_dtype_only(name):
     op, arguments = find(name), FOR_ONE_DTYPE[name]
     op(*(narrowed(argument, torch.bfloat16) for argument in arguments))

@@ -263,3 +263,23 @@ def test_data_is_captured_as_detach(args):
     assert float(model.a.weight.abs().max()) <= 0.125
     amp(X).sum().backward()
     torch.testing.assert_close(model.a.bias.grad, torch.full((8,), 3.0))
+
+
+def test_layers_dropped_at_random_train_just_in_time():
+    class LayerDrop(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x):
+            x = self.first(x)
+            return x if torch.rand([]) < 0.5 else self.second(x)
+
+    model = LayerDrop()
+    amp = ampgraph.convert(model)
+    for _ in range(12):
+        amp(X).sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    low = [dtype for graph in amp.graph_modules for dtype in dtype_of(graph, "linear")]
+    assert low
+    assert set(low) == {amp.policy.dtype}

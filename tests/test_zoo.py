@@ -6,12 +6,21 @@ import pytest
 import torch
 
 from tests.zoo import models as zoo
+from tests.zoo.capturable import marks
 from tests.zoo.oracle import autocast_oracle
 
 
 @pytest.mark.zoo
-@pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
-@pytest.mark.parametrize("name", zoo.names())
+@pytest.mark.parametrize(
+    ("name", "training"),
+    [
+        pytest.param(
+            name, training, marks=marks(name, training), id=f"{name}-{'train' if training else 'eval'}"
+        )
+        for name in zoo.names()
+        for training in (False, True)
+    ],
+)
 def test_model(name: str, training: bool) -> None:
     model, args, kwargs = zoo.get(name).seeded()
     model.train(training)

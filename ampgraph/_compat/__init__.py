@@ -15,6 +15,7 @@ from .dynamo import (
 )
 from .fake_tensors import (
     accept_real_constants,
+    dtypes_of,
     errors_raised_not_logged,
     evaluate,
     fake_mode_of,
@@ -63,6 +64,7 @@ __all__ = [
     "aot_eager",
     "autocast_values",
     "compiled_by_dynamo",
+    "dtypes_of",
     "errors_raised_not_logged",
     "evaluate",
     "fake_mode_of",

@@ -66,7 +66,7 @@ def result_dtypes(node: Node, mode: FakeTensorMode | None) -> tuple[torch.dtype 
     """
     if node.target is operator.getitem:
         value = node.args[0].meta["val"][node.args[1]]  # type: ignore[union-attr,index]
-        return _dtypes(value)
+        return dtypes_of(value)
     value = node.meta.get("val")
     if isinstance(value, (*py_sym_types, bool, int, float)):
         return (None,)  # what ``item`` reads is not known to FakeTensor
@@ -76,11 +76,12 @@ def result_dtypes(node: Node, mode: FakeTensorMode | None) -> tuple[torch.dtype 
         # A dtype has nothing to do with gradients; a parameter written under no_grad must be allowed to be.
         with torch.no_grad():
             values = evaluate(node, mode, one_step=True)
-        _dtype_cache[key] = _dtypes(values)
+        _dtype_cache[key] = dtypes_of(values)
     return _dtype_cache[key]
 
 
-def _dtypes(value: Any) -> tuple[torch.dtype | None, ...]:
+def dtypes_of(value: Any) -> tuple[torch.dtype | None, ...]:
+    """Returns the dtype of each result that a value stands for, None for what is no tensor."""
     values = value if isinstance(value, (list, tuple)) else (value,)
     return tuple(v.dtype if isinstance(v, torch.Tensor) else None for v in values)
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.zoo import models as zoo
+from tests.zoo.capturable import marks
 from tests.zoo.measure import AUTOCAST, OPTIMAL, Run, Subject, activation_cast_bytes, holds
 
 NAMES = (
@@ -56,7 +57,9 @@ def combinations() -> list:
         for position, mode in enumerate(("eval", "train")):
             dtype = DTYPES[(index + position) % 2]
             level = ("O1", "O2")[(index // 2) % 2]
-            found.append(pytest.param(name, mode, dtype, level, id=f"{name}-{mode}-{str(dtype)[6:]}-{level}"))
+            case = f"{name}-{mode}-{str(dtype)[6:]}-{level}"
+            expected = marks(name, mode == "train")
+            found.append(pytest.param(name, mode, dtype, level, marks=expected, id=case))
     return found
 
 
