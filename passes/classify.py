@@ -19,7 +19,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from ampgraph import op_facts
-from ampgraph._compat import OpOverload, size_hint
+from ampgraph._compat import OpOverload, fake_mode_of, result_dtypes, size_hint, with_dtypes
 from ampgraph.oplists import OpClass, OpLists
 from ampgraph.policy import LOW_DTYPES
 
@@ -62,6 +62,7 @@ class NodeFacts:
         op_class: What the op lists say, with the reason from the data.
         fixed_dtype: A dtype that the source names explicitly (a user's cast, ``dtype=``).
         elements: Elements of each managed output together.
+        wide_results: Results of a multi-output op, by index, that stay float32 when it runs low (statistics).
         moves_data: Whether it costs memory traffic (views and inputs do not).
         written: Whether the tensor lives in memory that some node writes in place.
         strided: Whether ``as_strided`` reads more of the tensor's memory than the tensor it is given.
@@ -78,6 +79,7 @@ class NodeFacts:
     class_reason: str = ""
     fixed_dtype: torch.dtype | None = None
     elements: int = 0
+    wide_results: frozenset[int] = frozenset()
     moves_data: bool = False
     written: bool = False
     strided: bool = False
@@ -121,9 +123,10 @@ class ClassifyOps(Pass):
     def _facts(self, node: Node, facts: Facts, returned: bool) -> NodeFacts:
         elements = _elements(node, self.low_dtype)
         if node.target is operator.getitem and isinstance(node.args[0], Node) and _is_sequence(node.args[0]):
-            # An op that yields both float32 and low tensors keeps them all: each is then its own owner.
+            # An op that yields both float32 and low tensors keeps them all: each is then its own owner,
+            # as is what stays float32 beside low results.
             whole = facts[node.args[0]]
-            owner = whole.owner if whole.dtype else node
+            owner = whole.owner if whole.dtype and node.args[1] not in whole.wide_results else node
             return NodeFacts(self._dtype(node), owner, elements=elements, returned=returned)
         owner = node if returned else _dtype_giver(node, facts)
         fact = NodeFacts(self._dtype(node), owner, elements=elements, returned=returned)
@@ -140,7 +143,25 @@ class ClassifyOps(Pass):
             for path, tensor in tensor_arguments(node)
             if facts[tensor].dtype
         ]
+        fact.wide_results = self._wide_results(node, fact)
+        fact.elements -= sum(_elements_of(node.meta["val"][i]) for i in fact.wide_results)
         return fact
+
+    def _wide_results(self, node: Node, fact: NodeFacts) -> frozenset[int]:
+        """Asks FakeTensor which results stay float32 when the node reads low where it may."""
+        if not _is_sequence(node) or fact.dtype != torch.float32 or not fact.op_class or not fact.moves_data:
+            return frozenset()
+        if op_facts.is_opaque(node.target) or not has_kernel(node, self.low_dtype):  # type: ignore[arg-type]
+            return frozenset()
+        low = {
+            slot.tensor: with_dtypes(slot.tensor.meta["val"], (self.low_dtype,))
+            for slot in fact.slots
+            if slot.kind in (SlotKind.COMPUTE, SlotKind.PROMOTED, SlotKind.DTYPE_ARG)
+        }
+        dtypes = result_dtypes(node, fake_mode_of(node.graph), low)
+        wide = frozenset(i for i, dtype in enumerate(dtypes) if dtype == torch.float32)
+        # One that stays float32 in all its results has nothing to keep apart.
+        return wide if self.low_dtype in dtypes else frozenset()
 
     def _dtype(self, node: Node) -> torch.dtype | None:
         if not all(map(is_dense, tensors(node))) or _is_nested(node):
@@ -304,6 +325,8 @@ def _is_nested(node: Node) -> bool:
 
 
 def _elements(node: Node, low_dtype: torch.dtype) -> int:
-    return sum(
-        prod(size_hint(s) for s in v.shape) for v in tensors(node) if v.dtype in (torch.float32, low_dtype)
-    )
+    return sum(_elements_of(v) for v in tensors(node) if v.dtype in (torch.float32, low_dtype))
+
+
+def _elements_of(tensor: torch.Tensor) -> int:
+    return prod(size_hint(s) for s in tensor.shape)

@@ -14,6 +14,7 @@ What is left free is for `PlaceCasts` to choose, under two constraints that make
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import ClassVar
@@ -134,6 +135,8 @@ class PropagatePins(Pass):
             return Variable(source_low, "alias", "as_strided reads its memory beyond a view of it")
         if fact.returned:
             return Variable(source_low, "alias", "a view of the caller's own memory, returned")
+        if node.target is operator.getitem:
+            return Variable(source_low, "kernel", "a result in a dtype of its own, whatever the op runs in")
         if not isinstance(node.target, OpOverload):
             return Variable(source_low, "kernel", "not an ATen op")
         if fact.reads_sparse:

@@ -44,7 +44,7 @@ class Verify(Pass):
             if is_inserted_cast(node):
                 _check_cast(node, space.plan)
             elif node.op != "output" and not is_inserted(node):
-                _check_dtype(node, space.plan)
+                _check_dtype(node, space.plan, space.facts)
         _check_user_casts(space.facts, present)
         if self.keep_io_dtypes:
             _check_outputs(graph_module, space.facts)
@@ -64,13 +64,17 @@ def _check_metadata(node: Node, mode: FakeTensorMode | None) -> None:
         raise VerifyError(f"verify: {_who(node)} is recorded as {recorded} but yields {found}")
 
 
-def _check_dtype(node: Node, plan: Plan) -> None:
+def _check_dtype(node: Node, plan: Plan, facts: Facts) -> None:
     decision = plan.decisions.get(node.name)
     if decision is None:
         raise VerifyError(f"verify: {_who(node)} is not in the plan")
     if decision.dtype is None:
         return
-    found = {t.dtype for t in tensors(node) if t.dtype.is_floating_point}
+    value = node.meta.get("val")
+    results = dict(enumerate(value if isinstance(value, (list, tuple)) else (value,)))
+    for index in facts[node].wide_results:
+        del results[index]
+    found = {t.dtype for t in results.values() if isinstance(t, torch.Tensor) and t.dtype.is_floating_point}
     if found - {decision.dtype}:
         raise VerifyError(
             f"verify: {_who(node)} was planned as {decision.dtype} ({decision.reason}) but yields {found}"

@@ -23,9 +23,10 @@ LOW = torch.bfloat16
 class GraphBuilder:
     """Builds an ATen graph node by node, with the metadata that a capture would leave."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: str = "cpu") -> None:
         self.graph = Graph()
         self.mode = FakeTensorMode()
+        self.device = device
         self.inputs: list[Node] = []
 
     def input(self, *shape: int, dtype: torch.dtype = torch.float32) -> Node:
@@ -42,7 +43,7 @@ class GraphBuilder:
         ):
             node = self.graph.placeholder(f"{letter}{len(self.inputs)}")
         with self.mode:
-            node.meta["val"] = torch.empty(shape, dtype=dtype)
+            node.meta["val"] = torch.empty(shape, dtype=dtype, device=self.device)
         self.inputs.append(node)
         return node
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import Graph, Node
 from torch.fx.experimental.proxy_tensor import py_sym_types
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from .modes import no_ambient_autocast, no_saved_tensor_hooks
 
@@ -29,12 +30,21 @@ def fake_mode_of(graph: Graph) -> FakeTensorMode | None:
     return None
 
 
-def evaluate(node: Node, mode: FakeTensorMode | None, one_step: bool = False) -> Any:
+def evaluate(
+    node: Node,
+    mode: FakeTensorMode | None,
+    one_step: bool = False,
+    instead: Mapping[Node, Any] = MappingProxyType({}),
+) -> Any:
     """Runs one call_function node on its arguments' fake values; the authority on dtypes and shapes.
 
-    With ``one_step``, recurrent layers run over one element of their sequence: enough to tell dtypes.
+    Args:
+        node: The node.
+        mode: The fake mode of its graph.
+        one_step: Recurrent layers run over one element of their sequence: enough to tell dtypes.
+        instead: Values that take the place of what some arguments have.
     """
-    args, kwargs = tree_map_only(Node, lambda n: n.meta["val"], (node.args, dict(node.kwargs)))
+    args, kwargs = tree_map_only(Node, lambda n: _value(n, instead), (node.args, dict(node.kwargs)))
     shape_env = mode.shape_env if mode else None
     fresh = shape_env.ignore_fresh_unbacked_symbols() if shape_env else contextlib.nullcontext()
     with (
@@ -47,22 +57,62 @@ def evaluate(node: Node, mode: FakeTensorMode | None, one_step: bool = False) ->
         if one_step and node.target in _RECURRENT:
             batch_first = args[-1]
             args = (args[0].narrow(1 if batch_first else 0, 0, 1), *args[1:])
-        return node.target(*args, **kwargs)  # type: ignore[operator]
+        result = node.target(*args, **kwargs)  # type: ignore[operator]
+    return _with_true_statistics(node.target, (args, kwargs), result)
+
+
+def _with_true_statistics(target: Any, arguments: Any, result: Any) -> Any:
+    """Corrects what FakeTensor says of the statistics that a norm saves on a CPU.
+
+    It gives them the input's dtype. The kernels give all of them float32 as soon as one argument (a weight,
+    the running statistics) is float32. Seen in torch 2.11 and 2.13.
+    """
+    if getattr(target, "overloadpacket", None) not in _NORMS or result[0].device.type != "cpu":
+        return result
+    widest = max((t.dtype for t in tree_leaves(arguments) if _is_floating(t)), key=lambda d: d.itemsize)
+    return type(result)(
+        _with_dtype(value, widest) if index and _is_floating(value) else value
+        for index, value in enumerate(result)
+    )
+
+
+def _is_floating(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
 
 
 _aten = torch.ops.aten
+_NORMS = frozenset(
+    {
+        _aten.native_batch_norm,
+        _aten._native_batch_norm_legit,
+        _aten._native_batch_norm_legit_no_training,
+        _aten._native_batch_norm_legit_functional,
+        _aten._batch_norm_with_update,
+        _aten._batch_norm_with_update_functional,
+        _aten._batch_norm_no_update,
+        _aten._batch_norm_impl_index,
+        _aten.native_layer_norm,
+        _aten.native_group_norm,
+    }
+)
 _RECURRENT = (_aten.lstm.input, _aten.gru.input, _aten.rnn_tanh.input, _aten.rnn_relu.input)
+
+
+def _value(node: Node, instead: Mapping[Node, Any]) -> Any:
+    return instead[node] if node in instead else node.meta.get("val")
 
 
 _dtype_cache: dict[Any, tuple[torch.dtype | None, ...]] = {}
 
 
-def result_dtypes(node: Node, mode: FakeTensorMode | None) -> tuple[torch.dtype | None, ...]:
+def result_dtypes(
+    node: Node, mode: FakeTensorMode | None, instead: Mapping[Node, Any] = MappingProxyType({})
+) -> tuple[torch.dtype | None, ...]:
     """Returns the dtypes of what a call_function node yields, as FakeTensor finds them.
 
     A result's dtype follows from the op, its arguments' dtypes, which of them are 0-dim, and its
     non-tensor arguments, never from sizes; so one evaluation serves every node with the same key
-    (sizes only tell how many results ``split`` has).
+    (sizes only tell how many results ``split`` has). ``instead`` is as for `evaluate`.
     """
     if node.target is operator.getitem:
         value = node.args[0].meta["val"][node.args[1]]  # type: ignore[union-attr,index]
@@ -71,11 +121,11 @@ def result_dtypes(node: Node, mode: FakeTensorMode | None) -> tuple[torch.dtype 
     if isinstance(value, (*py_sym_types, bool, int, float)):
         return (None,)  # what ``item`` reads is not known to FakeTensor
     count = len(value) if isinstance(value, (list, tuple)) else 1
-    key = (node.target, count, _dtype_key(node.args), _dtype_key(node.kwargs))
+    key = (node.target, count, _dtype_key(node.args, instead), _dtype_key(node.kwargs, instead))
     if key not in _dtype_cache:
         # A dtype has nothing to do with gradients; a parameter written under no_grad must be allowed to be.
         with torch.no_grad():
-            values = evaluate(node, mode, one_step=True)
+            values = evaluate(node, mode, one_step=True, instead=instead)
         _dtype_cache[key] = dtypes_of(values)
     return _dtype_cache[key]
 
@@ -86,14 +136,14 @@ def dtypes_of(value: Any) -> tuple[torch.dtype | None, ...]:
     return tuple(v.dtype if isinstance(v, torch.Tensor) else None for v in values)
 
 
-def _dtype_key(argument: Any) -> Any:
+def _dtype_key(argument: Any, instead: Mapping[Node, Any]) -> Any:
     """Returns what an argument, a container included, can tell of a result's dtype."""
     if isinstance(argument, (list, tuple)):
-        return type(argument), tuple([_dtype_key(item) for item in argument])
+        return type(argument), tuple([_dtype_key(item, instead) for item in argument])
     if isinstance(argument, dict):
-        return tuple([(name, _dtype_key(item)) for name, item in argument.items()])
+        return tuple([(name, _dtype_key(item, instead)) for name, item in argument.items()])
     if isinstance(argument, Node):
-        return _dtype_key(argument.meta.get("val"))
+        return _dtype_key(_value(argument, instead), instead)
     if isinstance(argument, torch.Tensor):
         return argument.dtype, argument.dim() == 0
     if isinstance(argument, (bool, str, torch.dtype)) or argument is None:
