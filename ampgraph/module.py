@@ -274,7 +274,7 @@ class AmpModule(SourceFace):
     def _flags(self) -> tuple[bool, ...]:
         if self._follow_structure() and not self.options.just_in_time:
             self._variants.clear()
-        return tuple([m.training for m in self._all_modules])
+        return tuple([m.training for m in self._structure.modules])
 
     def _capture(
         self, args: tuple, kwargs: dict[str, Any], signature: Signature, flags: tuple[bool, ...]

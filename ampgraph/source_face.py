@@ -21,10 +21,27 @@ _SHARED = (
 _OWN = ("__class__", "_is_full_backward_hook", "_compiled_call_impl")
 
 
-def _structure(modules: tuple[nn.Module, ...]) -> tuple[list[nn.Module | None], list[str]]:
-    """Returns the children of all modules and the names of their own parameters. Runs at every call."""
-    children = chain.from_iterable([module._modules.values() for module in modules])
-    return list(children), list(chain.from_iterable([module._parameters for module in modules]))
+class Structure:
+    """The modules of a model, and the submodules, parameters and buffers that each of them had.
+
+    Attributes:
+        modules: All modules, at any depth.
+    """
+
+    def __init__(self, source: nn.Module) -> None:
+        self.modules = tuple(source.modules())
+        self._children = [m._modules for m in self.modules]
+        self._tensors = [slots for m in self.modules for slots in (m._parameters, m._buffers)]
+        self._seen = self._now()
+
+    def is_current(self) -> bool:
+        """Whether nothing came or went, None included. Runs at every call."""
+        return self._seen == self._now()
+
+    def _now(self) -> tuple[list[nn.Module | None], list[str], list[bool]]:
+        children = list(chain.from_iterable(map(dict.values, self._children)))
+        absent = [value is None for slots in self._tensors if slots for value in slots.values()]
+        return children, list(chain.from_iterable(self._tensors)), absent
 
 
 class SourceFace(nn.Module):
@@ -43,15 +60,13 @@ class SourceFace(nn.Module):
         super().__init__()
         source.training = training  # nn.Module's own __init__ sets it
         self.__dict__.update({name: source.__dict__[name] for name in _SHARED})
-        self.__dict__["_all_modules"], self.__dict__["_structure"] = (), None
-        self._follow_structure()
+        self.__dict__["_structure"] = Structure(source)
 
     def _follow_structure(self) -> bool:
-        """Looks whether submodules or names of parameters came or went since the last time, at any depth."""
-        if self._structure == _structure(self._all_modules):
+        """Looks whether submodules, parameters or buffers came or went since the last time, at any depth."""
+        if self._structure.is_current():
             return False
-        self.__dict__["_all_modules"] = modules = tuple(self.source.modules())
-        self.__dict__["_structure"] = _structure(modules)
+        self.__dict__["_structure"] = Structure(self.source)
         return True
 
     @property

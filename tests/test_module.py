@@ -128,6 +128,18 @@ def test_a_replaced_submodule_is_used(how):
     close(amp(X), model(X), 0.02)
 
 
+class Gained(nn.Linear):
+    """A linear layer with a gain, which may be missing."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.register_parameter("gain", None)
+
+    def forward(self, x):
+        x = super().forward(x)
+        return x if self.gain is None else x * self.gain
+
+
 def appended(model):
     model.append(nn.Linear(8, 8))
 
@@ -153,12 +165,21 @@ def renamed(model):
     prune.l1_unstructured(model[0], "weight", 0.5)
 
 
+def filled(model):
+    """A parameter that was None from the start."""
+    model[0].gain = nn.Parameter(torch.full((8,), 3.0))
+
+
+def emptied(model):
+    model[2].bias = None
+
+
 @CAPTURES
 @pytest.mark.parametrize("level", ["O1", "O2"])
-@pytest.mark.parametrize("change", [appended, cut, left_out, swapped, put_inside, renamed])
+@pytest.mark.parametrize("change", [appended, cut, left_out, swapped, put_inside, renamed, filled, emptied])
 def test_another_structure_is_captured_again(change, level, how):
     """Gradients of parameters that came later are unscaled too."""
-    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+    model = nn.Sequential(Gained(8, 8), nn.ReLU(), nn.Linear(8, 8))
     amp = convert(model, how, X, policy=level, dtype=torch.float16)
     amp(X)
     change(model)
@@ -169,6 +190,24 @@ def test_another_structure_is_captured_again(change, level, how):
     amp(X).square().mean().backward()
     for parameter, grad in zip(model.parameters(), expected, strict=True):
         close(parameter.grad, grad, 0.01)
+
+
+@CAPTURES
+def test_a_buffer_that_is_filled_later_is_read(how):
+    class Shifted(nn.Linear):
+        def __init__(self):
+            super().__init__(8, 8)
+            self.register_buffer("shift", None)
+
+        def forward(self, x):
+            x = super().forward(x)
+            return x if self.shift is None else x + self.shift
+
+    model = Shifted()
+    amp = convert(model, how, X)
+    amp(X)
+    model.shift = torch.full((8,), 3.0)
+    close(amp(X), model(X), 0.01)
 
 
 def test_many_captures_are_told(caplog):
