@@ -158,6 +158,8 @@ def _matching(model: nn.Module, which: tuple[Which, ...]) -> list[str]:
     """Returns the outermost paths that match."""
     modules = dict(model.named_modules())
     for one in which:
+        if not isinstance(one, str) and not (isinstance(one, type) and issubclass(one, nn.Module)):
+            raise PolicyError(f"convert_blocks takes globs of module paths and module classes, got {one!r}.")
         if not any(_matches(path, module, one) for path, module in modules.items()):
             name = one if isinstance(one, str) else one.__name__
             legal = modules if isinstance(one, str) else {type(m).__name__ for m in modules.values()}

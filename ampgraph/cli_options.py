@@ -198,11 +198,20 @@ def policy_of(options: argparse.Namespace) -> Policy:
 
     def changed() -> Policy:
         ops = OpLists.preset(options.lists) if options.lists else policy.ops
+        _check_classes(options)
         for cls in _CLASSES:
             ops = getattr(ops, f"with_{cls}")(*getattr(options, cls))
         return policy.replace(ops=ops, **changes)
 
     return _checked(changed)
+
+
+def _check_classes(options: argparse.Namespace) -> None:
+    seen: dict[str, str] = {}
+    for cls in _CLASSES:
+        for op in getattr(options, cls):
+            if seen.setdefault(op, cls) != cls:
+                raise UsageError(f"{op!r} is given both as --{seen[op]} and as --{cls}.")
 
 
 def policy_named(name: str) -> Policy:

@@ -114,7 +114,9 @@ class Explanation:
             plain["totals"] = Totals(**data["totals"])
             plain["baselines"] = {name: Totals(**row) for name, row in data["baselines"].items()}
             plain["bodies"] = {name: cls.from_dict(body) for name, body in data["bodies"].items()}
-        except (KeyError, TypeError, AttributeError) as error:
+            if plain["low_dtype"] not in ("float16", "bfloat16"):
+                raise ValueError(f"low_dtype={plain['low_dtype']!r}")
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise AmpGraphError(f"not a report that this version of ampgraph wrote: {error!r}") from error
         return cls(**plain)
 

@@ -94,9 +94,15 @@ def build_inputs(inputs: Sequence[InputSpec]) -> tuple[tuple[torch.Tensor, ...],
 
 
 def _tensor(spec: InputSpec) -> torch.Tensor:
-    if spec.dtype.is_floating_point:
-        return torch.randn(spec.shape).to(spec.dtype)
-    return torch.full(spec.shape, spec.dtype == torch.bool, dtype=spec.dtype)
+    try:
+        if spec.dtype.is_floating_point:
+            return torch.randn(spec.shape).to(spec.dtype)
+        return torch.full(spec.shape, spec.dtype == torch.bool, dtype=spec.dtype)
+    except RuntimeError as error:
+        shape = "x".join(map(str, spec.shape))
+        raise SpecError(
+            f"--input {shape}: such a tensor cannot be made: {str(error).splitlines()[0]}"
+        ) from error
 
 
 def resolve(name: str) -> ModelSpec:

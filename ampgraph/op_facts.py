@@ -145,7 +145,7 @@ def rounds_once(target: OpOverload) -> bool:
 
 @cache
 def fp32_only(target: OpOverload, device_type: str = "", low_dtype: torch.dtype | None = None) -> bool:
-    """Whether the op has no low-precision kernel.
+    """Whether the op has no low-precision kernel that can be used.
 
     Args:
         target: The op.
@@ -153,6 +153,7 @@ def fp32_only(target: OpOverload, device_type: str = "", low_dtype: torch.dtype 
         low_dtype: For which dtype; None asks whether there is none for both.
     """
     names = kernel_data.FP32_ONLY | kernel_data.FP32_ONLY_ON.get(device_type, frozenset())
+    names |= kernel_data.BROKEN_ON.get(device_type, frozenset())
     if low_dtype is not None:
         names |= kernel_data.FP32_ONLY_FOR.get((device_type, low_dtype), frozenset())
     return _listed(names, target)

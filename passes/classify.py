@@ -63,6 +63,7 @@ class NodeFacts:
         fixed_dtype: A dtype that the source names explicitly (a user's cast, ``dtype=``).
         elements: Elements of each managed output together.
         wide_results: Results of a multi-output op, by index, that stay float32 when it runs low (statistics).
+        refuses_low: Why the op cannot run low although it is not known for that; empty if it can.
         moves_data: Whether it costs memory traffic (views and inputs do not).
         written: Whether the tensor lives in memory that some node writes in place.
         strided: Whether ``as_strided`` reads more of the tensor's memory than the tensor it is given.
@@ -80,6 +81,7 @@ class NodeFacts:
     fixed_dtype: torch.dtype | None = None
     elements: int = 0
     wide_results: frozenset[int] = frozenset()
+    refuses_low: str = ""
     moves_data: bool = False
     written: bool = False
     strided: bool = False
@@ -143,25 +145,32 @@ class ClassifyOps(Pass):
             for path, tensor in tensor_arguments(node)
             if facts[tensor].dtype
         ]
-        fact.wide_results = self._wide_results(node, fact)
-        fact.elements -= sum(_elements_of(node.meta["val"][i]) for i in fact.wide_results)
+        self._run_low(node, fact)
         return fact
 
-    def _wide_results(self, node: Node, fact: NodeFacts) -> frozenset[int]:
-        """Asks FakeTensor which results stay float32 when the node reads low where it may."""
-        if not _is_sequence(node) or fact.dtype != torch.float32 or not fact.op_class or not fact.moves_data:
-            return frozenset()
+    def _run_low(self, node: Node, fact: NodeFacts) -> None:
+        """Asks FakeTensor what the op yields when it reads low where it may."""
+        if fact.owner is not node or fact.dtype != torch.float32 or not fact.op_class or not fact.moves_data:
+            return
         if op_facts.is_opaque(node.target) or not has_kernel(node, self.low_dtype):  # type: ignore[arg-type]
-            return frozenset()
+            return
         low = {
             slot.tensor: with_dtypes(slot.tensor.meta["val"], (self.low_dtype,))
             for slot in fact.slots
             if slot.kind in (SlotKind.COMPUTE, SlotKind.PROMOTED, SlotKind.DTYPE_ARG)
         }
-        dtypes = result_dtypes(node, fake_mode_of(node.graph), low)
-        wide = frozenset(i for i, dtype in enumerate(dtypes) if dtype == torch.float32)
-        # One that stays float32 in all its results has nothing to keep apart.
-        return wide if self.low_dtype in dtypes else frozenset()
+        if not low:
+            return
+        try:
+            dtypes = result_dtypes(node, fake_mode_of(node.graph), low)
+        except (RuntimeError, TypeError, ValueError) as error:
+            fact.refuses_low = f"no low-precision kernel: {str(error).partition(chr(10))[0]}"
+            return
+        if self.low_dtype not in dtypes:
+            fact.refuses_low = "yields float32 from low operands too"
+        elif _is_sequence(node):
+            fact.wide_results = frozenset(i for i, dtype in enumerate(dtypes) if dtype == torch.float32)
+            fact.elements -= sum(_elements_of(node.meta["val"][i]) for i in fact.wide_results)
 
     def _dtype(self, node: Node) -> torch.dtype | None:
         if not all(map(is_dense, tensors(node))) or _is_nested(node):

@@ -147,6 +147,8 @@ class PropagatePins(Pass):
             return Variable(source_low, "kernel", "FakeTensor cannot tell what it yields from other dtypes")
         if not has_kernel(node, self.low_dtype):
             return Variable(False, "kernel", "no low-precision kernel")
+        if fact.refuses_low:
+            return Variable(False, "kernel", fact.refuses_low)
         if (sparse := op_facts.sparse_gradient_arg(node.target)) and argument(node, sparse):
             return Variable(source_low, "kernel", "the gradient of its weight is sparse")
         if range_reason:

@@ -126,6 +126,8 @@ def test_output_file_and_casts_only(tmp_path: Path, capsys: pytest.CaptureFixtur
         ([OURS + "tiny", "--input", "3x4:flaot32"], "Did you mean 'float32'"),
         ([OURS + "tiny", "--black", "aten.geluu"], "Did you mean 'aten.gelu'"),
         ([OURS + "tiny", "--rules", "0=fp16"], "expected GLOB=low or GLOB=fp32"),
+        ([OURS + "tiny", "--white", "aten.gelu", "--black", "aten.gelu"], "both as --white and as --black"),
+        ([OURS + "tiny", "--input", "99999999999x99999999999"], "such a tensor cannot be made"),
         ([OURS + "tiny", "--level", "O7"], "invalid choice"),
         ([OURS + "with_inputs", "-o", "no/such/folder/x"], "No such file"),
         ([], "required"),

@@ -65,8 +65,9 @@ def gradient(linear: nn.Module, x: torch.Tensor) -> torch.Tensor:
         (Packed(), nn.utils.rnn.pack_sequence([torch.randn(3, 4), X]), "pass the padded batch"),
         (Calls(gradient), X, "Gradients inside forward: take them outside of the model"),
         (Calls(lambda linear, x: linear(x) if x.sum() > 0 else x), X, "use torch.cond"),
+        (Calls(lambda linear, x: torch.linalg.lstsq(linear(x), x)[0]), X, "What the op returns depends on"),
     ],
-    ids=["dataclass out", "dataclass in", "packed inside", "packed in", "autograd.grad", "branch"],
+    ids=["dataclass out", "dataclass in", "packed inside", "packed in", "autograd.grad", "branch", "lstsq"],
 )
 def test_capture_errors_say_what_helps(model: nn.Module, example: object, hint: str) -> None:
     with pytest.raises(CaptureError) as error:

@@ -260,6 +260,19 @@ def test_no_low_kernel_means_an_error_on_cpu(name):
             op(*(narrowed(argument, low) for argument in arguments), **keywords)
 
 
+@pytest.mark.parametrize("low", LOW)
+@pytest.mark.parametrize("name", sorted(kernel_data.BROKEN_ON["cpu"]))
+def test_broken_kernels_are_still_broken_on_cpu(name, low):
+    x = 0.1 * torch.randn(3, 4, 4)
+    op = find(name)
+    result = op(x.to(low).requires_grad_())
+    if torch.allclose(result.float(), op(x), rtol=0.5, atol=0.5):
+        with pytest.raises(NotImplementedError, match="not implemented for"):
+            result.sum().backward()
+    assert op_facts.fp32_only(op.default, "cpu", low)
+    assert not op_facts.fp32_only(op.default, "cuda", low)
+
+
 def narrowed(value, low):
     floating = isinstance(value, torch.Tensor) and value.is_floating_point()
     return value.to(low) if floating else value

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import operator
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -123,8 +124,9 @@ def result_dtypes(
     count = len(value) if isinstance(value, (list, tuple)) else 1
     key = (node.target, count, _dtype_key(node.args, instead), _dtype_key(node.kwargs, instead))
     if key not in _dtype_cache:
+        here = threading.get_ident()
         # A dtype has nothing to do with gradients; a parameter written under no_grad must be allowed to be.
-        with torch.no_grad():
+        with torch.no_grad(), errors_raised_not_logged(lambda: threading.get_ident() == here):
             values = evaluate(node, mode, one_step=True, instead=instead)
         _dtype_cache[key] = dtypes_of(values)
     return _dtype_cache[key]

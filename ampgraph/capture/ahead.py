@@ -32,11 +32,20 @@ _TORCH = Path(torch.__file__).parent
 _PYTHON = Path(sysconfig.get_path("stdlib"))
 _JUST_IN_TIME = "or call ampgraph.convert(model) without example inputs to capture just in time"
 _DATA_DEPENDENT = ("data-dependent", "data dependent", "DataDependent", "is_nonzero", "unbacked")
-# (part of torch's message, function that the error came through or "", what helps); the first that fits.
+_VALUE_SIZED = ("DynamicOutputShape", "DataDependentOutput")  # aten.linalg_lstsq, aten._ctc_loss
+# (part of the name or message of the error, function it came through or "", what helps); the first that fits.
 _HINTS = (
     *(
         (cause, "rnn.py:forward", "Lengths of packed sequences are tensor values: pass the padded batch.")
         for cause in ("got FakeTensor", *_DATA_DEPENDENT)
+    ),
+    *(
+        (
+            cause,
+            "",
+            f"What the op returns depends on tensor values: leave it out of the model, {_JUST_IN_TIME}.",
+        )
+        for cause in _VALUE_SIZED
     ),
     *(
         (cause, "", f"Control flow depends on tensor values: use torch.cond, {_JUST_IN_TIME}.")
@@ -47,7 +56,8 @@ _HINTS = (
             cause,
             function,
             "Make a dataclass among inputs or outputs known with torch.export.register_dataclass(TheClass); "
-            f"of other types (caches, for instance), take and return their tensors, {_JUST_IN_TIME}.",
+            "of other types (caches, for instance), take and return their tensors, turn them off "
+            f"(use_cache=False), {_JUST_IN_TIME}.",
         )
         for cause, function in (
             ("in output, which is not a known type", ""),
@@ -207,7 +217,7 @@ def _hint(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     through = {f"{Path(frame.filename).name}:{frame.name}" for frame in frames}
     for cause, function, hint in _HINTS:
-        if cause in str(error) and (not function or function in through):
+        if cause in f"{type(error).__name__}: {error}" and (not function or function in through):
             return f"\n{hint}"
     return ""
 
