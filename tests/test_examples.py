@@ -18,6 +18,7 @@ import pytest
 import torch
 from torch import nn
 
+import ampgraph
 from ampgraph.testing import assert_dtype
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -48,6 +49,19 @@ def check_training(figures: dict[str, float], untrained: float) -> None:
     near(figures["loss float16"], figures["loss float32"], 0.01)
     assert figures["loss float16, resumed"] == figures["loss float16"]
     assert figures["scale, resumed"] == figures["scale"] == 8 * 2.0**10
+
+
+def test_the_trainer_reports_no_loss_of_a_class_that_names_no_labels(tmp_path) -> None:
+    example = load("hf_trainer", "transformers")
+    made, _ = example.trainer(tmp_path, converted=False)
+    made.model = ampgraph.convert(made.model, dtype=BF16)
+
+    def evaluated(**options: Any) -> dict[str, float]:
+        args = example.TrainingArguments(tmp_path, use_cpu=True, report_to=[], disable_tqdm=True, **options)
+        return example.Trainer(made.model, args, eval_dataset=made.eval_dataset).evaluate()
+
+    assert "eval_loss" not in evaluated()
+    assert "eval_loss" in evaluated(label_names=["labels"])
 
 
 def test_the_table_names_every_example() -> None:

@@ -263,3 +263,17 @@ def test_resumed_run_is_bitwise_the_same() -> None:
     assert resumed.scaler.state_dict() == whole.scaler.state_dict()
     for ours, other in zip(resumed.parameters(), whole.parameters(), strict=True):
         assert torch.equal(ours, other)
+
+
+def test_a_gradient_of_one_is_too_large_for_the_first_scale() -> None:
+    """Outside a training loop nothing lowers it."""
+    x = torch.randn(2, 4, requires_grad=True)
+    model = nn.Linear(4, 4)
+
+    def gradient(**options: object) -> torch.Tensor:
+        amp = ampgraph.convert(model, (x,), policy=Policy(dtype=torch.float16, **options))  # type: ignore[arg-type]
+        return torch.autograd.grad(amp(x).sum(), x)[0]
+
+    assert not gradient().isfinite().any()
+    expected = model.weight.sum(0).expand(2, 4)
+    torch.testing.assert_close(gradient(loss_scale=NoLossScale()), expected, rtol=0.01, atol=0.01)
