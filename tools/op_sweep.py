@@ -2,10 +2,10 @@
 
 Usage:
     python tools/op_sweep.py --output docs/op-sweep.md      # all of op_db, about 30 minutes on two cores
-    python tools/op_sweep.py --names softmax 'nn.functional.*'
+    python tools/op_sweep.py --names softmax 'nn.functional.*' --levels O3
 
 Each op runs forward and backward on a few of its samples, in the forms of `tests.one_op`, in float16 and
-bfloat16, at O1 and O2. A record per op is appended to ``--records`` (JSON lines), so an interrupted run
+bfloat16, at O1 and O2 unless told otherwise. A record per op is appended to ``--records`` (JSON lines), so an interrupted run
 goes on where it stopped.
 """
 
@@ -36,7 +36,6 @@ from tests.one_op import Case, Unusable, cases_of, first_line, name_of, op_names
 from tests.one_op_checks import Finding, KernelError, TorchError, check, check_just_in_time  # noqa: E402
 
 Record = dict[str, Any]
-LEVELS = ("O1", "O2")
 SECONDS_PER_CHECK = 120
 
 
@@ -44,7 +43,7 @@ class Slow(Exception):
     """One check took too long."""
 
 
-def sweep(name: str, samples: int) -> Record:
+def sweep(name: str, samples: int, levels: tuple[str, ...]) -> Record:
     """Runs every form of a few samples of one op."""
     signal.signal(signal.SIGALRM, _too_slow)
     warnings.filterwarnings("ignore")
@@ -59,7 +58,7 @@ def sweep(name: str, samples: int) -> Record:
     }
     counts: Counter[str] = Counter()
     for case, where in _usable(op, samples):
-        for level in LEVELS:
+        for level in levels:
             outcome, error = _outcome(case, level)
             counts[outcome] += 1
             if error and not any(f["outcome"] == outcome for f in record["failures"]):
@@ -111,7 +110,9 @@ def _too_slow(*_: object) -> None:
     raise Slow
 
 
-def sweep_all(names: list[str], path: Path, samples: int, processes: int) -> list[Record]:
+def sweep_all(
+    names: list[str], path: Path, samples: int, levels: tuple[str, ...], processes: int
+) -> list[Record]:
     """Sweeps what ``path`` does not hold yet, in processes of their own; returns all its records."""
     records = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     done = {record["op"] for record in records}
@@ -119,7 +120,7 @@ def sweep_all(names: list[str], path: Path, samples: int, processes: int) -> lis
     start = time.perf_counter()
     context = multiprocessing.get_context("spawn")
     with context.Pool(processes, maxtasksperchild=40) as pool, path.open("a") as file:
-        for index, record in enumerate(pool.imap_unordered(_Sweep(samples), todo), 1):
+        for index, record in enumerate(pool.imap_unordered(_Sweep(samples, levels), todo), 1):
             records.append(record)
             file.write(json.dumps(record) + "\n")
             file.flush()
@@ -134,12 +135,12 @@ def sweep_all(names: list[str], path: Path, samples: int, processes: int) -> lis
 class _Sweep:
     """`sweep` with its options, for worker processes."""
 
-    def __init__(self, samples: int) -> None:
-        self.samples = samples
+    def __init__(self, samples: int, levels: tuple[str, ...]) -> None:
+        self.samples, self.levels = samples, levels
 
     def __call__(self, name: str) -> Record:
         try:
-            return sweep(name, self.samples)
+            return sweep(name, self.samples, self.levels)
         except Exception as error:
             failure = {
                 "outcome": "crash",
@@ -154,6 +155,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--names", nargs="+", metavar="NAME", help="only these ops (globs); default: all")
     parser.add_argument("--samples", type=int, default=4, help="samples of each op; default: %(default)s")
+    parser.add_argument("--levels", default="O1,O2", help="comma-separated; default: %(default)s")
     parser.add_argument("--processes", type=int, default=2, help="default: %(default)s")
     parser.add_argument("--records", type=Path, default=Path("op_sweep.jsonl"), help="default: %(default)s")
     parser.add_argument("--output", type=Path, help="where to write the report; default: print it")
@@ -165,8 +167,9 @@ def main(argv: list[str] | None = None) -> int:
     options = parse(argv)
     patterns = options.names or ["*"]
     names = [name for name in op_names() if any(fnmatchcase(name, p) for p in patterns)]
-    records = sweep_all(names, options.records, options.samples, options.processes)
-    report = op_sweep_report.report(sorted(records, key=lambda r: r["op"]), options.samples)
+    levels = tuple(options.levels.split(","))
+    records = sweep_all(names, options.records, options.samples, levels, options.processes)
+    report = op_sweep_report.report(sorted(records, key=lambda r: r["op"]), options.samples, levels)
     if options.output:
         options.output.write_text(report)
     else:

@@ -19,7 +19,7 @@ HEAD = """# Every op
 
 Each entry of torch's operator tests (`op_db`, torch {version}) as a model of one op, converted and compared
 with the source: {samples} samples an op, evenly spread over torch's own; forward and, where there is one,
-backward; float16 and bfloat16; levels O1 and O2. Written by `python tools/op_sweep.py --output
+backward; float16 and bfloat16; levels {levels}. Written by `python tools/op_sweep.py --output
 docs/op-sweep.md`, on CPU.
 
 Forms: all inputs float32; all low; one low; and float32 models in which all inputs, the first or all others
@@ -40,11 +40,12 @@ def failed(record: Record) -> bool:
     return any(outcome in record["counts"] for outcome in FAILURES)
 
 
-def report(records: list[Record], samples: int) -> str:
+def report(records: list[Record], samples: int, levels: tuple[str, ...]) -> str:
     """Renders all records as Markdown."""
     import torch
 
-    text = HEAD.format(version=torch.__version__.split("+")[0], samples=samples)
+    version = torch.__version__.split("+")[0]
+    text = HEAD.format(version=version, samples=samples, levels=" and ".join(levels))
     return (
         text + "\n" + _rates(records) + "".join(_table(records, outcome) for outcome in (*FAILURES, *LIMITS))
     )
