@@ -94,9 +94,10 @@ def test_fake_statistics_are_those_of_the_kernel(op, state):
     assert dtypes_of(recorded) == dtypes_of(found)
 
 
-def test_statistics_of_cuda_kernels_are_always_float32():
+@pytest.mark.parametrize(("device", "statistics"), [("cpu", F16), ("cuda", F32)])
+def test_what_a_norm_saves_depends_on_the_device(device, statistics):
     """No GPU is needed to plan for one: FakeTensor knows its kernels."""
-    build = GraphBuilder(device="cuda")
+    build = GraphBuilder(device=device)
     x, weight, affine = build.input(4, 8), build.weight(8, 8), build.weight(8)
     norm = build.call(
         aten.native_layer_norm.default, build.call(aten.mm.default, x, weight), [8], affine, affine, 1e-5
@@ -106,5 +107,5 @@ def test_statistics_of_cuda_kernels_are_always_float32():
         build.call(aten.mm.default, y, weight), build.call(aten.mul.Tensor, mean, 2.0)
     )
     rewrite(graph_module, Policy(), F16, ())
-    assert [t.dtype for t in norm.meta["val"]] == [F16, F32, F32]
-    assert mean.meta["val"].dtype == F32
+    assert [t.dtype for t in norm.meta["val"]] == [F16, statistics, statistics]
+    assert mean.meta["val"].dtype == statistics

@@ -5,8 +5,8 @@ Usage:
     python tools/op_sweep.py --names softmax 'nn.functional.*' --levels O3
 
 Each op runs forward and backward on a few of its samples, in the forms of `tests.one_op`, in float16 and
-bfloat16, at O1 and O2 unless told otherwise. A record per op is appended to ``--records`` (JSON lines), so an interrupted run
-goes on where it stopped.
+bfloat16, at O1 and O2 unless told otherwise. A record per op is appended to ``--records`` (JSON lines), so
+an interrupted run goes on where it stopped.
 """
 
 from __future__ import annotations

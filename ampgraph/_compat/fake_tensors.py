@@ -111,8 +111,8 @@ def result_dtypes(
 ) -> tuple[torch.dtype | None, ...]:
     """Returns the dtypes of what a call_function node yields, as FakeTensor finds them.
 
-    A result's dtype follows from the op, its arguments' dtypes, which of them are 0-dim, and its
-    non-tensor arguments, never from sizes; so one evaluation serves every node with the same key
+    A result's dtype follows from the op, its arguments' dtypes and devices, which of them are 0-dim, and
+    its non-tensor arguments, never from sizes; so one evaluation serves every node with the same key
     (sizes only tell how many results ``split`` has). ``instead`` is as for `evaluate`.
     """
     if node.target is operator.getitem:
@@ -147,7 +147,7 @@ def _dtype_key(argument: Any, instead: Mapping[Node, Any]) -> Any:
     if isinstance(argument, Node):
         return _dtype_key(_value(argument, instead), instead)
     if isinstance(argument, torch.Tensor):
-        return argument.dtype, argument.dim() == 0
+        return argument.dtype, argument.dim() == 0, argument.device.type
     if isinstance(argument, (bool, str, torch.dtype)) or argument is None:
         return argument
     return type(argument)
