@@ -28,6 +28,11 @@ from .arguments import argument, argument_name, tensor_arguments
 from .base import Pass, workspace
 
 _CASTS_LIKE = (torch.ops.aten.type_as.default, torch.ops.aten.to.other)
+_REFUSALS = (
+    RuntimeError,
+    TypeError,
+    ValueError,
+)  # what FakeTensor raises for arguments that an op does not take
 _CASTS = ("aten.to", "aten._to_copy", "prims.convert_element_type")
 
 
@@ -163,8 +168,9 @@ class ClassifyOps(Pass):
             return
         try:
             dtypes = result_dtypes(node, fake_mode_of(node.graph), low)
-        except (RuntimeError, TypeError, ValueError) as error:
-            fact.refuses_low = f"no low-precision kernel: {str(error).partition(chr(10))[0]}"
+        except _REFUSALS as error:
+            if _runs_in_float32(node):
+                fact.refuses_low = f"no low-precision kernel: {str(error).partition(chr(10))[0]}"
             return
         if self.low_dtype not in dtypes:
             fact.refuses_low = "yields float32 from low operands too"
@@ -235,6 +241,15 @@ class ClassifyOps(Pass):
             return False
         managed = [t for _, t in tensor_arguments(node) if self._dtype(t)]
         return op_facts.promotes(node.target) or len(managed) == 1
+
+
+def _runs_in_float32(node: Node) -> bool:
+    """Whether FakeTensor takes the op at all; it refuses those of another device (cuDNN on a CPU)."""
+    try:
+        result_dtypes(node, fake_mode_of(node.graph))
+    except _REFUSALS:
+        return False
+    return True
 
 
 def tensors(node: Node) -> list[torch.Tensor]:
