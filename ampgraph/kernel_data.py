@@ -163,7 +163,7 @@ FP32_ONLY_FOR: Mapping[tuple[str, torch.dtype], frozenset[str]] = {
 }
 
 # FakeTensor runs these while capturing and cannot run them again: they read values.
-OPAQUE = _names("tensor_split.tensor_indices_or_sections")
+OPAQUE = _names("tensor_split.tensor_indices_or_sections narrow.Tensor")
 
 # FakeTensor lets these read float32 beside low; their kernels do not.
 ONE_DTYPE = _names("index_put _index_put_impl _unsafe_index_put")

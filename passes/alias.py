@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import torch
 from torch.fx import Graph, Node
 
-from ampgraph._compat import OpOverload, size_hint, storage_key
-from ampgraph.op_facts import is_composite, is_dropout, is_view, may_convert, reads_strides
+from ampgraph._compat import FakeTensorMode, OpOverload, evaluate, size_hint, storage_key
+from ampgraph.op_facts import is_composite, is_dropout, is_opaque, is_view, may_convert, reads_strides
 
 from .arguments import argument
 
@@ -70,6 +70,18 @@ def _passed_on(node: Node) -> list[Node]:
         source, keys = node.all_input_nodes[0], set(_keys(node))
         return [source] if keys and keys <= set(_keys(source)) else []
     return viewed(node)
+
+
+def returns_its_input(node: Node, mode: FakeTensorMode | None) -> bool:
+    """Whether the result is an argument, the tensor itself: ``x.to(x.dtype)``, ``x.contiguous()``."""
+    if not isinstance(node.target, OpOverload) or "val" not in node.meta or is_opaque(node.target):
+        return False
+    if is_dropout(node.target) and not _drops(node):
+        return True
+    if not (is_composite(node.target) or may_convert(node.target)):
+        return False
+    result = evaluate(node, mode)
+    return any(result is n.meta.get("val") for n in node.all_input_nodes)
 
 
 def _drops(dropout: Node) -> bool:

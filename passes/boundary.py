@@ -10,10 +10,11 @@ from typing import ClassVar
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from ampgraph._compat import fake_mode_of
 from ampgraph.boundary import scale_gradients, trace_of, unscale_gradients
 from ampgraph.plan import META_KEY
 
-from .alias import written_args
+from .alias import returns_its_input, written_args
 from .base import Pass
 from .classify import tensors
 from .grad_modes import without_gradients
@@ -122,9 +123,10 @@ def _reached_by_gradients(graph: Graph, outputs: list[Node]) -> set[Node]:
 def _passing(graph: Graph) -> set[Node]:
     """Returns the calls that pass gradients on, as far as grad modes and ``detach`` tell.
 
-    What is written without gradients keeps those that it had.
+    What is written without gradients keeps those that it had, as does what returns its very input.
     """
-    cut = {n for n in without_gradients(graph) if not written_args(n)}
+    mode = fake_mode_of(graph)
+    cut = {n for n in without_gradients(graph) if not written_args(n) and not returns_its_input(n, mode)}
     cut.update(graph.find_nodes(op="call_function", target=torch.ops.aten.detach.default))
     return {n for n in graph.nodes if n.op == "call_function"} - cut
 

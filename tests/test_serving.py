@@ -366,3 +366,25 @@ def test_lists_of_constants():
     amp = ampgraph.convert(model, dtype=BF16)
     close(amp(X), model(X), 0.03)
     assert len(amp.graph_modules) == 1
+
+
+def test_sizes_computed_from_numbers_by_tensor_ops() -> None:
+    """Longformer and LED cut a sequence into ``torch.div(length, width, rounding_mode="trunc")`` chunks."""
+
+    class Chunks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            chunks = torch.div(x.size(1), 4, rounding_mode="trunc")
+            parts = self.linear(x).view(x.size(0), chunks, 4)
+            return self.linear(parts.flatten(1)).narrow(1, chunks - 1, 3) * chunks
+
+    model, x = Chunks(), torch.randn(2, 8)
+    amp = ampgraph.convert(model, dtype=torch.float16)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        result = amp(x)
+    assert dtype_of(amp.graph_module, "linear") == [torch.float16, torch.float16]
+    torch.testing.assert_close(result, model(x), rtol=0.01, atol=0.01)

@@ -135,6 +135,47 @@ def test_what_is_written_without_gradients_keeps_those_it_had(backend, just_in_t
         close(got, wanted)
 
 
+def cast_to_its_own_dtype(weight):
+    """As Hugging Face's SwitchTransformers casts its router."""
+    return weight.to(torch.float32)
+
+
+def not_dropped(weight):
+    return nn.functional.dropout(weight, 0.5, training=False)
+
+
+@pytest.mark.parametrize("just_in_time", [False, True], ids=["ahead of time", "just in time"])
+@pytest.mark.parametrize(
+    ("passed_on", "backend"),
+    [
+        (cast_to_its_own_dtype, "eager"),
+        (cast_to_its_own_dtype, "aot_eager"),
+        (torch.Tensor.contiguous, "eager"),
+        (torch.Tensor.contiguous, "aot_eager"),
+        (not_dropped, "eager"),  # AOTAutograd cuts it off, in float32 too
+    ],
+)
+def test_gradients_of_what_is_handed_on_without_gradients_are_unscaled(passed_on, backend, just_in_time):
+    """These return the weight itself, so that it has gradients all the same."""
+
+    def function(x, y):
+        with torch.no_grad():
+            weight = passed_on(layer.weight)
+        return nn.functional.linear(x, weight) * y
+
+    layer = nn.Linear(8, 8, bias=False)
+    model = Fn(function, layer=layer)
+    policy = Policy(dtype=torch.float16)
+    amp = ampgraph.convert(model, None if just_in_time else (X, Y), policy=policy, backend=backend)
+
+    def gradient(module):
+        layer.zero_grad()
+        module(X, Y).mean().backward()
+        return layer.weight.grad
+
+    close(gradient(amp), gradient(model))
+
+
 def test_what_was_copied_before_a_write_is_read_from_the_copy():
     """The copy is float32 and its reader low: reading the low original would read what was written since."""
 

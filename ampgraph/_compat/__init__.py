@@ -24,6 +24,8 @@ from .fake_tensors import (
 )
 from .graphs import (
     all_op_names,
+    computes_on_tensors,
+    outside_tracing,
     set_calling_convention,
     size_hint,
     storage_key,
@@ -64,6 +66,7 @@ __all__ = [
     "aot_eager",
     "autocast_values",
     "compiled_by_dynamo",
+    "computes_on_tensors",
     "dtypes_of",
     "errors_raised_not_logged",
     "evaluate",
@@ -79,6 +82,7 @@ __all__ = [
     "known_backends",
     "no_ambient_autocast",
     "no_saved_tensor_hooks",
+    "outside_tracing",
     "outside_transforms",
     "result_dtypes",
     "set_calling_convention",

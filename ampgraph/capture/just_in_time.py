@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +22,9 @@ from .._compat import (
     FakeTensorMode,
     accept_real_constants,
     autocast_values,
+    computes_on_tensors,
     evaluate,
+    outside_tracing,
 )
 from ..errors import CaptureError
 from ..passes.inline_transforms import InlineTransforms
@@ -95,6 +99,7 @@ class _Lowering(fx.Interpreter):
         super().__init__(graph_module)
         self._mode, self._grad_mode = mode, grad_mode
         self._regions: list[contextlib.ExitStack] = []
+        self._numbers: dict[int, torch.Tensor] = {}
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         try:
@@ -118,6 +123,8 @@ class _Lowering(fx.Interpreter):
         if target is EXIT_AUTOCAST:
             self._regions.pop().close()
         if target is not torch.ops.higher_order.tag_activation_checkpoint:
+            if self._is_of_numbers(getattr(target, "__name__", ""), args, kwargs):
+                return self._computed(partial(super().call_function, target, args, kwargs))
             with self._mode_for(args, kwargs):
                 return super().call_function(target, args, kwargs)
         body, *operands = args
@@ -126,6 +133,30 @@ class _Lowering(fx.Interpreter):
                 node.meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
                 node.meta["ac_graph_id"] = id(body)
         return _Lowering(body, self._mode, self._grad_mode).run(*operands)
+
+    def call_method(self, target: str, args: tuple, kwargs: dict[str, Any]) -> Any:
+        if self._is_of_numbers(target, args, kwargs):
+            return self._computed(partial(super().call_method, target, args, kwargs))
+        return super().call_method(target, args, kwargs)
+
+    def _is_of_numbers(self, name: str, *arguments: Any) -> bool:
+        """Whether a tensor op reads nothing but numbers: ``torch.div(64, 8, rounding_mode="trunc")``.
+
+        What the results of such ops are handed on to counts as well.
+        """
+        leaves = tree_leaves(arguments)
+        if any(isinstance(leaf, torch.Tensor) and id(leaf) not in self._numbers for leaf in leaves):
+            return False
+        if any(isinstance(leaf, py_sym_types) for leaf in leaves):
+            return False
+        return computes_on_tensors(name)
+
+    def _computed(self, call: Callable[[], Any]) -> Any:
+        """Computes now what depends on numbers alone, so that it may be a size; traced, it could not."""
+        with outside_tracing():
+            result = call()
+        self._numbers |= {id(leaf): leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)}
+        return result
 
     def _inference_mode(self, target: Any, argument: bool) -> bool:
         """Enters inference mode and returns the grad mode before, or goes back to that one."""
