@@ -68,6 +68,6 @@ def computes_on_tensors(name: str) -> bool:
     return any(each and str(each[0].type) == "Tensor" for each in arguments)
 
 
-def outside_tracing() -> AbstractContextManager[None]:
+def outside_tracing() -> AbstractContextManager[object]:
     """Runs what is inside for real in the middle of ``make_fx``: no node is made of it."""
     return disable_proxy_modes_tracing()

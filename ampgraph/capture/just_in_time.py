@@ -134,7 +134,7 @@ class _Lowering(fx.Interpreter):
                 node.meta["ac_graph_id"] = id(body)
         return _Lowering(body, self._mode, self._grad_mode).run(*operands)
 
-    def call_method(self, target: str, args: tuple, kwargs: dict[str, Any]) -> Any:
+    def call_method(self, target: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         if self._is_of_numbers(target, args, kwargs):
             return self._computed(partial(super().call_method, target, args, kwargs))
         return super().call_method(target, args, kwargs)
