@@ -191,3 +191,18 @@ def is_view(target: OpOverload) -> bool:
         return False
     aliases = (result.alias_info for result in target._schema.returns)
     return any(alias is not None and not alias.is_write for alias in aliases)
+
+
+@cache
+def computes_on_tensors(name: str) -> bool:
+    """Whether ATen has a deterministic, functional op of that name on tensors; factories do not count."""
+    packet = getattr(torch.ops.aten, name, None)
+    if packet is None or name.endswith("_"):
+        return False
+    overloads = [getattr(packet, overload) for overload in packet.overloads()]
+    arguments = [overload._schema.arguments for overload in overloads]
+    if any(a.name == "device" for each in arguments for a in each):
+        return False
+    if any(torch.Tag.nondeterministic_seeded in overload.tags for overload in overloads):
+        return False
+    return any(each and str(each[0].type) == "Tensor" for each in arguments)

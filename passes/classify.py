@@ -28,11 +28,8 @@ from .arguments import argument, argument_name, tensor_arguments
 from .base import Pass, workspace
 
 _CASTS_LIKE = (torch.ops.aten.type_as.default, torch.ops.aten.to.other)
-_REFUSALS = (
-    RuntimeError,
-    TypeError,
-    ValueError,
-)  # what FakeTensor raises for arguments that an op does not take
+# What FakeTensor raises for arguments that an op does not take.
+_REFUSALS = (RuntimeError, TypeError, ValueError)
 _CASTS = ("aten.to", "aten._to_copy", "prims.convert_element_type")
 
 

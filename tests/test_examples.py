@@ -64,6 +64,17 @@ def test_the_trainer_reports_no_loss_of_a_class_that_names_no_labels(tmp_path) -
     assert "eval_loss" in evaluated(label_names=["labels"])
 
 
+def test_a_cache_among_the_outputs_is_captured_when_turned_off() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(vocab_size=64, n_embd=16, n_layer=1, n_head=2)
+    model, ids = transformers.GPT2LMHeadModel(config), torch.randint(0, 64, (2, 6))
+    with pytest.raises(ampgraph.CaptureError, match="use_cache=False"):
+        ampgraph.convert(model, (ids,))
+    blocks = ampgraph.convert_blocks(model, "", dtype=BF16)
+    assert model(ids, use_cache=False).logits.shape == (2, 6, 64)
+    assert_dtype(blocks[""], "lm_head", BF16)
+
+
 def test_the_table_names_every_example() -> None:
     page = (EXAMPLES / "README.md").read_text()
     rows = re.findall(r"^\| \[(\w+\.py)\]\((\w+\.py)\) .*`python examples/(\w+\.py)` \|$", page, re.MULTILINE)

@@ -24,7 +24,6 @@ from .fake_tensors import (
 )
 from .graphs import (
     all_op_names,
-    computes_on_tensors,
     outside_tracing,
     set_calling_convention,
     size_hint,
@@ -66,7 +65,6 @@ __all__ = [
     "aot_eager",
     "autocast_values",
     "compiled_by_dynamo",
-    "computes_on_tensors",
     "dtypes_of",
     "errors_raised_not_logged",
     "evaluate",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from functools import cache
 
 import torch
 from torch.export import ExportedProgram
@@ -51,21 +50,6 @@ def wrap_grad_modes(graph_module: GraphModule) -> GraphModule:
 def all_op_names() -> set[str]:
     """Returns every registered op as ``namespace.op`` or ``namespace.op.overload``."""
     return {name.replace("::", ".") for name in torch._C._dispatch_get_all_op_names()}
-
-
-@cache
-def computes_on_tensors(name: str) -> bool:
-    """Whether ATen has a deterministic, functional op of that name on tensors; factories do not count."""
-    packet = getattr(torch.ops.aten, name, None)
-    if packet is None or name.endswith("_"):
-        return False
-    overloads = [getattr(packet, overload) for overload in packet.overloads()]
-    arguments = [overload._schema.arguments for overload in overloads]
-    if any(a.name == "device" for each in arguments for a in each):
-        return False
-    if any(torch.Tag.nondeterministic_seeded in overload.tags for overload in overloads):
-        return False
-    return any(each and str(each[0].type) == "Tensor" for each in arguments)
 
 
 def outside_tracing() -> AbstractContextManager[object]:

@@ -22,11 +22,11 @@ from .._compat import (
     FakeTensorMode,
     accept_real_constants,
     autocast_values,
-    computes_on_tensors,
     evaluate,
     outside_tracing,
 )
 from ..errors import CaptureError
+from ..op_facts import computes_on_tensors
 from ..passes.inline_transforms import InlineTransforms
 from .ahead import capturing
 from .split import is_custom_function
