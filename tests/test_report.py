@@ -167,6 +167,11 @@ def test_something_else_is_no_report(data: dict) -> None:
         Explanation.from_dict(data)
 
 
+def test_a_report_with_another_low_dtype_is_spoilt(explanation: Explanation) -> None:
+    with pytest.raises(AmpGraphError, match="low_dtype=\\[\\]"):
+        Explanation.from_dict({**json.loads(explanation.to_json()), "low_dtype": []})
+
+
 def test_the_dict_has_the_summaries() -> None:
     data = ampgraph.explain(attention()).to_dict()
     assert data["operators"]["aten.linear"] == {"float16": 3}
