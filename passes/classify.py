@@ -19,17 +19,16 @@ import torch
 from torch.fx import GraphModule, Node
 
 from ampgraph import op_facts
-from ampgraph._compat import OpOverload, fake_mode_of, result_dtypes, size_hint, with_dtypes
+from ampgraph._compat import OpOverload, size_hint
 from ampgraph.oplists import OpClass, OpLists
 from ampgraph.policy import LOW_DTYPES
 
 from .alias import returned_views, strided_memory, viewed, written_args, written_memory
 from .arguments import argument, argument_name, tensor_arguments
 from .base import Pass, workspace
+from .low_run import run_low
 
 _CASTS_LIKE = (torch.ops.aten.type_as.default, torch.ops.aten.to.other)
-# What FakeTensor raises for arguments that an op does not take.
-_REFUSALS = (RuntimeError, TypeError, ValueError)
 _CASTS = ("aten.to", "aten._to_copy", "prims.convert_element_type")
 
 
@@ -41,6 +40,10 @@ class SlotKind(enum.Enum):
     DTYPE_ARG = "either: a float32 node widens it itself when its dtype argument says so"
     ANY = "either, without effect on the result's dtype"
     KEEP = "the dtype it had in the source"
+
+
+# Where the label of the node decides what it reads.
+_DECIDED = (SlotKind.COMPUTE, SlotKind.PROMOTED, SlotKind.DTYPE_ARG)
 
 
 class Slot(NamedTuple):
@@ -151,29 +154,14 @@ class ClassifyOps(Pass):
         return fact
 
     def _run_low(self, node: Node, fact: NodeFacts) -> None:
-        """Asks FakeTensor what the op yields when it reads low where it may."""
+        """Notes what the op cannot do low, or leaves float32, when it reads low where it may."""
         if fact.owner is not node or fact.dtype != torch.float32 or not fact.op_class or not fact.moves_data:
             return
         if op_facts.is_opaque(node.target) or not has_kernel(node, self.low_dtype):  # type: ignore[arg-type]
             return
-        low = {
-            slot.tensor: with_dtypes(slot.tensor.meta["val"], (self.low_dtype,))
-            for slot in fact.slots
-            if slot.kind in (SlotKind.COMPUTE, SlotKind.PROMOTED, SlotKind.DTYPE_ARG)
-        }
-        if not low:
-            return
-        try:
-            dtypes = result_dtypes(node, fake_mode_of(node.graph), low)
-        except _REFUSALS as error:
-            if _runs_in_float32(node):
-                fact.refuses_low = f"no low-precision kernel: {str(error).partition(chr(10))[0]}"
-            return
-        if self.low_dtype not in dtypes:
-            fact.refuses_low = "yields float32 from low operands too"
-        elif _is_sequence(node):
-            fact.wide_results = frozenset(i for i, dtype in enumerate(dtypes) if dtype == torch.float32)
-            fact.elements -= sum(_elements_of(node.meta["val"][i]) for i in fact.wide_results)
+        operands = (slot.tensor for slot in fact.slots if slot.kind in _DECIDED)
+        fact.refuses_low, fact.wide_results = run_low(node, operands, self.low_dtype)
+        fact.elements -= sum(_elements_of(node.meta["val"][i]) for i in fact.wide_results)
 
     def _dtype(self, node: Node) -> torch.dtype | None:
         if not all(map(is_dense, tensors(node))) or _is_nested(node):
@@ -186,7 +174,7 @@ class ClassifyOps(Pass):
 
     def _slot(self, node: Node, fact: NodeFacts, path: tuple[int | str, ...], tensor: Node) -> Slot:
         kind = self._kind(node, fact, path, tensor)
-        follow = kind in (SlotKind.COMPUTE, SlotKind.PROMOTED, SlotKind.DTYPE_ARG)
+        follow = kind in _DECIDED
         if follow and (names := op_facts.follow_slots(node.target)) is not None:
             follow = argument_name(node, path) in names
         return Slot(path, tensor, kind, follow)
@@ -238,15 +226,6 @@ class ClassifyOps(Pass):
             return False
         managed = [t for _, t in tensor_arguments(node) if self._dtype(t)]
         return op_facts.promotes(node.target) or len(managed) == 1
-
-
-def _runs_in_float32(node: Node) -> bool:
-    """Whether FakeTensor takes the op at all; it refuses those of another device (cuDNN on a CPU)."""
-    try:
-        result_dtypes(node, fake_mode_of(node.graph))
-    except _REFUSALS:
-        return False
-    return True
 
 
 def tensors(node: Node) -> list[torch.Tensor]:

@@ -9,7 +9,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from ampgraph import op_facts
-from ampgraph._compat import FakeTensorMode, OpOverload, fake_mode_of, result_dtypes
+from ampgraph._compat import FakeTensorMode, OpOverload, dtypes_of, fake_mode_of, result_dtypes
 from ampgraph.errors import VerifyError
 from ampgraph.module_path import module_path, user_line
 from ampgraph.plan import Plan
@@ -57,9 +57,7 @@ def _check_metadata(node: Node, mode: FakeTensorMode | None) -> None:
     """Asks FakeTensor itself: ``meta["val"]`` must have the dtypes that the op yields from its arguments."""
     if not isinstance(node.target, OpOverload) or "val" not in node.meta or op_facts.is_opaque(node.target):
         return
-    value = node.meta["val"]
-    values = value if isinstance(value, (list, tuple)) else (value,)
-    recorded = tuple(v.dtype if isinstance(v, torch.Tensor) else None for v in values)
+    recorded = dtypes_of(node.meta["val"])
     if recorded != (found := result_dtypes(node, mode)):
         raise VerifyError(f"verify: {_who(node)} is recorded as {recorded} but yields {found}")
 
@@ -70,11 +68,9 @@ def _check_dtype(node: Node, plan: Plan, facts: Facts) -> None:
         raise VerifyError(f"verify: {_who(node)} is not in the plan")
     if decision.dtype is None:
         return
-    value = node.meta.get("val")
-    results = dict(enumerate(value if isinstance(value, (list, tuple)) else (value,)))
-    for index in facts[node].wide_results:
-        del results[index]
-    found = {t.dtype for t in results.values() if isinstance(t, torch.Tensor) and t.dtype.is_floating_point}
+    wide = facts[node].wide_results
+    decided = {d for i, d in enumerate(dtypes_of(node.meta.get("val"))) if i not in wide}
+    found = {dtype for dtype in decided if dtype and dtype.is_floating_point}
     if found - {decision.dtype}:
         raise VerifyError(
             f"verify: {_who(node)} was planned as {decision.dtype} ({decision.reason}) but yields {found}"
