@@ -62,7 +62,8 @@ def failures(records: Iterable[Record]) -> list[Record]:
 
 
 def report(records: list[Record]) -> str:
-    """Renders all records as Markdown."""
+    """Renders all records as Markdown, whichever order they were made in."""
+    records = sorted(records, key=lambda r: (r["model"], r["mode"]))
     head = HEAD.format(
         machine=zoo_report.machine(), floor=FLOOR, draws=DRAWS, o1=FACTORS["O1"], o2=FACTORS["O2"]
     )
@@ -129,7 +130,7 @@ def _causes(records: list[Record]) -> str:
     groups: dict[tuple[str, str, str], list[str]] = {}
     for record in records:
         if "source" in record:
-            groups.setdefault(("source", "", record["source"]), []).append(record["mode"])
+            groups.setdefault(("source", record["model"], record["source"]), []).append(record["mode"])
         for way in WAYS:
             of = record.get(way, {})
             if of.get("outcome", "ok") != "ok":
