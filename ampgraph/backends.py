@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import time
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +25,7 @@ from .capture.just_in_time import drop_values, lower_dynamo_graph
 from .capture.split import compile_around_custom_functions
 from .errors import CaptureError, PassError, PolicyError, did_you_mean
 from .lowering import AotGraphs, backend_for
+from .options import Options
 from .passes import Pass, ReadShadows, run_passes
 from .plan import Plan
 from .policy import LOW_DTYPES, Policy
@@ -34,12 +34,13 @@ from .scale_state import STATE_NAMES
 from .scaler import LossScaler
 from .shadow import ShadowWeights
 from .variant import Timing, boundary_pass, copy_graph, has_low, shadowed_parameters
+from .warn import warn_user
 
 Record = Callable[[fx.GraphModule, Plan, AotGraphs, Timing], None]
 
 
 def make_backend(
-    options: Any,
+    options: Options,
     modules: tuple[str, ...] = (),
     record: Record | None = None,
     scaler: LossScaler | None = None,
@@ -48,7 +49,7 @@ def make_backend(
     """Returns a ``torch.compile`` backend that rewrites each graph and hands it to the next backend.
 
     Args:
-        options: See `ampgraph.module.Options`.
+        options: See `ampgraph.options.Options`.
         modules: Module paths that rules may name.
         record: Called with each rewritten graph, its plan, what AOTAutograd is about to make of it, and
             what making it took.
@@ -67,7 +68,7 @@ def make_backend(
             captured = time.perf_counter()
             plan = rewrite(lowered, options.policy, options.low_dtype, modules, check_rules=bool(modules))
         except (CaptureError, PassError) as error:
-            warnings.warn(f"ampgraph: a part of the model runs in its own dtypes: {error}", stacklevel=2)
+            warn_user(f"ampgraph: a part of the model runs in its own dtypes: {error}")
             return _next_backend(options.backend, options.mode)(graph_module, inputs)
         drop_values(lowered)
         graphs = AotGraphs()
@@ -164,8 +165,6 @@ def ampgraph_backend(graph_module: fx.GraphModule, inputs: list, **given: Any) -
     Raises:
         PolicyError: An option is not known.
     """
-    from .module import Options
-
     given = {**(given.pop("options", None) or {}), **given}
     mode = given.pop("mode", None)
     policy = given.pop("policy", None)

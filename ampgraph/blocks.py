@@ -23,9 +23,11 @@ import torch
 from torch import nn
 
 from .backends import choose_backend
+from .device import device_of
 from .errors import AmpGraphError, CaptureError, PolicyError, did_you_mean
 from .loss_scale import NoLossScale
-from .module import AmpModule, Options, device_of
+from .module import AmpModule
+from .options import Options
 from .policy import Policy
 from .scaler import LossScaler
 

@@ -10,8 +10,10 @@ from torch import nn
 from torch.export import ExportedProgram
 
 from .backends import choose_backend
+from .device import device_of, device_of_arguments
 from .errors import CaptureError, PolicyError
-from .module import AmpModule, Options, device_of
+from .module import AmpModule
+from .options import Options
 from .policy import Policy
 from .program import convert_program
 from .ranks import check_wrappers
@@ -82,7 +84,7 @@ def convert(
     source = _checked_model(model)
     just_in_time = args is None and kwargs is None
     check_wrappers(source, just_in_time)
-    device = device_of(source, _device_of(args, kwargs))
+    device = device_of(source, device_of_arguments(args, kwargs))
     policy = policy.replace(dtype=policy.low_dtype(device))
     backend, mode = choose_backend(backend, mode, device)
     if args is not None and not isinstance(args, tuple):
@@ -92,7 +94,7 @@ def convert(
     options = Options(policy, policy.low_dtype(), backend, mode, dynamic_shapes, just_in_time)
     amp = AmpModule(source, options)
     if not just_in_time:
-        amp.variant_for(args or (), dict(kwargs or {}))
+        amp._captures.find(args or (), dict(kwargs or {}))
     return amp
 
 
@@ -109,8 +111,3 @@ def _checked_model(model: object) -> nn.Module:
         f"convert takes an nn.Module, an fx.GraphModule or an ExportedProgram, got {type(model).__name__}."
         + (" Call it to get an instance." if isinstance(model, type) else "")
     )
-
-
-def _device_of(args: tuple | None, kwargs: Mapping[str, Any] | None) -> torch.device:
-    leaves = torch.utils._pytree.tree_leaves((args, dict(kwargs or {})))
-    return next((leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor)), torch.device("cpu"))

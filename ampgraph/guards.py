@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import warnings
 from collections.abc import Iterator
 from functools import cache
 
@@ -17,6 +16,7 @@ from torch.fx import Node
 from torch.fx import traceback as fx_traceback
 
 from ._compat import is_exporting, keep_dynamo_out
+from .warn import warn_user
 
 GUARD_KEY = "ampgraph_guard"
 FP16, FP32, LISTS = "fp16", "fp32", "lists"
@@ -100,10 +100,9 @@ def _capturing(name: str) -> bool:
     if torch.compiler.is_compiling() or is_capturing():
         return True
     if getattr(_running, "active", False):
-        warnings.warn(
+        warn_user(
             f"{name}: this region runs outside the captured graph, in float32: a graph break inside the "
             "guard made torch.compile skip the frame. Move the break (print, .item(), data-dependent "
-            "branch) out of the guard, or convert with example inputs to see where it is.",
-            stacklevel=5,
+            "branch) out of the guard, or convert with example inputs to see where it is."
         )
     return False

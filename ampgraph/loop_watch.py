@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import warnings
-
 import torch
 from torch import Tensor, nn
 
 from .ranks import local
+from .warn import warn_user
 
 _MOST_CHECKS = 100
 
@@ -47,10 +46,9 @@ class LoopWatch:
         if before is None or before.shape != values.shape or torch.equal(before, values.to(before.device)):
             return
         self._is_over = True
-        warnings.warn(
+        warn_user(
             "ampgraph scales the loss of this model, but the loop lets every optimizer step happen, overflow "
-            "or not, and the scale never adapts. Before the loop, add: amp.scaler.attach(optimizer)",
-            stacklevel=5,
+            "or not, and the scale never adapts. Before the loop, add: amp.scaler.attach(optimizer)"
         )
 
 

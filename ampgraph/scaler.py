@@ -7,7 +7,6 @@ run unchanged; `scale` and `unscale_` have nothing left to do.
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -34,6 +33,7 @@ from .overflow import Overflow, OverflowLog
 from .ranks import group_of_wrapper, groups_of, join, local
 from .scale_state import ScaleState
 from .slots import ParameterSlots
+from .warn import warn_user
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -97,10 +97,9 @@ class LossScaler:
     def _warn_about_strangers(self, optimizer: Optimizer) -> None:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         if parameters and all(slot is None for slot in self._slots.of(parameters)):
-            warnings.warn(
+            warn_user(
                 f"amp.scaler.attach: none of the {len(parameters)} parameters of this "
-                f"{type(optimizer).__name__} belongs to this model; is it the optimizer of another?",
-                stacklevel=3,
+                f"{type(optimizer).__name__} belongs to this model; is it the optimizer of another?"
             )
 
     def scale(self, outputs: Any) -> Any:

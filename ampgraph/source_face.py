@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from itertools import chain
 from typing import Any
 
 from torch import nn
@@ -19,29 +18,6 @@ _SHARED = (
 )
 # What is about this module's own calls: FSDP2's fully_shard, register_full_backward_hook, compile.
 _OWN = ("__class__", "_is_full_backward_hook", "_compiled_call_impl")
-
-
-class Structure:
-    """The modules of a model, and the submodules, parameters and buffers that each of them had.
-
-    Attributes:
-        modules: All modules, at any depth.
-    """
-
-    def __init__(self, source: nn.Module) -> None:
-        self.modules = tuple(source.modules())
-        self._children = [m._modules for m in self.modules]
-        self._tensors = [slots for m in self.modules for slots in (m._parameters, m._buffers)]
-        self._seen = self._now()
-
-    def is_current(self) -> bool:
-        """Whether nothing came or went, None included. Runs at every call."""
-        return self._seen == self._now()
-
-    def _now(self) -> tuple[list[nn.Module | None], list[str], list[bool]]:
-        children = list(chain.from_iterable(map(dict.values, self._children)))
-        absent = [value is None for slots in self._tensors if slots for value in slots.values()]
-        return children, list(chain.from_iterable(self._tensors)), absent
 
 
 class SourceFace(nn.Module):
@@ -60,14 +36,6 @@ class SourceFace(nn.Module):
         super().__init__()
         source.training = training  # nn.Module's own __init__ sets it
         self.__dict__.update({name: source.__dict__[name] for name in _SHARED})
-        self.__dict__["_structure"] = Structure(source)
-
-    def _follow_structure(self) -> bool:
-        """Looks whether submodules, parameters or buffers came or went since the last time, at any depth."""
-        if self._structure.is_current():
-            return False
-        self.__dict__["_structure"] = Structure(self.source)
-        return True
 
     @property
     def training(self) -> bool:

@@ -6,22 +6,20 @@ import operator
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
 
 from ._compat import outside_transforms
 from .lowering import AotGraphs, compiled
+from .options import Options
 from .passes import ExplicitCasts, Pass, ReadShadows, ScaleLoss, run_passes
 from .passes.alias import written_memory
 from .passes.shadow import casts_of
 from .plan import Plan
 from .scaler import LossScaler
 from .shadow import ShadowWeights
-
-if TYPE_CHECKING:
-    from .module import Options
 
 
 class Timing(NamedTuple):

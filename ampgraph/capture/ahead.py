@@ -7,7 +7,6 @@ import inspect
 import sysconfig
 import threading
 import traceback
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from .._compat import errors_raised_not_logged, no_ambient_autocast, no_saved_tensor_hooks
 from ..errors import CaptureError
+from ..warn import warn_user
 from .inference_mode import traced_as_no_grad
 
 # torch.fx.traceback keeps its state in globals.
@@ -179,10 +179,9 @@ def _warn_about_custom_functions(model: str) -> Iterator[None]:
     finally:
         torch.autograd.Function.apply = apply  # type: ignore[method-assign]
     if seen:
-        warnings.warn(
+        warn_user(
             f"{model}: capture ahead of time takes only the forward of {', '.join(seen)}; gradients are then "
-            "those of that forward, not of the custom backward. Convert without example inputs to keep it.",
-            stacklevel=5,
+            "those of that forward, not of the custom backward. Convert without example inputs to keep it."
         )
 
 

@@ -1,0 +1,218 @@
+"""`Captures`: the graphs that a model has been captured to, the one that fits a call, and how one is made."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Hashable, Iterator
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.export import Dim, ExportedProgram, ShapesCollection
+from torch.utils._pytree import tree_leaves
+
+from .capture import capture_program, unlift
+from .device import device_of
+from .errors import CaptureError, NoGraphError
+from .gate import gate_of
+from .lowering import AotGraphs
+from .options import Options
+from .plan import Plan
+from .rewrite import rewrite
+from .scaler import LossScaler
+from .shadow import ShadowWeights
+from .signature import Signature, accepted_shapes, changed_dims, fits, signature_of
+from .stored import StoredLow
+from .structure import Structure
+from .variant import Timing, Variant
+
+log = logging.getLogger("ampgraph")
+
+MANY_CAPTURES = 8
+
+# The training mode of every module, by which a model may run other code.
+Flags = tuple[bool, ...]
+
+
+class Captures:
+    """What `AmpModule` runs: one `Variant` for each training mode, kind and sizes of arguments.
+
+    Args:
+        source: The model.
+        options: How it is captured.
+        scaler: Its loss scaler.
+        stored: Its parameters that are stored low.
+
+    Attributes:
+        shadows: Low copies of its parameters, at levels that have them.
+        gate: Keeps calls and captures apart.
+    """
+
+    def __init__(self, source: nn.Module, options: Options, scaler: LossScaler, stored: StoredLow) -> None:
+        has_shadows = options.policy.level in ("O2", "O3")
+        self.shadows = ShadowWeights(source, options.low_dtype) if has_shadows else None
+        self.gate = gate_of(source)
+        self._source, self._options, self._scaler, self._stored = source, options, scaler, stored
+        self._structure = Structure(source)
+        self._variants: dict[tuple[Flags, Hashable], list[Variant]] = {}
+        self._current: Variant | None = None
+        self._current_flags: Flags = ()
+
+    def __iter__(self) -> Iterator[Variant]:
+        """All so far; with graph breaks, one call runs several."""
+        return (variant for variants in list(self._variants.values()) for variant in variants)
+
+    def __bool__(self) -> bool:
+        return bool(self._variants)
+
+    @property
+    def current(self) -> Variant:
+        """What ran or was captured last, of the current training mode if there is one.
+
+        Raises:
+            NoGraphError: Nothing is captured yet.
+        """
+        if self._current is None:
+            raise NoGraphError(
+                f"{self._name} is not captured yet: call the converted model once, "
+                "or pass example inputs to ampgraph.convert."
+            )
+        flags = self._flags()
+        for (seen_flags, _), variants in reversed(list(self._variants.items())):
+            if seen_flags == flags and self._current not in variants and self._current_flags != flags:
+                return variants[-1]
+        return self._current
+
+    def find(self, args: tuple, kwargs: dict[str, Any]) -> Variant:
+        """Returns the variant that runs these arguments, captured now if there is none."""
+        signature, flags = signature_of(args, kwargs), self._flags()
+        if (variant := self._known(signature, flags)) is not None:
+            return variant
+        with self.gate.alone():
+            # Another thread may have captured the same while this one waited.
+            known = self._known(signature, flags)
+            return known or self._capture(args, kwargs, signature, flags)
+
+    def find_known(self, args: tuple, kwargs: dict[str, Any]) -> Variant:
+        """Returns the variant for a call inside a transform of ``torch.func``: nothing is captured there.
+
+        Raises:
+            CaptureError: There is none.
+        """
+        if self._options.just_in_time:
+            raise CaptureError(
+                f"{self._name}: torch.compile's front end captures nothing inside a transform of torch.func; "
+                "pass example inputs to ampgraph.convert."
+            )
+        signature = signature_of(args, kwargs)
+        if variant := self._known(signature, self._flags()):
+            return variant
+        raise CaptureError(
+            f"{self._name} is not captured for tensors of the sizes {list(signature.shapes)} and cannot be "
+            "inside a transform of torch.func: call the converted model once, outside, with such tensors "
+            "(under vmap those of one sample)."
+        )
+
+    def add(self, graph_module: fx.GraphModule, plan: Plan, aot: AotGraphs, timing: Timing) -> None:
+        """Notes a graph that was captured just in time."""
+        self._scaler.move(device_of(self._source))  # it may have been converted without values
+        type(graph_module).__name__ = self._name  # every graph module has its own class
+        variant = Variant(graph_module, plan, self._options, self._scaler, timing=timing, aot=aot)
+        flags = self._flags()
+        self._variants.setdefault((flags, "just in time"), []).append(variant)
+        self._current, self._current_flags = variant, flags
+
+    @property
+    def _name(self) -> str:
+        return type(self._source).__name__
+
+    def _flags(self) -> Flags:
+        if not self._structure.is_current():
+            self._structure = Structure(self._source)
+            if not self._options.just_in_time:
+                self._variants.clear()
+        return tuple([m.training for m in self._structure.modules])
+
+    def _known(self, signature: Signature, flags: Flags) -> Variant | None:
+        for variant in self._variants.get((flags, signature.kind), ()):
+            if fits(variant.shapes, signature.shapes):
+                self._current, self._current_flags = variant, flags
+                return variant
+        return None
+
+    def _capture(self, args: tuple, kwargs: dict[str, Any], signature: Signature, flags: Flags) -> Variant:
+        variants = self._variants.get((flags, signature.kind), [])
+        self._scaler.move(device_of(self._source))  # it may have been converted without values
+        start = time.perf_counter()
+        with self._stored.as_float32():
+            program = self._export(args, kwargs, signature, variants)
+            variant = self._rewrite(program, signature, time.perf_counter() - start)
+        if self._options.policy.level == "O3":
+            self._store_low(variant)
+        variants.append(variant)
+        self._variants[(flags, signature.kind)] = variants
+        self._current, self._current_flags = variant, flags
+        self._warn_if_many(flags)
+        return variant
+
+    def _export(
+        self, args: tuple, kwargs: dict, signature: Signature, variants: list[Variant]
+    ) -> ExportedProgram:
+        dynamic_shapes = self._options.dynamic_shapes
+        if variants and dynamic_shapes is None:
+            dims = changed_dims(signature.shapes, [v.seen for v in variants])
+            try:
+                shapes = _dynamic(args, kwargs, dims)
+                dynamic = shapes.dynamic_shapes(self._source, args, kwargs)
+                return capture_program(self._source, args, kwargs, dynamic)
+            except (CaptureError, ValueError) as error:
+                log.info("capturing with static shapes: %s", error)
+        return capture_program(self._source, args, kwargs, dynamic_shapes if not variants else None)
+
+    def _rewrite(self, program: ExportedProgram, signature: Signature, capture_seconds: float) -> Variant:
+        options = self._options
+        start = time.perf_counter()
+        graph_module, constants = unlift(program, self._source)
+        modules = [name for name, _ in self._source.named_modules()]
+        plan = rewrite(graph_module, options.policy, options.low_dtype, modules)
+        shapes = accepted_shapes(graph_module)
+        timing = Timing(capture_seconds, time.perf_counter() - start)
+        return Variant(
+            graph_module,
+            plan,
+            options,
+            self._scaler,
+            shapes,
+            signature.shapes,
+            constants,
+            timing,
+            self.shadows,
+        )
+
+    def _store_low(self, variant: Variant) -> None:
+        """Gives up the float32 memory of parameters; at the first capture, in evaluation mode, only."""
+        is_first = not self._variants and not self._source.training
+        freed = self._stored.add(variant.graph_module) if is_first else []
+        variant.plan = self._stored.read(variant.graph_module, variant.plan)
+        for parameter in freed:
+            parameter.data = parameter.data.to(self._options.low_dtype)
+
+    def _warn_if_many(self, flags: Flags) -> None:
+        if sum(len(v) for (seen, _), v in self._variants.items() if seen == flags) == MANY_CAPTURES:
+            log.warning(
+                "%s was captured %d times for different shapes or values; pass dynamic_shapes to "
+                "ampgraph.convert, and as tensors the numbers that change.",
+                self._name,
+                MANY_CAPTURES,
+            )
+
+
+def _dynamic(args: tuple, kwargs: dict[str, Any], dims: list[set[int]]) -> ShapesCollection:
+    """Marks the given dimensions of each tensor as dynamic if the model allows."""
+    leaves = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+    shapes = ShapesCollection()
+    for leaf, changed in zip(leaves, dims, strict=True):
+        if changed:
+            shapes[leaf] = dict.fromkeys(changed, Dim.AUTO)
+    return shapes

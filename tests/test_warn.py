@@ -1,0 +1,86 @@
+"""Warnings point at the line of the user's that brought them about."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+import ampgraph
+
+X = torch.ones(2, 4)
+
+
+class Straight(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.sign()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
+
+
+class Signed(nn.Linear):
+    def forward(self, x):
+        return Straight.apply(super().forward(x))
+
+
+class Broken(nn.Linear):
+    def forward(self, x):
+        with ampgraph.fp32_guard():  # here
+            torch._dynamo.graph_break()
+            return super().forward(x)
+
+
+def custom_backward():
+    ampgraph.convert(Signed(4, 4), (X,))  # here
+
+
+def nothing_captured():
+    amp = ampgraph.convert(nn.Identity())
+    amp(X)  # here
+
+
+def break_inside_a_guard():
+    ampgraph.convert(Broken(4, 4))(X)
+
+
+def foreign_optimizer():
+    amp = ampgraph.convert(nn.Linear(4, 4), (X,), dtype=torch.float16)
+    amp.scaler.attach(torch.optim.SGD(nn.Linear(4, 4).parameters()))  # here
+
+
+def loop_without_scaler():
+    amp = ampgraph.convert(nn.Linear(4, 4), (X,), dtype=torch.float16)
+    for _ in range(3):
+        loss = amp(X).mean()  # here
+        (1e-3 * loss).backward()
+        with torch.no_grad():
+            for parameter in amp.parameters():
+                parameter.sub_(parameter.grad)
+
+
+@pytest.mark.parametrize(
+    ("case", "where", "text"),
+    [
+        (custom_backward, custom_backward, "only the forward of Straight"),
+        (nothing_captured, nothing_captured, "captured no graph"),
+        (break_inside_a_guard, Broken.forward, "runs outside the captured graph"),
+        (foreign_optimizer, foreign_optimizer, "is it the optimizer of another"),
+        (loop_without_scaler, loop_without_scaler, "the scale never adapts"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_warning_points_at_the_users_line(case: Callable, where: Callable, text: str) -> None:
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        case()
+    [warning] = [w for w in told if text in str(w.message)]
+    lines, first = inspect.getsourcelines(where)
+    [offset] = [i for i, line in enumerate(lines) if "# here" in line]
+    assert (warning.filename, warning.lineno) == (__file__, first + offset)
