@@ -13,7 +13,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from ampgraph.oplists import OpClass
-from ampgraph.plan import Cost
+from ampgraph.plan import META_KEY, Cost
 from ampgraph.policy import Policy
 
 from .base import Pass, workspace
@@ -29,6 +29,7 @@ from .costs import (
     promoted_operands,
 )
 from .cut_network import Weigher, cut_network
+from .insert_casts import is_inserted_cast
 from .propagate import Problem
 
 # Table entries that may be spent on proving a minimum where ops lack anchors.
@@ -68,7 +69,7 @@ class PlaceCasts(Pass):
         if self.policy.placement == "autocast":
             placement = autocast
         elif self.policy.objective == "traffic":
-            placement = place_within(problem, baseline.activation_cast_bytes)
+            placement = place_within(problem, baseline.activation_cast_bytes - _cast_before(problem))
         else:
             placement = place_optimally(problem, _weigher(problem, self.policy.objective))
         space.plan = build_plan(problem, placement.labels, placement.anchors, baselines, placement.optimal)
@@ -89,6 +90,15 @@ def autocast_rule(problem: Problem) -> Placement:
     return Placement(labels, greedy_anchors(problem, labels), optimal=False)
 
 
+def _cast_before(problem: Problem) -> int:
+    """Returns the activation bytes that ampgraph's own casts move already, in a graph that it rewrote before.
+
+    The bound is for all that it inserts: rewriting again must not spend it once more.
+    """
+    casts = [node.meta[META_KEY] for node in problem.facts if is_inserted_cast(node)]
+    return sum(cast["bytes"] for cast in casts if not cast["is_parameter"])
+
+
 def place_within(problem: Problem, cast_bytes: int) -> Placement:
     """Returns a labelling of little traffic that casts no more activation bytes than it may.
 
@@ -99,7 +109,7 @@ def place_within(problem: Problem, cast_bytes: int) -> Placement:
 
     Args:
         problem: The pinned graph.
-        cast_bytes: The bound, which some labelling must meet.
+        cast_bytes: The bound. Where none meets it, the labelling of fewest cast bytes is returned.
     """
     over = _corner(problem, 1, 0)
     if over.cast_bytes <= cast_bytes:

@@ -210,6 +210,25 @@ def test_pipeline_on_its_own_output_changes_nothing_random(level, block):
         assert lines(graph_module) == once, f"seed {seed}"
 
 
+def test_rewriting_again_does_not_spend_the_bound_on_casts_once_more():
+    """First 192 of the 384 bytes of the autocast rule are cast; 240 more would move fewer bytes."""
+
+    def body(low):
+        rows = torch.rsqrt(low.abs() + 1)
+        rows[0].copy_(rows[-1])
+        sums = torch.arange(8, dtype=torch.float32) + rows
+        twice = sums + sums
+        thrice = sums + twice
+        return sums, twice, thrice, thrice / (thrice.abs() + 1)
+
+    low = torch.ones(4, 8, dtype=torch.bfloat16)
+    amp = ampgraph.convert(Fn(body), (low,), policy=Policy(level="O2", dtype=torch.bfloat16))
+    graph_module, policy = amp.graph_module, amp.policy
+    assert amp.plan.cost.activation_cast_bytes == 192
+    assert amp.plan.baselines["autocast"].activation_cast_bytes == 384
+    assert rewrite(graph_module, policy, torch.bfloat16).casts == ()
+
+
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
 @pytest.mark.parametrize("block", range(4))
 def test_random_graphs_run_in_the_planned_dtypes(level, block):
