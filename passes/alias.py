@@ -102,6 +102,18 @@ def strided_memory(graph: Graph) -> set[Node]:
     return _same_memory(graph, [n for n in strided if not _is_whole(n.meta["val"])])
 
 
+def overlaps_itself(tensor: torch.Tensor) -> bool:
+    """Whether two indices may name the same place: expanded tensors, sliding windows (``unfold``)."""
+    sizes = [size_hint(size, fallback=2) for size in tensor.shape]
+    steps = sorted(zip(map(size_hint, tensor.stride()), sizes, strict=True))
+    furthest = 0
+    for stride, size in steps:
+        if size > 1 and stride <= furthest:
+            return True
+        furthest += stride * max(size - 1, 0)
+    return False
+
+
 def _is_whole(tensor: torch.Tensor) -> bool:
     return size_hint(tensor.numel()) * tensor.itemsize == size_hint(tensor.untyped_storage().nbytes())
 

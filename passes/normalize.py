@@ -19,7 +19,7 @@ from ampgraph import op_facts
 from ampgraph._compat import FakeTensorMode, OpOverload, evaluate, fake_mode_of, result_dtypes
 from ampgraph.plan import META_KEY
 
-from .alias import SOURCES, AliasSets, written_args, written_memory
+from .alias import SOURCES, AliasSets, overlaps_itself, written_args, written_memory
 from .base import Pass
 from .grad_modes import without_gradients
 from .insert_casts import is_inserted_cast, set_named_argument
@@ -118,9 +118,11 @@ def _names(op: OpOverload) -> set[str]:
 
 
 def _only_seen_through(node: Node, target: Node, aliases: AliasSets, order: dict[Node, int]) -> bool:
-    """Whether, after ``node`` has written ``target``, nothing reads the old memory by another name."""
+    """Whether, after ``node`` has written ``target``, nothing reads that memory by another name or index."""
     value = node.meta["val"]
     if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+        return False
+    if overlaps_itself(value):
         return False
     for other in aliases.of(target):
         if other.op in SOURCES:

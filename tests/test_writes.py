@@ -48,6 +48,26 @@ def test_a_second_run_of_the_pipeline_keeps_the_write():
         assert torch.equal(got, wanted)
 
 
+@pytest.mark.filterwarnings("ignore:Use of masked_fill_ on expanded tensors")
+@pytest.mark.parametrize("just_in_time", [False, True], ids=["ahead of time", "just in time"])
+@pytest.mark.parametrize("dtype", [LOW, torch.float32])
+@pytest.mark.parametrize(
+    "repeat",
+    [lambda x: x.mean(0).expand(4, 8), lambda x: x.flatten().relu().unfold(0, 8, 2)[:4]],
+    ids=["expanded", "windows"],
+)
+def test_a_write_shows_wherever_the_memory_does(repeat, dtype, just_in_time):
+    def function(x, mask):
+        made = repeat(x)
+        made.masked_fill_(mask, 7.0)
+        return made + x @ x.t() @ x, made
+
+    args = (X.to(dtype), torch.eye(4, 8, dtype=torch.bool))
+    policy = Policy(dtype=LOW, loss_scale=NoLossScale())
+    amp = ampgraph.convert(Fn(function), *(() if just_in_time else (args,)), policy=policy)
+    assert torch.equal(amp(*args)[1], function(*args)[1])
+
+
 @pytest.mark.parametrize("dtype", [LOW, torch.float32])
 def test_an_in_place_op_keeps_the_dtype_it_writes(dtype):
     """``x.add_(wider)`` has the dtype of x, ``x + wider`` has not."""
