@@ -95,8 +95,24 @@ class NodeFacts:
     reads_sparse: bool = False
     reads_other_low: bool = False
 
+    @property
+    def keeps_memory(self) -> bool:
+        """Whether it must be the very memory that it is in the source, in the dtype it has there."""
+        return self.written or self.strided or self.returned
+
 
 Facts = dict[Node, NodeFacts]
+
+
+class _Shared(NamedTuple):
+    """Memory that others see: see the attributes of `NodeFacts`."""
+
+    written: set[Node]
+    strided: set[Node]
+    returned: set[Node]
+
+    def of(self, node: Node) -> tuple[bool, bool, bool]:
+        return node in self.written, node in self.strided, node in self.returned
 
 
 @dataclass(frozen=True)
@@ -116,27 +132,25 @@ class ClassifyOps(Pass):
     edits: ClassVar[bool] = False
 
     def run(self, graph_module: GraphModule) -> bool:
-        facts: Facts = {}
-        returned = returned_views(graph_module.graph)
-        for node in graph_module.graph.nodes:
-            facts[node] = self._facts(node, facts, node in returned)
-        for node in written_memory(graph_module.graph):
-            facts[node].written = True
-        for node in strided_memory(graph_module.graph):
-            facts[node].strided = True
+        graph, facts = graph_module.graph, Facts()
+        shared = _Shared(written_memory(graph), strided_memory(graph), returned_views(graph))
+        for node in graph.nodes:
+            facts[node] = self._facts(node, facts, shared)
         workspace(graph_module).facts = facts
         return False
 
-    def _facts(self, node: Node, facts: Facts, returned: bool) -> NodeFacts:
-        elements = _elements(node, self.low_dtype)
+    def _facts(self, node: Node, facts: Facts, shared: _Shared) -> NodeFacts:
+        fact = NodeFacts(self._dtype(node), node, elements=_elements(node, self.low_dtype))
+        fact.written, fact.strided, fact.returned = shared.of(node)
         if node.target is operator.getitem and isinstance(node.args[0], Node) and _is_sequence(node.args[0]):
             # An op that yields both float32 and low tensors keeps them all: each is then its own owner,
             # as is what stays float32 beside low results.
             whole = facts[node.args[0]]
-            owner = whole.owner if whole.dtype and node.args[1] not in whole.wide_results else node
-            return NodeFacts(self._dtype(node), owner, elements=elements, returned=returned)
-        owner = node if returned else _dtype_giver(node, facts)
-        fact = NodeFacts(self._dtype(node), owner, elements=elements, returned=returned)
+            if whole.dtype and node.args[1] not in whole.wide_results:
+                fact.owner = whole.owner
+            return fact
+        if not fact.keeps_memory:
+            fact.owner = _dtype_giver(node, facts)
         fact.is_parameter = _is_parameter(node, facts)
         read = [t for n in node.all_input_nodes for t in tensors(n)]
         fact.reads_sparse = not all(map(is_dense, read))
@@ -188,7 +202,7 @@ class ClassifyOps(Pass):
         if op_facts.is_opaque(target):
             return SlotKind.KEEP
         name = argument_name(node, path)
-        if fact.returned and target in _CASTS_LIKE:
+        if fact.keeps_memory and target in _CASTS_LIKE:
             return SlotKind.KEEP
         if is_cast(node) or target in _CASTS_LIKE or name in op_facts.any_slots(target):
             return SlotKind.ANY

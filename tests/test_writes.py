@@ -238,6 +238,40 @@ def test_a_cast_that_the_plan_makes_idle_still_copies(written, just_in_time):
 
 
 @pytest.mark.parametrize("just_in_time", [False, True], ids=["ahead of time", "just in time"])
+@pytest.mark.parametrize("dtype", [LOW, torch.float32])
+@pytest.mark.parametrize("written", ["source", "result"])
+def test_what_takes_another_tensors_dtype_is_the_memory_it_is_in_the_source(written, dtype, just_in_time):
+    """The plan turns around the dtype of the other tensor: float32 code runs low, low code in float32."""
+
+    def function(x, w):
+        made = x.relu()
+        with ampgraph.fp32_guard() if dtype == LOW else ampgraph.fp16_guard():
+            other = made @ w
+        same = made.type_as(other)
+        (made if written == "source" else same)[0].copy_(other[1])
+        return made, same, same * 1
+
+    args = (X.to(dtype), W.to(dtype))
+    policy = Policy(dtype=LOW, loss_scale=NoLossScale())
+    amp = ampgraph.convert(Fn(function), *(() if just_in_time else (args,)), policy=policy)
+    for got, wanted in zip(amp(*args), function(*args), strict=True):
+        close(got, wanted)
+
+
+@pytest.mark.parametrize("dtype", [LOW, torch.float32])
+def test_a_result_in_another_tensors_dtype_may_be_written(dtype):
+    def function(x, w):
+        other = (x.to(dtype) @ w.to(dtype)).exp()
+        made = x.relu().type_as(other)
+        made[0].copy_(other[1])
+        return made, made * 1
+
+    args = (X.to(LOW if dtype == torch.float32 else torch.float32), W)
+    for got, wanted in zip(converted(function, *args)(*args), function(*args), strict=True):
+        close(got, wanted)
+
+
+@pytest.mark.parametrize("just_in_time", [False, True], ids=["ahead of time", "just in time"])
 def test_as_strided_reads_past_the_view_it_is_given(just_in_time):
     def function(x):
         made = layer(x)
