@@ -135,7 +135,7 @@ class Subject:
         """
         gc.collect()
         with (
-            mock.patch.object(ampgraph.module, "capture_program", self._capture),
+            mock.patch.object(ampgraph.captures, "capture_program", self._capture),
             mock.patch.object(time, "perf_counter", time.process_time),
         ):
             return ampgraph.convert(
