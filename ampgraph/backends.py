@@ -23,6 +23,7 @@ from ._compat import (
 )
 from .capture.just_in_time import drop_values, lower_dynamo_graph
 from .capture.split import compile_around_custom_functions
+from .device import device_of_tensors
 from .errors import CaptureError, PassError, PolicyError, did_you_mean
 from .lowering import AotGraphs, backend_for
 from .options import Options
@@ -175,7 +176,7 @@ def ampgraph_backend(graph_module: fx.GraphModule, inputs: list, **given: Any) -
             raise PolicyError(f"ampgraph backend: unknown option {name!r}.{did_you_mean(name, legal)}")
     policy = Policy.of(policy) if policy is not None else Policy()
     policy = policy.replace(**given)
-    device = next((i.device for i in inputs if isinstance(i, torch.Tensor)), torch.device("cpu"))
+    device = device_of_tensors(inputs)
     if policy.dtype is None:
         policy = policy.replace(dtype=_autocast_dtype(device))
     options = Options(policy, policy.low_dtype(device), *choose_backend(backend, mode, device))

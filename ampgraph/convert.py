@@ -10,7 +10,7 @@ from torch import nn
 from torch.export import ExportedProgram
 
 from .backends import choose_backend
-from .device import device_of, device_of_arguments
+from .device import device_of, device_of_tensors
 from .errors import CaptureError, PolicyError
 from .module import AmpModule
 from .options import Options
@@ -84,7 +84,7 @@ def convert(
     source = _checked_model(model)
     just_in_time = args is None and kwargs is None
     check_wrappers(source, just_in_time)
-    device = device_of(source, device_of_arguments(args, kwargs))
+    device = device_of(source, device_of_tensors((args, dict(kwargs or {}))))
     policy = policy.replace(dtype=policy.low_dtype(device))
     backend, mode = choose_backend(backend, mode, device)
     if args is not None and not isinstance(args, tuple):

@@ -1,4 +1,4 @@
-"""Where a model is."""
+"""Where models and tensors are."""
 
 from __future__ import annotations
 
@@ -13,13 +13,9 @@ CPU = torch.device("cpu")
 
 def device_of(model: nn.Module, default: torch.device = CPU) -> torch.device:
     """Returns the device of the model's first parameter or buffer, or ``default`` if it has none."""
-    return _first((*model.parameters(), *model.buffers()), default)
+    return device_of_tensors((*model.parameters(), *model.buffers()), default)
 
 
-def device_of_arguments(args: Any, kwargs: Any) -> torch.device:
-    """Returns the device of the first tensor among a call's arguments, the CPU if there is none."""
-    return _first(tree_leaves((args, kwargs)), CPU)
-
-
-def _first(values: Any, default: torch.device) -> torch.device:
-    return next((value.device for value in values if isinstance(value, torch.Tensor)), default)
+def device_of_tensors(values: Any, default: torch.device = CPU) -> torch.device:
+    """Returns the device of the first tensor in nested containers, or ``default`` if there is none."""
+    return next((leaf.device for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)), default)

@@ -12,6 +12,7 @@ from torch.export import ExportedProgram
 
 from ._compat import wrap_grad_modes
 from .capture import capture_program
+from .device import device_of_tensors
 from .errors import PolicyError
 from .module import AmpModule
 from .passes import ExplicitCasts, ReadStored, run_passes
@@ -80,7 +81,7 @@ def convert_program(
         explicit_casts: As for `export`.
         stores_low: Whether parameters that the new program reads low alone are stored so in it.
     """
-    low_dtype = policy.low_dtype(next((t.device for t in program.state_dict.values()), torch.device("cpu")))
+    low_dtype = policy.low_dtype(device_of_tensors(dict(program.state_dict)))
     graph_module = copy.deepcopy(program.graph_module)
     for old, new in zip(program.graph.nodes, graph_module.graph.nodes, strict=True):
         new.name = old.name  # a copy renames what shadows a builtin, such as "input"; the signature does not
