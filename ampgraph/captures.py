@@ -12,7 +12,7 @@ from torch import fx, nn
 from torch.export import Dim, ExportedProgram, ShapesCollection
 from torch.utils._pytree import tree_leaves
 
-from .capture import capture_program, unlift
+from .capture import capture_program, distinct, unlift
 from .device import device_of
 from .errors import CaptureError, NoGraphError
 from .gate import gate_of
@@ -26,6 +26,7 @@ from .signature import Signature, accepted_shapes, changed_dims, fits, signature
 from .stored import StoredLow
 from .structure import Structure
 from .variant import Timing, Variant
+from .written import writes_of
 
 log = logging.getLogger("ampgraph")
 
@@ -87,11 +88,11 @@ class Captures:
     def find(self, args: tuple, kwargs: dict[str, Any]) -> Variant:
         """Returns the variant that runs these arguments, captured now if there is none."""
         signature, flags = signature_of(args, kwargs), self._flags()
-        if (variant := self._known(signature, flags)) is not None:
+        if (variant := self._known(args, kwargs, signature, flags)) is not None:
             return variant
         with self.gate.alone():
             # Another thread may have captured the same while this one waited.
-            known = self._known(signature, flags)
+            known = self._known(args, kwargs, signature, flags)
             return known or self._capture(args, kwargs, signature, flags)
 
     def find_known(self, args: tuple, kwargs: dict[str, Any]) -> Variant:
@@ -106,7 +107,7 @@ class Captures:
                 "pass example inputs to ampgraph.convert."
             )
         signature = signature_of(args, kwargs)
-        if variant := self._known(signature, self._flags()):
+        if variant := self._known(args, kwargs, signature, self._flags()):
             return variant
         raise CaptureError(
             f"{self._name} is not captured for tensors of the sizes {list(signature.shapes)} and cannot be "
@@ -134,9 +135,13 @@ class Captures:
                 self._variants.clear()
         return tuple([m.training for m in self._structure.modules])
 
-    def _known(self, signature: Signature, flags: Flags) -> Variant | None:
+    def _known(
+        self, args: tuple, kwargs: dict[str, Any], signature: Signature, flags: Flags
+    ) -> Variant | None:
         for variant in self._variants.get((flags, signature.kind), ()):
-            if fits(variant.shapes, signature.shapes):
+            if not fits(variant.shapes, signature.shapes):
+                continue
+            if variant.writes is None or variant.writes.allows(args, kwargs):
                 self._current, self._current_flags = variant, flags
                 return variant
         return None
@@ -148,6 +153,7 @@ class Captures:
         with self._stored.as_float32():
             program = self._export(args, kwargs, signature, variants)
             variant = self._rewrite(program, signature, time.perf_counter() - start)
+            variant.writes = writes_of(variant.graph_module, args, kwargs)
         if self._options.policy.level == "O3":
             self._store_low(variant)
         variants.append(variant)
@@ -161,6 +167,7 @@ class Captures:
     ) -> ExportedProgram:
         dynamic_shapes = self._options.dynamic_shapes
         if variants and dynamic_shapes is None:
+            args, kwargs = distinct(args, kwargs)  # sizes are noted by tensor object
             dims = changed_dims(signature.shapes, [v.seen for v in variants])
             try:
                 shapes = _dynamic(args, kwargs, dims)

@@ -20,6 +20,7 @@ from .passes.shadow import casts_of
 from .plan import Plan
 from .scaler import LossScaler
 from .shadow import ShadowWeights
+from .written import Writes
 
 
 class Timing(NamedTuple):
@@ -48,6 +49,7 @@ class Variant:
         constants: Tensors that only the capture knows, by attribute name.
         timing: What making it took.
         shadows: The model's shadow weights, at levels that have them.
+        writes: Which memory it writes that the caller sees, if any.
         aot: What AOTAutograd made of it, on a backend that tells.
     """
 
@@ -60,6 +62,7 @@ class Variant:
     constants: dict[str, torch.Tensor] = field(default_factory=dict)
     timing: Timing = Timing()  # noqa: RUF009
     shadows: ShadowWeights | None = None
+    writes: Writes | None = None
     aot: AotGraphs = field(default_factory=AotGraphs)
     _graphs: dict[tuple[bool, bool], fx.GraphModule] = field(default_factory=dict)
     _runners: dict[tuple[bool, bool], Callable] = field(default_factory=dict)

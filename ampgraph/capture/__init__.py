@@ -1,7 +1,8 @@
 """From a model to the one IR: a pre-dispatch ATen graph with true metadata on every node."""
 
 from .ahead import capture_program, is_capturing_here
+from .arguments import distinct
 from .just_in_time import lower_dynamo_graph
 from .unlift import unlift
 
-__all__ = ["capture_program", "is_capturing_here", "lower_dynamo_graph", "unlift"]
+__all__ = ["capture_program", "distinct", "is_capturing_here", "lower_dynamo_graph", "unlift"]

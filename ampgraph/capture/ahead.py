@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.export import ExportedProgram
+from torch.export import ExportedProgram, ShapesCollection
 from torch.fx import traceback as fx_traceback
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
@@ -21,6 +21,7 @@ from torch.utils.checkpoint import CheckpointFunction
 from .._compat import errors_raised_not_logged, no_ambient_autocast, no_saved_tensor_hooks
 from ..errors import CaptureError
 from ..warn import warn_user
+from .arguments import distinct
 from .inference_mode import traced_as_no_grad
 
 # torch.fx.traceback keeps its state in globals.
@@ -95,14 +96,16 @@ def capture_program(
             f"{type(model).__name__} is a TorchScript module, which has no Python code to capture; "
             "convert the nn.Module it was made from."
         )
+    kwargs = kwargs or {}
     try:
+        if isinstance(dynamic_shapes, ShapesCollection):  # it knows tensors by their identity
+            dynamic_shapes = dynamic_shapes.dynamic_shapes(model, args, kwargs)
+        args, kwargs = distinct(args, kwargs)
         watching = _warn_about_custom_functions(type(model).__name__)
         with capturing(), traced_as_no_grad(is_capturing_here), _DataIsDetach(), watching:
-            program = torch.export.export(
-                model, args, kwargs or {}, dynamic_shapes=dynamic_shapes, strict=False
-            )
+            program = torch.export.export(model, args, kwargs, dynamic_shapes=dynamic_shapes, strict=False)
     except Exception as error:
-        _check_arguments(model, args, kwargs or {}, error)
+        _check_arguments(model, args, kwargs, error)
         raise CaptureError(_explain(model, error)) from error
     for module in program.graph_module.modules():
         if isinstance(module, fx.GraphModule):
