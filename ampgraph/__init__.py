@@ -1,5 +1,11 @@
 """ampgraph: automatic mixed precision as a graph-compiler pass on torch.fx."""
 
+from pathlib import Path
+
+if not (Path(__file__).parent / "passes").is_dir():
+    # A clone, or an editable install of one: the passes lie beside the package.
+    __path__.append(str(Path(__file__).parents[1]))
+
 from . import testing
 from .blocks import convert_blocks
 from .convert import convert

@@ -12,13 +12,13 @@ import torch
 from torch import fx
 
 from ._compat import (
-    LocalSource,
     fake_mode_of,
     find_backend,
     has_triton,
     inductor_modes,
     is_any_autocast_enabled,
     known_backends,
+    mark_as_input,
     no_ambient_autocast,
 )
 from .capture.just_in_time import drop_values, lower_dynamo_graph
@@ -147,10 +147,7 @@ def _add_inputs(graph: fx.Graph, values: dict[str, torch.Tensor]) -> list[str]:
     with graph.inserting_before(next(iter(graph.nodes))):
         for name, value in values.items():
             node = graph.placeholder(name)
-            source = LocalSource(name)
-            # Symbols would need a source in the caller's frame, where Dynamo checks its guards.
-            fake = mode.from_tensor(value, static_shapes=True, source=source)
-            node.meta.update({"val": fake, "_dynamo_source": source})
+            mark_as_input(node, value, mode)
             names.append(node.name)
     return names
 

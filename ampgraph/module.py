@@ -11,6 +11,7 @@ import torch
 from torch import fx, nn
 
 from ._compat import (
+    apart_from_dynamo,
     compiled_by_dynamo,
     in_transform,
     is_any_autocast_enabled,
@@ -191,7 +192,7 @@ class AmpModule(SourceFace):
         return result
 
     # A torch.compile around a converted model must not take it apart: it has a backend of its own.
-    _call_apart = torch.compiler.disable(_call)
+    _call_apart = apart_from_dynamo(_call)
 
     def _warn_if_not_captured(self) -> None:
         if self._captures or "_told" in self.__dict__:

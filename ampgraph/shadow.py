@@ -7,6 +7,7 @@ instead of casting the same parameters in every forward.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import threading
 import weakref
@@ -95,6 +96,7 @@ class ShadowWeights(nn.Module):
         with _lock:
             shadow = self._shadows.get(id(master))
             if shadow is None or shadow.master() is not master:
+                _watch_optimizers()
                 shadow = self._shadows[id(master)] = _Shadow(master, f"weight_{next(self._numbers)}")
                 self._copy([(shadow, master)])
             return shadow.name
@@ -154,4 +156,7 @@ def _after_step(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
             shadows.mark_stale(stepped)
 
 
-register_optimizer_step_post_hook(_after_step)
+@functools.cache
+def _watch_optimizers() -> None:
+    """Lets every optimizer of the process tell of its steps; not before there is a shadow to refresh."""
+    register_optimizer_step_post_hook(_after_step)

@@ -27,8 +27,6 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 
-import networkx as nx
-
 SOURCE, SINK = "source", "sink"
 INFINITE = 1 << 200
 Vertex = Hashable
@@ -211,6 +209,8 @@ class CutNetwork:
         """Returns the minimum cut with the largest source side, choices left aside."""
         if not self._out:
             return {}
+        import networkx as nx
+
         graph = nx.DiGraph()
         graph.add_nodes_from([SOURCE, SINK])
         for v in self._out:

@@ -1,17 +1,18 @@
 """Every private torch API that ampgraph uses, in one place. Tried on torch 2.11 and 2.13."""
 
-from torch._dynamo.source import LocalSource
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from .dynamo import (
     aot_eager,
+    apart_from_dynamo,
     compiled_by_dynamo,
     find_backend,
     has_triton,
     inductor_modes,
     keep_dynamo_out,
     known_backends,
+    mark_as_input,
 )
 from .fake_tensors import (
     accept_real_constants,
@@ -56,13 +57,13 @@ __all__ = [
     "FakeTensor",
     "FakeTensorMode",
     "HigherOrderOperator",
-    "LocalSource",
     "OpOverload",
     "OpOverloadPacket",
     "accept_real_constants",
     "active_data_parallel",
     "all_op_names",
     "aot_eager",
+    "apart_from_dynamo",
     "autocast_values",
     "compiled_by_dynamo",
     "dtypes_of",
@@ -78,6 +79,7 @@ __all__ = [
     "keep_dynamo_out",
     "keep_versions",
     "known_backends",
+    "mark_as_input",
     "no_ambient_autocast",
     "no_saved_tensor_hooks",
     "outside_tracing",

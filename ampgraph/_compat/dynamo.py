@@ -8,7 +8,8 @@ from types import FunctionType
 from typing import Any
 
 import torch
-from torch.fx import GraphModule
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import GraphModule, Node
 from torch.nn import Module, RNNBase
 
 from .version import VERSION
@@ -93,6 +94,25 @@ def keep_dynamo_out(function: Callable) -> None:
     from torch._dynamo.eval_frame import skip_code
 
     skip_code(function.__code__)
+
+
+def apart_from_dynamo(function: Callable) -> Callable:
+    """Returns ``function`` so that Dynamo runs it as it is, whoever calls it.
+
+    ``torch.compiler.disable`` does the same and imports Dynamo at once; this one does at the first call.
+    """
+    wrapped: Callable = torch._disable_dynamo(function)
+    return wrapped
+
+
+def mark_as_input(node: Node, value: torch.Tensor, mode: FakeTensorMode) -> None:
+    """Makes ``node`` an input of a graph that Dynamo captured, with a static shape, for AOTAutograd."""
+    from torch._dynamo.source import LocalSource
+
+    source = LocalSource(str(node.target))
+    # Symbols would need a source in the caller's frame, where Dynamo checks its guards.
+    fake = mode.from_tensor(value, static_shapes=True, source=source)
+    node.meta.update({"val": fake, "_dynamo_source": source})
 
 
 def aot_eager(keep: Callable[[str, GraphModule], None]) -> Callable:

@@ -49,11 +49,11 @@ def evaluate(
     shape_env = mode.shape_env if mode else None
     fresh = shape_env.ignore_fresh_unbacked_symbols() if shape_env else contextlib.nullcontext()
     with (
+        no_saved_tensor_hooks(),  # first: it may have to import Dynamo, which no mode must see
         mode or contextlib.nullcontext(),
         enable_python_dispatcher(),
         fresh,
         no_ambient_autocast(),
-        no_saved_tensor_hooks(),
     ):
         if one_step and node.target in _RECURRENT:
             batch_first = args[-1]

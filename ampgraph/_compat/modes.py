@@ -25,14 +25,14 @@ def no_ambient_autocast() -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def no_saved_tensor_hooks() -> Iterator[None]:
+def no_saved_tensor_hooks() -> contextlib.AbstractContextManager[None]:
     """Hides every ``saved_tensors_hooks`` from the code inside, as AOTAutograd does while it traces.
 
     ``torch.utils.checkpoint`` counts with them what a region saves; what tracing saves is not part of that.
     """
-    with torch._dynamo.utils._disable_saved_tensors_hooks_during_tracing():
-        yield
+    hidden: contextlib.AbstractContextManager[None]
+    hidden = torch._dynamo.utils._disable_saved_tensors_hooks_during_tracing()
+    return hidden
 
 
 @contextlib.contextmanager

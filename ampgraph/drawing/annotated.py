@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-import networkx as nx
 from torch.fx import GraphModule, Node
 
 from .. import graph_view as view
@@ -30,6 +30,9 @@ from .scopes import (
     scope_text,
     with_guards,
 )
+
+if TYPE_CHECKING:
+    import networkx as nx
 
 GRAPHS = ("forward", "backward", "both")
 
@@ -131,6 +134,8 @@ def _aot_graph(amp: AmpModule | GraphModule, which: str) -> GraphModule:
 
 
 def _annotated(graph_module: GraphModule, plan: Plan | None, name: str) -> Annotated:
+    import networkx as nx
+
     result = Annotated(nx.DiGraph(name=name, low_dtype=""))
     guards: dict[str, str] = {}
     _add_graph(result, guards, graph_module, plan)
@@ -190,6 +195,8 @@ def _low_dtype(graph: nx.DiGraph, plan: Plan | None) -> str:
 
 def _side_by_side(forward: Annotated, backward: Annotated) -> Annotated:
     """Joins AOTAutograd's two graphs; what the forward saves is an input of the same name in the backward."""
+    import networkx as nx
+
     result = Annotated(nx.DiGraph(**backward.graph.graph | forward.graph.graph))
     for which, half in (("forward", forward), ("backward", backward)):
         part = Part(GRAPH, which)

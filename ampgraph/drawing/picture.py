@@ -6,12 +6,14 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-
-import networkx as nx
+from typing import TYPE_CHECKING
 
 from ..errors import AmpGraphError, did_you_mean
 from .annotated import Annotated
 from .scopes import MODULE, Part, Scope, scope_text
+
+if TYPE_CHECKING:
+    import networkx as nx
 
 CASTS = "casts"
 

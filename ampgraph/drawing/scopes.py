@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-import networkx as nx
+if TYPE_CHECKING:
+    import networkx as nx
 
 MODULE, GUARD, BODY, GRAPH = "module", "guard", "body", "graph"
 
@@ -105,6 +106,8 @@ def numbered_calls(graph: nx.DiGraph, scopes: Mapping[str, Scope]) -> dict[str, 
 
     A node belongs to a later call than every call that it depends on through something outside.
     """
+    import networkx as nx
+
     calls: dict[str, tuple[int, ...]] = {}
     reached: dict[str, dict[Scope, int]] = {}
     result: dict[str, Scope] = {}
