@@ -10,10 +10,6 @@ float32 and unscaled, so nothing underflows there and a block may stand beside u
 
 from __future__ import annotations
 
-import copy
-import functools
-import inspect
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from glob import escape
@@ -22,9 +18,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from ._compat import path_inside_wrappers
 from .backends import choose_backend
+from .block_forward import BlockForward, converted_forward
 from .device import device_of
-from .errors import AmpGraphError, CaptureError, PolicyError, did_you_mean
+from .errors import CaptureError, PolicyError, did_you_mean
 from .loss_scale import NoLossScale
 from .module import AmpModule
 from .options import Options
@@ -41,7 +39,7 @@ class Blocks(Mapping[str, AmpModule]):
         scaler: The loss scaler that all blocks share.
     """
 
-    def __init__(self, forwards: list[_Forward], scaler: LossScaler):
+    def __init__(self, forwards: list[BlockForward], scaler: LossScaler):
         self._forwards = {forward.path: forward for forward in forwards}
         self.scaler = scaler
 
@@ -55,9 +53,9 @@ class Blocks(Mapping[str, AmpModule]):
         return len(self._forwards)
 
     def restore(self) -> None:
-        """Gives the blocks their own ``forward`` back."""
+        """Gives the blocks the ``forward`` back that they had, a patched one included."""
         for forward in self._forwards.values():
-            vars(forward.block).pop("forward", None)
+            forward.restore()
 
     def __repr__(self) -> str:
         return f"Blocks({', '.join(self)})"
@@ -113,47 +111,10 @@ def convert_blocks(
     forwards = []
     for path in paths:
         options = Options(policies[path], policy.low_dtype(), backend, mode)
-        forwards.append(_Forward(model.get_submodule(path), path, options, scaler))
+        forwards.append(BlockForward(_inside_wrappers(model, path), path, options, scaler))
     for forward in forwards:
-        forward.block.forward = forward  # type: ignore[method-assign]
+        forward.install()
     return Blocks(forwards, scaler)
-
-
-class _Forward:
-    """The ``forward`` of a converted block."""
-
-    def __init__(self, block: nn.Module, path: str, options: Options, scaler: LossScaler):
-        self.block, self.path, self.options, self.scaler = block, path, options, scaler
-        self.stored_low: tuple[str, ...] = ()
-        self.__signature__ = inspect.signature(block.forward)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self.amp.source.training = self.block.training
-        self.scaler.move(device_of(self.block, self.scaler.state.scale.device))
-        try:
-            return self.amp(*args, **kwargs)
-        except AmpGraphError as error:
-            raise type(error)(f"{self.path or 'model'}: {error}") from error
-
-    @functools.cached_property
-    def amp(self) -> AmpModule:
-        """The converted module."""
-        return AmpModule(_bare(self.block), self.options, self.stored_low, self.scaler)
-
-    def __getstate__(self) -> dict[str, Any]:
-        # A copied block is complete only after its forward was copied: the copy converts it when asked.
-        state = {name: value for name, value in vars(self).items() if name != "amp"}
-        return {**state, "stored_low": self.amp.stored_low}
-
-
-def _bare(block: nn.Module) -> nn.Module:
-    """Returns a module over the same parameters, buffers and children whose call runs no hooks."""
-    bare = copy.copy(block)
-    bare.__dict__.pop("forward", None)
-    for name, value in vars(block).items():
-        if "_hooks" in name and isinstance(value, dict):
-            bare.__dict__[name] = OrderedDict()
-    return bare
 
 
 def _matching(model: nn.Module, which: tuple[Which, ...]) -> list[str]:
@@ -183,11 +144,17 @@ def _matches(path: str, module: nn.Module, which: Which) -> bool:
 
 
 def _is_converted(module: nn.Module) -> bool:
-    return isinstance(module, AmpModule) or isinstance(vars(module).get("forward"), _Forward)
+    return isinstance(module, AmpModule) or converted_forward(module) is not None
 
 
 def _is_under(path: str, other: str) -> bool:
     return not other or path.startswith(f"{other}.")
+
+
+def _inside_wrappers(model: nn.Module, path: str) -> nn.Module:
+    """Returns the module at a path; of one that checkpointing or ``torch.compile`` wraps, what it wraps."""
+    module = model.get_submodule(path)
+    return module.get_submodule(path_inside_wrappers(module))
 
 
 def _by_block(policy: Policy, model: nn.Module, paths: list[str]) -> dict[str, Policy]:
@@ -196,8 +163,10 @@ def _by_block(policy: Policy, model: nn.Module, paths: list[str]) -> dict[str, P
     policies = {}
     for path in paths:
         rules = {}
-        for inner, _ in model.get_submodule(path).named_modules():
-            matches = _matching_rules(policy, f"{path}.{inner}".strip("."))
+        whole = f"{path}.{path_inside_wrappers(model.get_submodule(path))}".strip(".")
+        for inner, _ in _inside_wrappers(model, path).named_modules():
+            names = (f"{start}.{inner}".strip(".") for start in (path, whole))
+            matches = _matching_rules(policy, *names)
             if not inner and not matches:
                 matches = _rules_of_parents(policy, path)
             if matches:
@@ -222,8 +191,9 @@ def _rules_of_parents(policy: Policy, path: str) -> dict[str, str]:
     return {}
 
 
-def _matching_rules(policy: Policy, path: str) -> dict[str, str]:
-    matches = {rule: value for rule, value in policy.rules.items() if fnmatchcase(path, rule)}
+def _matching_rules(policy: Policy, *paths: str) -> dict[str, str]:
+    rules = policy.rules.items()
+    matches = {rule: value for rule, value in rules if any(fnmatchcase(path, rule) for path in paths)}
     if len(set(matches.values())) > 1:
-        raise PolicyError(f"contradictory rules for {path!r}: {matches}")
+        raise PolicyError(f"contradictory rules for {paths[0]!r}: {matches}")
     return matches

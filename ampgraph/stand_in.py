@@ -39,15 +39,23 @@ def stand_in(source: nn.Module, call: Callable[..., Any]) -> nn.Module:
     members = {
         "__call__": forward,
         "forward": forward,
-        "__new__": lambda _, *args, **kwargs: cls(*args, **kwargs),
         "__reduce_ex__": lambda _, protocol: source.__reduce_ex__(protocol),
-        "__module__": cls.__module__,
-        "__qualname__": cls.__qualname__,
-        "__doc__": cls.__doc__,
     }
+    return over_dict_of(source, behind_the_scenes(cls, members))
+
+
+def behind_the_scenes(cls: type[nn.Module], members: dict[str, Any]) -> type[nn.Module]:
+    """Returns a subclass that passes for ``cls``; what is made of it by a call is a ``cls``."""
+    names = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
+    made = {"__new__": lambda _, *args, **kwargs: cls(*args, **kwargs), **names, **members}
     metaclass: Any = type(cls)
-    made = object.__new__(metaclass(cls.__name__, (_Unannounced, cls), members))
-    made.__dict__ = source.__dict__
+    return metaclass(cls.__name__, (_Unannounced, cls), made)
+
+
+def over_dict_of(source: nn.Module, cls: type[nn.Module]) -> nn.Module:
+    """Returns an object of a class whose attributes are the source's very own; no constructor runs."""
+    made = object.__new__(cls)
+    object.__setattr__(made, "__dict__", source.__dict__)
     return made
 
 

@@ -45,6 +45,7 @@ from .modes import (
     no_ambient_autocast,
     no_saved_tensor_hooks,
     outside_transforms,
+    path_inside_wrappers,
 )
 from .version import VERSION
 
@@ -84,6 +85,7 @@ __all__ = [
     "no_saved_tensor_hooks",
     "outside_tracing",
     "outside_transforms",
+    "path_inside_wrappers",
     "result_dtypes",
     "set_calling_convention",
     "size_hint",

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterator
 
 import torch
 from torch.amp import autocast_mode
 from torch.autograd.grad_mode import _enter_inference_mode, _exit_inference_mode
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
 from torch.nn.parallel import DistributedDataParallel
 
 # What captured graphs call where the model enters or leaves a mode.
@@ -87,3 +89,19 @@ def outside_transforms() -> contextlib.AbstractContextManager:
 def active_data_parallel() -> DistributedDataParallel | None:
     """Returns the DistributedDataParallel whose forward runs now, or None."""
     return DistributedDataParallel._get_active_ddp_module()
+
+
+def path_inside_wrappers(module: torch.nn.Module) -> str:
+    """Returns the path to what activation wrappers and ``torch.compile`` wrap; empty for any other module.
+
+    The first hide their names of what they wrap from the parameters' names, so that no capture finds them.
+    """
+    dynamo = sys.modules.get("torch._dynamo")  # where it is not loaded, nothing is compiled
+    inner: dict[type, str] = {ActivationWrapper: "_checkpoint_wrapped_module"}
+    if dynamo is not None:
+        inner[dynamo.OptimizedModule] = "_orig_mod"
+    names: list[str] = []
+    while name := next((name for cls, name in inner.items() if isinstance(module, cls)), None):
+        names.append(name)
+        module = getattr(module, name)
+    return ".".join(names)

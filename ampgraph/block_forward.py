@@ -1,0 +1,153 @@
+"""`BlockForward`: the ``forward`` of a converted block, and the way back to the one that it replaces."""
+
+from __future__ import annotations
+
+import copyreg
+import functools
+import inspect
+import types
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from ._compat import is_exporting
+from .device import device_of
+from .errors import AmpGraphError
+from .module import AmpModule
+from .options import Options
+from .scaler import LossScaler
+from .stand_in import behind_the_scenes, over_dict_of
+
+# Where a module may have a forward besides its class. Accelerate's hooks put theirs into ``forward``, which
+# calls ``_old_forward``: a hook moves arguments and loads weights, and has to run at every call.
+_PLACES = ("_old_forward", "forward")
+# What ``nn.Module.__call__`` runs besides forward.
+_HOOKS = tuple(name for name in vars(nn.Module()) if name.startswith(("_forward_", "_backward_")))
+
+
+class BlockForward:
+    """Runs a block converted; stands where the block had its ``forward``.
+
+    Attributes:
+        block: The block.
+        path: Its path in the whole model.
+        options: How it is converted.
+        scaler: The loss scaler of the whole model.
+        stored_low: Paths of the parameters that a converted block stores low already.
+        original: The forward that was patched onto the block, which is what is converted; None where its
+            class's is.
+        is_restored: Whether the block has its own forward back. Whoever has wrapped this one still calls it.
+    """
+
+    def __init__(self, block: nn.Module, path: str, options: Options, scaler: LossScaler):
+        self.block, self.path, self.options, self.scaler = block, path, options, scaler
+        self.stored_low: tuple[str, ...] = ()
+        self.original: Callable | None = vars(block).get(_place(block))
+        self.is_restored = False
+        self.__signature__ = inspect.signature(self.original or block.forward)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling() and not is_exporting():
+            return self._run_apart(*args, **kwargs)
+        return self._run(*args, **kwargs)
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
+        if self.is_restored:
+            return (self.original or type(self.block).forward.__get__(self.block))(*args, **kwargs)
+        amp = self.amp
+        if type(self.block) is not self._class:
+            self._follow_class()
+        self.scaler.move(device_of(self.block, self.scaler.state.scale.device))
+        try:
+            return amp(*args, **kwargs)
+        except AmpGraphError as error:
+            raise type(error)(f"{self.path or 'model'}: {error}") from error
+
+    # A torch.compile around the block must not take it apart, as it must not an AmpModule.
+    _run_apart = torch.compiler.disable(_run)
+
+    @functools.cached_property
+    def amp(self) -> AmpModule:
+        """The converted module."""
+        self._class = type(self.block)
+        bare = over_dict_of(self.block, _bare_class(self))
+        return AmpModule(bare, self.options, self.stored_low, self.scaler)
+
+    def _follow_class(self) -> None:
+        """Takes over another class of the block: ``fully_shard`` and parametrizations change it in place."""
+        amp, self._class = self.amp, type(self.block)
+        object.__setattr__(amp.source, "__class__", _bare_class(self))
+
+    def install(self) -> None:
+        """Replaces the block's forward."""
+        setattr(self.block, _place(self.block), self)
+
+    def restore(self) -> None:
+        """Gives the block its forward back."""
+        self.is_restored = True
+        state = vars(self.block)
+        for place in _PLACES:
+            if state.get(place) is not self:
+                continue
+            if self.original is not None:
+                state[place] = self.original
+            elif place == "forward":
+                del state[place]
+            else:  # Accelerate's hook came after the conversion
+                state[place] = type(self.block).forward.__get__(self.block)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copied block is complete only after its forward was copied: the copy converts it when asked.
+        state = {name: value for name, value in vars(self).items() if name not in ("amp", "_class")}
+        return {**state, "stored_low": self.amp.stored_low}
+
+
+def converted_forward(module: nn.Module) -> BlockForward | None:
+    """Returns the forward that makes a module a converted block, if it is one; others may have wrapped it."""
+    found = (f for place in _PLACES for f in _unwrapped(vars(module).get(place)))
+    return next((f for f in found if isinstance(f, BlockForward) and not f.is_restored), None)
+
+
+def _unwrapped(function: object) -> Iterator[object]:
+    while function is not None:
+        yield function
+        function = getattr(function, "__wrapped__", None)
+
+
+def _place(block: nn.Module) -> str:
+    """Returns the attribute to put a forward into."""
+    is_hooked = "_hf_hook" in vars(block) and "_old_forward" in vars(block)
+    return "_old_forward" if is_hooked else "forward"
+
+
+def _bare_class(converted: BlockForward) -> type[nn.Module]:
+    """Returns a class for an object over a block's ``__dict__`` whose call runs its original forward alone.
+
+    Hooks, a compiled call and a ``__call__`` of the class's own run around the converted forward; what is
+    captured has none of them.
+    """
+    cls, original = type(converted.block), converted.original
+    hooks: dict[str, OrderedDict] = {name: OrderedDict() for name in _HOOKS}
+
+    def forward(self: nn.Module) -> Callable:
+        if original is None:
+            return super(made, self).forward
+        is_bound = isinstance(original, types.MethodType) and original.__self__ is converted.block
+        return types.MethodType(original.__func__, self) if is_bound else original
+
+    def reduced(self: nn.Module, protocol: object) -> tuple:
+        state = {name: value for name, value in vars(self).items() if value is not converted}
+        return copyreg.__newobj__, (cls,), state if original is None else {**state, "forward": original}
+
+    members = {name: property(lambda _, name=name: hooks[name]) for name in _HOOKS}
+    members |= {
+        "__call__": nn.Module.__call__,
+        "__reduce_ex__": reduced,
+        "_compiled_call_impl": property(lambda _: None),
+        "forward": property(forward),
+    }
+    made = behind_the_scenes(cls, members)
+    return made
