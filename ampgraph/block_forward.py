@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ._compat import is_exporting
+from ._compat import apart_from_dynamo, is_exporting
 from .device import device_of
 from .errors import AmpGraphError
 from .module import AmpModule
@@ -67,7 +67,7 @@ class BlockForward:
             raise type(error)(f"{self.path or 'model'}: {error}") from error
 
     # A torch.compile around the block must not take it apart, as it must not an AmpModule.
-    _run_apart = torch.compiler.disable(_run)
+    _run_apart = apart_from_dynamo(_run)
 
     @functools.cached_property
     def amp(self) -> AmpModule:

@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from glob import escape
-from typing import Any
 
 import torch
 from torch import nn

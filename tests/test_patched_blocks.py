@@ -1,0 +1,245 @@
+"""Blocks whose ``forward`` is not their class's alone: patched, hooked, compiled, wrapped; and back."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import types
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.nn.utils import parametrizations, parametrize
+
+import ampgraph
+from ampgraph import Policy, PolicyError
+from ampgraph.testing import assert_dtype
+
+from .helpers import close
+
+LOW = Policy(dtype=torch.bfloat16)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
+        self.gain = 1.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.gain * self.down(self.up(x).relu())
+
+
+def model_of(block: nn.Module | None = None) -> nn.Sequential:
+    return nn.Sequential(block or Block(), nn.Linear(4, 4))
+
+
+def patch_closure(block: nn.Module) -> None:
+    forward = block.forward
+    block.forward = lambda x: forward(x) + 10.0
+
+
+def patch_bound(block: nn.Module) -> None:
+    block.forward = types.MethodType(lambda self, x: self.up(x).sum(-1, keepdim=True) + x, block)
+
+
+def patch_wrapped(block: nn.Module) -> None:
+    forward = block.forward
+
+    @functools.wraps(forward)
+    def other(*args: Any) -> torch.Tensor:
+        return -forward(*args)
+
+    block.forward = other
+
+
+@pytest.mark.parametrize("patch", [patch_closure, patch_bound, patch_wrapped])
+def test_a_patched_forward_is_what_is_converted_and_comes_back(patch: Callable) -> None:
+    model, x = model_of(), torch.randn(3, 4)
+    patch(model[0])
+    patched, expected = model[0].forward, model(x)
+    blocks = ampgraph.convert_blocks(model, "0", policy=LOW)
+    close(model(x), expected)
+    assert_dtype(blocks["0"], "up", torch.bfloat16)
+    blocks.restore()
+    assert model[0].forward is patched
+    assert torch.equal(model(x), expected)
+
+
+def test_a_copy_of_a_patched_block_is_independent() -> None:
+    model, x = model_of(), torch.randn(3, 4)
+    patch_bound(model[0])
+    ampgraph.convert_blocks(model, "0", policy=LOW)
+    expected = model(x)
+    copied = copy.deepcopy(model)
+    with torch.no_grad():
+        model[0].up.weight.zero_()
+    assert torch.equal(copied(x), expected)
+    assert not torch.equal(model(x), expected)
+
+
+def test_what_wraps_the_forward_later_stays_when_it_is_restored() -> None:
+    model, x = model_of(), torch.randn(3, 4)
+    expected = model[0](x)
+    blocks = ampgraph.convert_blocks(model, "0", policy=LOW)
+    patch_wrapped(model[0])
+    close(model[0](x), -expected)
+    with pytest.raises(PolicyError, match="converted already"):
+        ampgraph.convert_blocks(model, "0")
+    blocks.restore()
+    assert torch.equal(model[0](x), -expected)
+    ampgraph.convert_blocks(model, "0", policy=LOW)
+    close(model[0](x), -expected)
+
+
+class Hook:
+    """Accelerate's protocol of a hook; counts its calls."""
+
+    no_grad = False
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def init_hook(self, module: nn.Module) -> nn.Module:
+        return module
+
+    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple:
+        self.calls += 1
+        return args, kwargs
+
+    def post_forward(self, module: nn.Module, output: torch.Tensor) -> torch.Tensor:
+        return output + 10.0
+
+    def detach_hook(self, module: nn.Module) -> nn.Module:
+        return module
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_accelerate_hooks_run_at_every_call(when) -> None:
+    hooks = pytest.importorskip("accelerate.hooks")
+    model, hook, x = model_of(), Hook(), torch.randn(3, 4)
+    plain = model[0](x)
+    if when == "before":
+        hooks.add_hook_to_module(model[0], hook)
+    blocks = ampgraph.convert_blocks(model, "0", policy=LOW)
+    if when == "after":
+        hooks.add_hook_to_module(model[0], hook)
+    for calls in (1, 2, 3):
+        close(model[0](x), plain + 10.0)
+        assert hook.calls == calls
+    assert_dtype(blocks["0"], "up", torch.bfloat16)
+    with pytest.raises(PolicyError, match="converted already"):
+        ampgraph.convert_blocks(model, "0")
+    blocks.restore()
+    assert torch.equal(model[0](x), plain + 10.0)
+    assert hook.calls == 4
+    hooks.remove_hook_from_module(model[0])
+    assert torch.equal(model[0](x), plain)
+
+
+def test_a_hook_that_leaves_leaves_the_block_converted() -> None:
+    hooks = pytest.importorskip("accelerate.hooks")
+    model, x = model_of(), torch.randn(3, 4)
+    plain = model[0](x)
+    hooks.add_hook_to_module(model[0], Hook())
+    blocks = ampgraph.convert_blocks(model, "0", policy=LOW)
+    hooks.remove_hook_from_module(model[0])
+    low = model[0](x)
+    close(low, plain)
+    assert not torch.equal(low, plain)
+    blocks.restore()
+    assert torch.equal(model[0](x), plain)
+
+
+def compile_in_place(model: nn.Module) -> None:
+    model[0].compile(backend="eager")
+
+
+def compile_child(model: nn.Module) -> None:
+    model[0] = torch.compile(model[0], backend="eager")
+
+
+def checkpoint_child(model: nn.Module) -> None:
+    model[0] = checkpoint_wrapper(model[0])
+
+
+@pytest.mark.parametrize("wrap", [compile_in_place, compile_child, checkpoint_child])
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_wrapped_children(wrap: Callable, when: str) -> None:
+    model, x = model_of(), torch.randn(3, 4)
+    expected = model(x)
+    expected.sum().backward()
+    gradient = model[0].up.weight.grad.clone()
+    model.zero_grad()
+    block = model[0]
+    if when == "before":
+        wrap(model)
+    blocks = ampgraph.convert_blocks(model, "0", policy=LOW)
+    if when == "after":
+        wrap(model)
+    output = model(x)
+    output.sum().backward()
+    close(output, expected)
+    close(block.up.weight.grad, gradient)
+    assert not torch.equal(output, expected)
+    assert_dtype(blocks["0"], "up", torch.bfloat16)
+    blocks.restore()
+    assert torch.equal(model(x), expected)
+
+
+def test_rules_reach_what_is_wrapped() -> None:
+    for name in ("0.up", "0._checkpoint_wrapped_module.up"):
+        model = model_of(checkpoint_wrapper(Block()))
+        policy = LOW.replace(rules={name: "fp32"})
+        blocks = ampgraph.convert_blocks(model, "0", policy=policy)
+        model(torch.randn(3, 4))
+        assert_dtype(blocks["0"], "up", torch.float32)
+        assert_dtype(blocks["0"], "down", torch.bfloat16)
+
+
+def test_a_call_of_the_class_runs_once() -> None:
+    class Doubling(Block):
+        def __call__(self, x: torch.Tensor) -> torch.Tensor:
+            return super().__call__(2 * x)
+
+    model, x = model_of(Doubling()), torch.randn(3, 4)
+    expected = model(x)
+    ampgraph.convert_blocks(model, "0", policy=LOW)
+    close(model(x), expected)
+
+
+def test_attributes_of_a_block_are_those_of_its_converted_module() -> None:
+    model = model_of()
+    blocks = ampgraph.convert_blocks(model, "0", policy=LOW)
+    model(torch.randn(3, 4))
+    blocks["0"].gain = 3.0
+    assert model[0].gain == 3.0
+    model[0].gain = 5.0
+    assert blocks["0"].gain == 5.0
+
+
+def test_a_block_whose_class_changes_after_its_first_call() -> None:
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), torch.randn(3, 4)
+    blocks = ampgraph.convert_blocks(model, "0", policy=LOW)
+    model(x)
+    parametrizations.weight_norm(model[0])
+    with torch.no_grad():
+        model[0].parametrizations.weight.original0.mul_(3)
+    output = model(x)
+    parametrize.remove_parametrizations(model[0], "weight")
+    close(model(x), output)
+    blocks.restore()
+    close(model(x), output)
+
+
+def test_a_copy_of_the_converted_module_is_the_plain_block() -> None:
+    model, x = model_of(), torch.randn(3, 4)
+    blocks = ampgraph.convert_blocks(model, "0", policy=LOW)
+    output = model[0](x)
+    copied = copy.deepcopy(blocks["0"])
+    assert type(copied.source) is Block
+    assert torch.equal(copied(x), output)
+    assert not torch.equal(copied.source(x), output)
