@@ -102,7 +102,7 @@ class Source:
     def peers(self) -> dict[str, Totals]:
         """See `Explanation.peers`."""
         policies = {
-            name: self.policy.replace(level="O1", ops=lists(), placement="autocast")
+            name: self.policy.replace(level="O1", ops=lists(), placement="autocast", hazards=False)
             for name, lists in _PEERS.items()
         }
         plans = {name: replanned(self.graph_module, self.plan, p)[1] for name, p in policies.items()}

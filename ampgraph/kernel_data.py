@@ -189,3 +189,31 @@ VIEW_LIKE = _names("_unsafe_view unsafe_split unsafe_split_with_sizes unsafe_chu
 STRIDED = _names("as_strided as_strided_copy")
 # They may return their input (the schema of some says so), yet they can change the dtype.
 CONVERTING = _names("to type_as _autocast_to_reduced_precision _autocast_to_full_precision")
+
+# They read nothing of a tensor but its sizes, strides, dtype or device.
+SHAPE_ONLY = _names(
+    """sym_size sym_numel sym_stride sym_storage_offset size numel stride dim is_contiguous
+    _assert_tensor_metadata randint_like"""
+)
+SHAPE_SLOTS: Mapping[str, tuple[str, ...]] = {
+    "expand_as": ("other",),
+    "view_as": ("other",),
+    "reshape_as": ("other",),
+    "type_as": ("other",),
+    "to.other": ("other",),
+}
+
+# Matrix products: the place of the argument whose last dimension is summed over.
+CONTRACTED: Mapping[str, int] = {
+    **dict.fromkeys(("matmul", "mm", "bmm", "mv", "linear", "inner", "linalg_matmul"), 0),
+    **dict.fromkeys(("addmm", "addmv", "baddbmm"), 1),
+}
+
+# A small error of the argument may change the result as a whole. Division has a rounding mode for that.
+STEPS = _names(
+    """round special_round floor ceil trunc fix frac floor_divide remainder fmod sign sgn heaviside
+    fake_quantize_per_tensor_affine fake_quantize_per_channel_affine"""
+)
+
+# Of large angles the relative error of a low dtype is a whole turn.
+PERIODIC = _names("sin cos tan sinc special_sinc")

@@ -206,3 +206,33 @@ def computes_on_tensors(name: str) -> bool:
     if any(torch.Tag.nondeterministic_seeded in overload.tags for overload in overloads):
         return False
     return any(each and str(each[0].type) == "Tensor" for each in arguments)
+
+
+@cache
+def reads_no_values(target: OpOverload) -> bool:
+    """Whether the op reads only sizes, dtypes and the like of its tensors."""
+    return _listed(kernel_data.LIKES | kernel_data.SHAPE_ONLY, target)
+
+
+@cache
+def shape_slots(target: OpOverload) -> tuple[str, ...]:
+    """Returns the arguments of which the op reads only sizes or the dtype."""
+    return _row(kernel_data.SHAPE_SLOTS, target) or ()
+
+
+@cache
+def contracted(target: OpOverload) -> int | None:
+    """Returns the argument of a matrix product whose last dimension is summed over; None for other ops."""
+    return _row(kernel_data.CONTRACTED, target)
+
+
+@cache
+def is_step(target: OpOverload) -> bool:
+    """Whether the op's floating result jumps where its input passes some value."""
+    return _listed(kernel_data.STEPS, target)
+
+
+@cache
+def is_periodic(target: OpOverload) -> bool:
+    """Whether the op's argument is an angle: what counts is its absolute error, not its relative one."""
+    return _listed(kernel_data.PERIODIC, target)

@@ -71,6 +71,8 @@ class Policy:
         loss_scale: `NoLossScale`, `StaticLossScale` or `DynamicLossScale`. None means dynamic for
             float16 and none for bfloat16.
         keep_io_dtypes: Whether graph outputs keep the dtypes of the source model.
+        hazards: Whether values that rounding would spoil stay exact until a low op has fed them: positions,
+            angles, and what ends in integers or booleans. Guards and rules stand above it, op lists below.
 
     Raises:
         PolicyError: A value is not legal; the message gives the legal ones.
@@ -85,6 +87,7 @@ class Policy:
     objective: str = "traffic"
     loss_scale: LossScale | None = None
     keep_io_dtypes: bool = True
+    hazards: bool = True
 
     def __post_init__(self) -> None:
         _check_choice("level", self.level, LEVELS)
@@ -100,8 +103,9 @@ class Policy:
                 f"Policy: loss_scale={self.loss_scale!r}; legal: NoLossScale(), StaticLossScale(value), "
                 "DynamicLossScale(...) or None."
             )
-        if not isinstance(self.keep_io_dtypes, bool):
-            raise PolicyError(f"Policy: keep_io_dtypes={self.keep_io_dtypes!r}; legal: True, False.")
+        for name in ("keep_io_dtypes", "hazards"):
+            if not isinstance(getattr(self, name), bool):
+                raise PolicyError(f"Policy: {name}={getattr(self, name)!r}; legal: True, False.")
         if not isinstance(self.rules, Mapping):
             raise PolicyError(f"Policy: rules must be a dict, got {type(self.rules).__name__}.")
         for pattern, value in self.rules.items():

@@ -99,6 +99,7 @@ def convert_program(
     for node in graph_module.graph.nodes:
         node.meta.pop("ampgraph_parameter", None)
         node.meta.pop("ampgraph_value", None)
+        node.meta.pop("ampgraph_table", None)
         if is_inserted(node):
             # Metadata of a saved program must be strings.
             node.meta["custom"] = {**node.meta.get("custom", {}), META_KEY: node.meta[META_KEY]["reason"]}
@@ -160,3 +161,4 @@ def _mark_parameters(graph_module: torch.fx.GraphModule, program: ExportedProgra
             node.meta["ampgraph_parameter"] = True
             name = names[node.name]
             node.meta["ampgraph_value"] = program.state_dict.get(name, program.constants.get(name))
+            node.meta["ampgraph_table"] = node.name not in signature.inputs_to_parameters

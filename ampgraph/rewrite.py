@@ -13,6 +13,7 @@ from .guards import FP16, guard_of
 from .oplists import OpClass
 from .passes import Hook, Pins, Workspace, default_pipeline, run_passes, workspace
 from .passes.classify import tensors
+from .passes.hazards import is_table
 from .plan import META_KEY, Plan
 from .policy import Policy
 
@@ -52,7 +53,7 @@ def rewrite(
     """
     asked, policy = policy, _with_guard_scope(graph_module, policy)
     for body, operands in _bodies(graph_module):
-        _mark_parameters(body, operands)
+        _mark_parameters(graph_module, body, operands)
         rewrite(body, policy, low_dtype, check_rules=False)
     graph_module.meta[META_KEY] = Workspace()
     if not any(low for _, low in pins) and not may_go_low(graph_module.graph, policy, low_dtype):
@@ -107,11 +108,13 @@ def _bodies(graph_module: fx.GraphModule) -> Iterator[tuple[fx.GraphModule, list
                 yield body, operands
 
 
-def _mark_parameters(body: fx.GraphModule, operands: list[fx.Node]) -> None:
+def _mark_parameters(graph_module: fx.GraphModule, body: fx.GraphModule, operands: list[fx.Node]) -> None:
     inputs = body.graph.find_nodes(op="placeholder")
     for inner, outer in zip(reversed(inputs), reversed(operands), strict=False):
         if outer.op == "get_attr" or outer.meta.get("ampgraph_parameter"):
             inner.meta["ampgraph_parameter"] = True
+        if is_table(graph_module, outer):
+            inner.meta["ampgraph_table"] = True
 
 
 def _with_guard_scope(graph_module: fx.GraphModule, policy: Policy) -> Policy:

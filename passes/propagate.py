@@ -1,7 +1,7 @@
 """Decides what is not a matter of cost: pins by precedence, and everything that follows from a pin.
 
 Analysis only. Precedence, highest first: a dtype that the source names (a cast the user wrote);
-guards; rules; op lists; propagation. Two facts stand above all of them, because no preference can
+guards; rules; hazards; op lists; propagation. Two facts stand above all of them, because no preference can
 change them: an op without a low-precision kernel, and a value that the low dtype cannot hold.
 
 What is left free is for `PlaceCasts` to choose, under two constraints that make O1 safe:
@@ -33,6 +33,7 @@ from ampgraph.policy import Policy
 from .arguments import argument
 from .base import Pass, Pins, workspace
 from .classify import Facts, NodeFacts, SlotKind, has_kernel
+from .hazards import Hazard, find_hazards
 from .ranges import find_range_pins
 
 
@@ -104,9 +105,19 @@ class PropagatePins(Pass):
         problem = Problem({}, facts, self.low_dtype)
         guarded_only = self._guarded_only(graph_module)
         ranges, problem.large = find_range_pins(graph_module, facts, self.low_dtype)
+        fixed: dict[Node, Variable] = {}
         for node, fact in facts.items():
-            if fact.dtype is not None and fact.owner is node:
-                problem.variables[node] = self._base_pin(node, fact, ranges.get(node), guarded_only)
+            if fact.dtype is None or fact.owner is not node:
+                continue
+            if variable := self._above_lists(node, fact, ranges.get(node), guarded_only):
+                fixed[node] = variable
+        hazards = self._hazards(graph_module, facts, fixed)
+        for node, fact in facts.items():
+            if fact.dtype is None or fact.owner is not node:
+                continue
+            listed = fixed.get(node) or self._by_lists(node, fact)
+            exact = None if node in fixed else self._by_hazard(hazards.get(node), fact, listed)
+            problem.variables[node] = exact or listed
         _index_uses(problem)
         self._constrain(problem)
         _force_followers(problem)
@@ -118,10 +129,10 @@ class PropagatePins(Pass):
             return self.policy.use_fp16_guard
         return any(guard_of(n) == FP16 for n in graph_module.graph.nodes)
 
-    def _base_pin(
+    def _above_lists(
         self, node: Node, fact: NodeFacts, range_reason: str | None, guarded_only: bool
-    ) -> Variable:
-        """Applies the precedence to one node."""
+    ) -> Variable | None:
+        """Applies what stands above hazards and op lists to one node; None if nothing of it speaks."""
         source_low = fact.dtype == self.low_dtype
         if self.policy.level == "O0":
             return Variable(source_low, "source", "O0 changes nothing")
@@ -157,7 +168,22 @@ class PropagatePins(Pass):
             return Variable(source_low, "source", "makes its values from no floating input")
         if (asked := dict(self.pins).get(node.name)) is not None:
             return Variable(asked, "rule", "asked for")
-        return self._wished(node, guarded_only) or self._by_lists(node, fact)
+        return self._wished(node, guarded_only)
+
+    def _hazards(
+        self, graph_module: GraphModule, facts: Facts, fixed: dict[Node, Variable]
+    ) -> dict[Node, Hazard]:
+        if not self.policy.hazards or self.policy.level == "O0":
+            return {}
+        labels = {node: v.pinned for node, v in fixed.items() if v.pinned is not None}
+        return find_hazards(graph_module, facts, labels, self.low_dtype)
+
+    def _by_hazard(self, hazard: Hazard | None, fact: NodeFacts, listed: Variable) -> Variable | None:
+        """Keeps an exact node in the source's dtype, unless what the lists say does that anyway."""
+        source_low = fact.dtype == self.low_dtype
+        if hazard is None or listed.pinned == source_low or (listed.follows and not source_low):
+            return None
+        return Variable(source_low, "hazard", hazard.reason, because=hazard.because)
 
     def _wished(self, node: Node, guarded_only: bool) -> Variable | None:
         guard = guard_of(node)

@@ -44,6 +44,7 @@ def test_the_file_is_readable() -> None:
         "objective": "traffic",
         "loss_scale": None,
         "keep_io_dtypes": True,
+        "hazards": True,
     }
 
 

@@ -159,3 +159,8 @@ def inductor_modes() -> dict[str, dict[str, Any]]:
 def has_triton() -> bool:
     """Whether inductor can generate code for a GPU here."""
     return bool(torch.utils._triton.has_triton())
+
+
+def is_module_tensor(placeholder: Node) -> bool:
+    """Whether a placeholder of Dynamo's graph stands for a parameter, buffer or other tensor of a module."""
+    return "_dynamo_static_input_type" in placeholder.meta.get("tensor_dict", ())

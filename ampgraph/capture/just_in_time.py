@@ -23,6 +23,7 @@ from .._compat import (
     accept_real_constants,
     autocast_values,
     evaluate,
+    is_module_tensor,
     outside_tracing,
 )
 from ..errors import CaptureError
@@ -43,7 +44,8 @@ def lower_dynamo_graph(graph_module: fx.GraphModule, inputs: list) -> fx.GraphMo
 
     Returns:
         A graph module with the same placeholders; ``meta["ampgraph_parameter"]`` marks those that are
-        parameters, and ``meta["ampgraph_value"]`` holds their real tensors until analysis has read them.
+        parameters, and ``meta["ampgraph_value"]`` holds their real tensors until analysis has read them;
+        ``meta["ampgraph_table"]`` marks buffers and other tensors of the model.
 
     Raises:
         CaptureError: The graph has something that cannot be lowered.
@@ -77,6 +79,8 @@ def lower_dynamo_graph(graph_module: fx.GraphModule, inputs: list) -> fx.GraphMo
         if isinstance(value, torch.nn.Parameter):
             new.meta["ampgraph_parameter"] = True
             new.meta["ampgraph_value"] = value
+        elif is_module_tensor(old):
+            new.meta["ampgraph_table"] = True
     _use_one_fake_mode(lowered, mode)
     lowered.recompile()
     return lowered

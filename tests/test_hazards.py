@@ -1,0 +1,388 @@
+"""Positions, angles and decisions stay exact until a low op feeds them: models that are spoilt otherwise."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable
+from functools import cache
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import fx, nn
+from torch.nn import functional as F
+from torch.utils._pytree import tree_leaves
+
+import ampgraph
+from ampgraph import AmpModule, NoLossScale, OpLists, Policy
+from ampgraph.plan import Plan
+from ampgraph.replan import replanned
+
+from .exact_integers import differing_in
+from .helpers import Fn
+
+DTYPES = (torch.float16, torch.bfloat16)
+LENGTH, WIDTH = 2048, 16
+
+
+class Model(nn.Module):
+    """Something low, and a function of it and of the inputs.
+
+    ``torch.autocast`` casts the input of the layers at each, so placement has bytes of casts to spend.
+    """
+
+    def __init__(self, function: Callable) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.register_buffer("frequencies", 100.0 * 1000.0 ** -torch.linspace(0, 1, WIDTH // 2))
+        self.register_buffer("edges", torch.linspace(0, 1000, 1001))
+        self.table = nn.Parameter(torch.randn(1024, WIDTH))
+        self.function = function
+
+    def forward(self, x: torch.Tensor, *rest: torch.Tensor) -> object:
+        return self.function(self, sum(layer(x) for layer in self.layers), *rest)
+
+
+def rotate(y: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
+    a, b = y.chunk(2, -1)
+    return torch.cat([a * angles.cos() - b * angles.sin(), a * angles.sin() + b * angles.cos()], -1)
+
+
+def positions(y: torch.Tensor) -> torch.Tensor:
+    return torch.arange(y.shape[-2])
+
+
+def drawn_out(t: torch.Tensor) -> torch.Tensor:
+    """Much arithmetic that changes nothing: in low it would move fewer bytes than its casts."""
+    for _ in range(4):
+        t = (t * 1.25 + 0.5) * 0.8 - 0.4
+    return t
+
+
+# -- values: y is what a low op made -----------------------------------------------------------------------
+
+
+def rotary_einsum(self, y):
+    return rotate(y, torch.einsum("i,j->ij", positions(y).float(), self.frequencies))
+
+
+def rotary_matmul(self, y):
+    return rotate(y, positions(y).float()[:, None] @ self.frequencies[None])
+
+
+def rotary_multiply(self, y):
+    return rotate(y, drawn_out(positions(y)[:, None] * self.frequencies))
+
+
+def sinusoidal(self, y):
+    angles = drawn_out((positions(y).float() * 3.0)[:, None] * self.frequencies)
+    return y + torch.cat([angles.sin(), angles.cos()], -1)
+
+
+def fourier_features(self, y, times):
+    angles = drawn_out(times[:, None] * self.frequencies * (2 * math.pi))
+    return y + torch.cat([angles.sin(), angles.cos()], -1)
+
+
+def rotated_grid(self, y):
+    turn = torch.tensor([[0.8, -0.6], [0.6, 0.8]])
+    grid = torch.stack(torch.meshgrid(positions(y).float(), torch.arange(8.0), indexing="ij"), -1) @ turn
+    return y * grid.flatten(1).sin()
+
+
+def alibi(self, y):
+    distance = (positions(y)[None] - positions(y)[:64, None]).abs()
+    slopes = 2.0 ** -torch.arange(1, 3).float()
+    bias = drawn_out(distance * slopes[:, None, None])
+    return (bias.cumsum(-1) - bias.amax(-1, keepdim=True)).softmax(-1) @ y
+
+
+# -- integers ----------------------------------------------------------------------------------------------
+
+
+def t5_buckets(self, y):
+    distance = (positions(y)[None] - positions(y)[:8, None]).abs()
+    large = 16 + (torch.log(drawn_out(distance.float().clamp(min=1)) / 16) / math.log(128 / 16) * 16).to(
+        torch.long
+    )
+    return F.embedding(torch.where(distance < 16, distance, large.clamp(max=31)), self.table) + y.mean()
+
+
+def deberta_buckets(self, y):
+    distance = positions(y)[None] - positions(y)[:8, None]
+    middle, sign = 128, torch.sign(distance)
+    inside = (distance < middle) & (distance > -middle)
+    absolute = torch.where(inside, torch.tensor(middle - 1).type_as(distance), torch.abs(distance))
+    log = torch.ceil(torch.log(drawn_out(absolute / middle)) / math.log(511 / middle) * (middle - 1)) + middle
+    where = torch.where(absolute <= middle, distance.type_as(log), log * sign)
+    return F.embedding((where + 512).long().clamp(0, 1023), self.table) + y.mean()
+
+
+def rounded_times(self, y, times):
+    return F.embedding((times * 100.3 + 0.1).round().long().clamp(0, 1023), self.table) + y
+
+
+def cells(self, y, times):
+    at = times * 99.7
+    low, high = torch.floor(at), torch.ceil(at)
+    return F.embedding(low.long(), self.table) * (high - at)[:, None] + y
+
+
+def bucketized(self, y, times):
+    return F.embedding(torch.bucketize(drawn_out(times * 97.1), self.edges), self.table) + y
+
+
+def searched(self, y, times):
+    return F.embedding(torch.searchsorted(self.edges * 1.1, drawn_out(times * 97.1)), self.table) + y
+
+
+def anchors(self, y):
+    centers = torch.linspace(0, 1, y.shape[-2])[:, None] * 800 + torch.linspace(0, 1, 8) * 13
+    inside = (centers > 3.3) & (centers < 790.7)
+    return inside, (centers / 16).long(), y * inside.all()
+
+
+def swin_coordinates(self, y):
+    span = torch.arange(-15, 16).float()
+    table = torch.stack(torch.meshgrid(span, span, indexing="ij"), -1) / 15 * 8
+    table = torch.sign(table) * torch.log2(table.abs() + 1.0) / math.log2(8)
+    return (table * 1000).long(), y
+
+
+def nearest(self, y, times):
+    far = (times[:, None] * 9.7 - self.edges[:64] * 0.11) * 1.3
+    return far.abs().argmin(-1), (far * 1.7).topk(3).indices, (far * 1.1).max(-1).indices, y
+
+
+def sorted_times(self, y, times):
+    return (times * 9.7 + 1.0).sort().indices, y
+
+
+def through_memory(self, y, times):
+    marks = torch.zeros(y.shape[-2])
+    marks[1:] = times[1:] * 100.3
+    return marks.round().long(), y
+
+
+def compared(self, y, times):
+    return (times * 1.001 + 0.1) == (times * 1.001 + 0.1004), y
+
+
+def double(self, y, times):
+    return drawn_out(times * 1.001).double() - times.double(), y
+
+
+VALUES = (
+    rotary_einsum, rotary_matmul, rotary_multiply, sinusoidal, fourier_features, rotated_grid, alibi, double,
+)  # fmt: skip
+INTEGERS = (
+    t5_buckets, deberta_buckets, rounded_times, cells, bucketized, searched, anchors, swin_coordinates,
+    nearest, sorted_times, through_memory, compared,
+)  # fmt: skip
+PRODUCTS = (rotary_einsum, rotary_matmul, rotated_grid)
+# A few roundings; what is spoilt is wrong by twenty times as much.
+CLOSE = {torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
+SPOILT = 20
+
+
+class Case(NamedTuple):
+    """One planted model, captured, in training mode: level O3 keeps its float32 parameters then."""
+
+    amp: AmpModule
+    inputs: tuple[torch.Tensor, ...]
+    expected: list[torch.Tensor]
+
+    def under(self, policy: Policy) -> tuple[fx.GraphModule, Plan]:
+        return replanned(self.amp.graph_module, self.amp.plan, policy)
+
+    def error(self, policy: Policy) -> float:
+        """The largest relative error of a floating output."""
+        with torch.no_grad():
+            actual = tree_leaves(self.under(policy)[0](*self.inputs))
+        pairs = [(a, e) for a, e in zip(actual, self.expected, strict=True) if e.is_floating_point()]
+        errors = [float((a - e).norm() / e.norm()) for a, e in pairs]
+        return max(e if math.isfinite(e) else math.inf for e in errors)
+
+    def wrong_integers(self, policy: Policy) -> list[str]:
+        wrong, compared = differing_in(*self.under(policy), policy, self.inputs)
+        assert compared
+        return wrong
+
+
+@cache
+def case(function: Callable) -> Case:
+    torch.manual_seed(0)
+    model = Model(function)
+    inputs = [torch.randn(LENGTH, WIDTH)]
+    if "times" in inspect.signature(function).parameters:
+        inputs.append(torch.rand(LENGTH) * 10)
+    with torch.no_grad():
+        expected = tree_leaves(model(*inputs))
+    amp = ampgraph.convert(model, tuple(inputs), policy=policy_of("O1", torch.bfloat16), backend="eager")
+    return Case(amp, tuple(inputs), expected)
+
+
+def policy_of(level: str, dtype: torch.dtype, **options) -> Policy:
+    return Policy(level=level, dtype=dtype, loss_scale=NoLossScale(), **options)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+@pytest.mark.parametrize("function", VALUES, ids=lambda f: f.__name__)
+def test_values_are_right(function, level):
+    for dtype in DTYPES:
+        assert case(function).error(policy_of(level, dtype)) <= CLOSE[dtype]
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+@pytest.mark.parametrize("function", INTEGERS, ids=lambda f: f.__name__)
+def test_integers_are_equal(function, level):
+    for dtype in DTYPES:
+        assert case(function).wrong_integers(policy_of(level, dtype)) == []
+
+
+@pytest.mark.parametrize(
+    ("function", "level"),
+    [*((f, "O1") for f in PRODUCTS), *((f, "O2") for f in (*VALUES, *INTEGERS))],
+    ids=lambda value: getattr(value, "__name__", value),
+)
+def test_without_the_analysis_it_is_spoilt(function, level):
+    """So the two tests above have something to see."""
+    for dtype in DTYPES:
+        policy = policy_of(level, dtype, hazards=False)
+        if function in VALUES:
+            assert case(function).error(policy) > SPOILT * CLOSE[dtype]
+        else:
+            assert case(function).wrong_integers(policy)
+
+
+@pytest.mark.parametrize("function", PRODUCTS, ids=lambda f: f.__name__)
+def test_just_in_time_too(function):
+    torch._dynamo.reset()
+    found = case(function)
+    amp = ampgraph.convert(found.amp.source, policy=policy_of("O2", torch.bfloat16), backend="eager")
+    with torch.no_grad():
+        actual = amp(*found.inputs)
+    error = (actual - found.expected[0]).norm() / found.expected[0].norm()
+    assert error <= CLOSE[torch.bfloat16]
+
+
+def test_a_converted_program_is_right_too():
+    found = case(rotary_matmul)
+    program = torch.export.export(found.amp.source, found.inputs, strict=False)
+    converted = ampgraph.convert(program, policy=policy_of("O1", torch.bfloat16)).module()
+    with torch.no_grad():
+        error = (converted(*found.inputs) - found.expected[0]).norm() / found.expected[0].norm()
+    assert error <= CLOSE[torch.bfloat16]
+
+
+# -- precedence and reach ----------------------------------------------------------------------------------
+
+
+def decisions(model: nn.Module, *inputs: torch.Tensor, **policy) -> dict[str, str]:
+    """Who decided, by node."""
+    policy = {"dtype": torch.bfloat16, "loss_scale": NoLossScale(), **policy}
+    amp = ampgraph.convert(model, inputs, policy=Policy(**policy), backend="eager")
+    return {name: d.by for name, d in amp.plan.decisions.items()}
+
+
+def outer_product(x: torch.Tensor) -> torch.Tensor:
+    at = torch.arange(x.shape[-1]).float()
+    return x @ torch.einsum("i,j->ij", at, at).cos()
+
+
+def test_a_rule_stands_above_a_hazard_and_a_hazard_above_the_lists():
+    x = torch.randn(4, 8)
+    assert decisions(Fn(outer_product), x)["einsum"] == "hazard"
+    assert decisions(Fn(outer_product), x, rules={"einsum": "low"})["einsum"] == "rule"
+    assert decisions(Fn(outer_product), x, hazards=False)["einsum"] == "list"
+    white = OpLists.default().with_white("aten.einsum")
+    assert decisions(Fn(outer_product), x, ops=white)["einsum"] == "hazard"
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+def test_a_guard_stands_above_a_hazard(level):
+    def guarded(x):
+        with ampgraph.fp16_guard():
+            return outer_product(x)
+
+    assert decisions(Fn(guarded), torch.randn(4, 8), level=level)["einsum"] == "guard"
+
+
+def test_a_low_op_that_a_guard_makes_of_positions_ends_their_exactness():
+    def guarded(x):
+        at = torch.arange(x.shape[-1]).float()
+        with ampgraph.fp16_guard():
+            at = at * 1.5
+        return x @ (at[:, None] * at).cos()
+
+    found = decisions(Fn(guarded), torch.randn(4, 8), level="O2", use_fp16_guard=False)
+    assert found["mul_1"] == "hazard"
+    found = decisions(Fn(guarded), torch.randn(4, 8), level="O2", use_fp16_guard=None)
+    assert (found["mul"], found["mul_1"]) == ("guard", "guard")
+
+
+def test_the_reason_names_the_node_that_needs_it():
+    def model(x):
+        return x @ x.T, (x * 3.7 + 0.5).round().long()
+
+    amp = ampgraph.convert(Fn(model), (torch.randn(4, 8),), policy=policy_of("O2", torch.bfloat16))
+    assert amp.plan["mul"].because == amp.plan["round_1"].because == ("to",)
+    assert amp.plan["mul"].reason == "'to' makes int64 of it, and no low op feeds it"
+
+
+NOTHING_TO_PIN = {
+    "mask": lambda x: (x @ x.T) + (1 - torch.ones(4, 4).tril()) * -1e4,
+    "padding": lambda x: (x @ x.T).masked_fill(torch.arange(4)[:, None] > torch.arange(4), -1e4).softmax(-1),
+    "normalised": lambda x: ((x - 0.5) / 0.25) @ x.T,
+    "scale": lambda x: x @ x.T * torch.tensor(64.0).rsqrt() * torch.tensor(2.0),
+    "mask of low values": lambda x: (x @ x.T) * ((x @ x.T) * 2 > 0),
+    "statistics": lambda x: (x - x.mean(-1, keepdim=True)) @ x.T,
+}
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+@pytest.mark.parametrize("name", NOTHING_TO_PIN)
+def test_nothing_is_pinned_that_needs_nothing(name, level):
+    found = decisions(Fn(NOTHING_TO_PIN[name]), torch.randn(4, 8), level=level)
+    assert "hazard" not in found.values()
+
+
+def test_long_products_of_tables_are_matrix_products():
+    """The weights of a frozen model may be buffers, and its inputs integers."""
+
+    class Frozen(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("table", torch.randn(32, 64))
+            self.register_buffer("weight", torch.randn(64, 64))
+
+        def forward(self, ids):
+            return F.linear(F.linear(F.embedding(ids, self.table), self.weight), self.weight)
+
+    found = decisions(Frozen(), torch.arange(5))
+    assert (found["linear"], found["linear_1"]) == ("list", "list")
+
+
+def test_what_is_measured_and_written_into_a_buffer_is_no_table():
+    class Running(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("state", torch.zeros(8))
+
+        def forward(self, x):
+            scaled = self.state * 1.5 + 0.5
+            self.state.copy_(x.detach().mean(0))
+            return x @ x.T, scaled * 2.5
+
+    assert "hazard" not in decisions(Running(), torch.randn(4, 8), level="O2").values()
+
+
+def test_an_undone_plan_is_made_again_with_its_tables():
+    torch._dynamo.reset()
+    model = case(rotary_matmul).amp.source
+    amp = ampgraph.convert(model, policy=policy_of("O1", torch.bfloat16), backend="eager")
+    amp(*case(rotary_matmul).inputs)
+    plan = replanned(amp.graph_module, amp.plan, amp.policy)[1]
+    assert {n: d.by for n, d in plan.decisions.items()} == {n: d.by for n, d in amp.plan.decisions.items()}
+    assert "hazard" in {d.by for d in plan.decisions.values()}
