@@ -19,6 +19,7 @@ from .attributes import (
     modules_around,
     node_attributes,
 )
+from .plumbing import with_plumbing
 from .scopes import (
     BODY,
     GRAPH,
@@ -64,7 +65,8 @@ def to_networkx(amp: AmpModule | GraphModule, graph: str = "forward") -> nx.DiGr
         ``op``: ``"aten.conv2d"``, or ``""``
         ``module``: path of the innermost module; its owner's for a parameter
         ``scope``: where it is drawn, outermost first: ``"layer1/0/conv1"``; ``relu@2`` is the second call of
-            relu, ``[fp32_guard]`` a guarded region, ``{true_graph_0}`` a body
+            relu, ``[fp32_guard]`` a guarded region, ``{true_graph_0}`` a body, ``(integers and masks)`` ops
+            that compute positions, indices and masks, ``(integers from topk)`` those that read model data
         ``guard``: ``"fp16_guard"``, ``"fp32_guard"``, ``"autocast"`` (a region of ``torch.autocast``) or
             ``""``
         ``boundary``: ``"scale"``, ``"unscale"`` or ``"finite check"`` on nodes of the loss scaling,
@@ -144,7 +146,8 @@ def _annotated(graph_module: GraphModule, plan: Plan | None, name: str) -> Annot
     ops = {n for n, data in graph.nodes(data=True) if data["kind"] == "op"}
     scopes = with_guards(result.scopes, guards, ops)
     moved = [n for n, data in graph.nodes(data=True) if data["kind"] in ("parameter", "cast", "clamp")]
-    result.scopes = numbered_calls(graph, beside_users(graph, scopes, moved))
+    scopes = with_plumbing(graph, beside_users(graph, scopes, moved))
+    result.scopes = numbered_calls(graph, scopes)
     for node, scope in result.scopes.items():
         graph.nodes[node]["scope"] = scope_text(scope)
     return result

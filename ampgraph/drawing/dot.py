@@ -8,8 +8,8 @@ from typing import Any
 
 from ..tables import printable
 from . import look
-from .picture import Arc, Box, Picture, box_id, is_single
-from .scopes import GUARD, MODULE, Part, Scope
+from .picture import Arc, Box, Counts, Picture, box_id, is_single
+from .scopes import GUARD, MODULE, PLUMBING, Part, Scope
 
 _Style = dict[str, str]
 
@@ -71,6 +71,8 @@ class _Writer:
             style |= {"style": "rounded,dashed", "color": look.GUARDED, "penwidth": "2.5"}
             style["fontcolor"] = "#00664B"
             self._seen("guarded region", {"shape": "box", "style": "rounded,dashed"} | _outline(look.GUARDED))
+        elif part.kind == PLUMBING:
+            style |= {"style": "rounded,dotted", "color": "#666666"}
         elif part.kind != MODULE:
             style |= {"style": "rounded,bold", "color": "#555555"}
         return style
@@ -79,7 +81,7 @@ class _Writer:
         data = self.graph.nodes[name]
         style = {"label": look.node_label(data, scope), "tooltip": look.node_tooltip(name, data)}
         if alone_in:
-            style["label"] += f"\nin {look.box_name(alone_in)}"
+            style["label"] += look.alone_in(alone_in)
         style |= self._look(data)
         if data["boundary"]:
             style |= {"fillcolor": look.BOUNDARY, "label": f"{style['label']}\n({data['boundary']})"}
@@ -121,11 +123,13 @@ class _Writer:
         counts = box.counts
         style = {
             "label": look.box_label(box),
-            "tooltip": f"{box.key}: {', '.join(look.counts_lines(counts))}",
+            "tooltip": f"{box.key}: {', '.join(look.counts_lines(box))}",
             "shape": "box",
             "peripheries": "2",
         }
         share = counts.low / counts.ops if counts.ops else 0
+        if look.is_plumbing(box):
+            return self._plumbing_style(style, counts)
         if 0 < share < 1:
             style |= {"style": "striped", "fillcolor": f"{look.LOW};{share:.3f}:{look.FP32}"}
         else:
@@ -145,6 +149,12 @@ class _Writer:
                 "fillcolor": f"{look.LOW};0.6:{look.FP32}",
             },
         )
+        return self._with_highlight(style, bool(counts.highlighted))
+
+    def _plumbing_style(self, style: _Style, counts: Counts) -> _Style:
+        style |= {"style": "filled", "fillcolor": look.OTHER}
+        shown = {key: style[key] for key in ("shape", "peripheries", "style", "fillcolor")}
+        self._seen("integers and masks, folded", shown)
         return self._with_highlight(style, bool(counts.highlighted))
 
     def _neighbour_style(self, name: str) -> _Style:

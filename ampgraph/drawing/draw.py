@@ -31,6 +31,7 @@ def draw(
     focus: str | None = None,
     highlight: str | Iterable[str] | None = None,
     graph: str = "forward",
+    plumbing: bool = False,
 ) -> Path:
     """Draws a converted model.
 
@@ -49,6 +50,8 @@ def draw(
             to what is around it.
         highlight: ``"casts"``, or names of nodes (globs allowed): these stand out, the rest is faded.
         graph: ``"forward"``, ``"backward"`` or ``"both"``, see `to_networkx`.
+        plumbing: Opens the regions of ops that only compute integers and masks (positions, attention masks,
+            indices); they are folded by default. In a page, where it starts.
 
     Returns:
         The path written.
@@ -63,9 +66,9 @@ def draw(
         raise AmpGraphError(f"draw: {str(path)!r} has no suffix that tells the format; {hint}.")
     source, suffix = annotated(amp, graph), path.suffix.lower()
     if depth is None and suffix in PAGE_SUFFIXES:
-        shown = fitting(source, PAGE_SIZE, focus, highlight)
+        shown = fitting(source, PAGE_SIZE, focus, highlight, plumbing)
     else:
-        shown = picture(source, depth, focus, highlight)
+        shown = picture(source, depth, focus, highlight, plumbing)
     data = _written(shown, suffix)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(data)
@@ -79,9 +82,10 @@ def to_dot(
     focus: str | None = None,
     highlight: str | Iterable[str] | None = None,
     graph: str = "forward",
+    plumbing: bool = False,
 ) -> str:
     """Returns the diagram as Graphviz text; takes `draw`'s options."""
-    return dot_text(picture(annotated(amp, graph), depth, focus, highlight))
+    return dot_text(picture(annotated(amp, graph), depth, focus, highlight, plumbing))
 
 
 def notebook_svg(amp: AmpModule) -> str | None:

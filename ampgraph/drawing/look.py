@@ -6,7 +6,7 @@ from typing import Any
 
 from .. import graph_view as view
 from .picture import Box, Counts
-from .scopes import BODY, GUARD, Scope
+from .scopes import BODY, GUARD, PLUMBING, Scope
 
 # Okabe and Ito's palette, the large areas lightened: the classes stay apart for the usual forms of colour
 # blindness (https://jfly.uni-koeln.de/color/).
@@ -77,15 +77,28 @@ def box_name(box: Box) -> str:
     return f"{words} (call {part.call})" if part.call > 1 else words
 
 
+def alone_in(box: Box) -> str:
+    """Returns the line by which a node tells that it is all of a module; none for other regions."""
+    return "" if is_plumbing(box) else f"\nin {box_name(box)}"
+
+
 def box_label(box: Box) -> str:
     """Returns a box's name; of a folded one, what is inside as well."""
-    lines = [box_name(box) or "model", *counts_lines(box.counts)] if box.folded else [box_name(box)]
+    lines = [box_name(box) or "model", *counts_lines(box)] if box.folded else [box_name(box)]
     return "\n".join(lines)
 
 
-def counts_lines(counts: Counts) -> list[str]:
+def is_plumbing(box: Box) -> bool:
+    """Whether a box is a region of integers and masks."""
+    return bool(box.scope) and box.scope[-1].kind == PLUMBING
+
+
+def counts_lines(box: Box) -> list[str]:
     """Returns what a folded box tells: how many of its ops run low, and its casts with their bytes."""
+    counts = box.counts
     lines = [f"{counts.low} of {counts.ops} ops low"] if counts.ops else []
+    if is_plumbing(box):
+        lines = [f"{counts.ops + counts.exact} ops"]
     if counts.casts:
         casts = "1 cast" if counts.casts == 1 else f"{counts.casts} casts"
         lines.append(f"{casts}, {view.human_bytes(counts.cast_bytes)}")

@@ -14,6 +14,7 @@ from .. import graph_view as view
 from ..tables import printable
 from . import look
 from .picture import Box, Picture, is_single
+from .scopes import PLUMBING
 
 _FACTS = ("op", "module", "type", "op_class", "guard")
 
@@ -84,7 +85,7 @@ def _node(name: str, data: dict[str, Any], box: Box | None) -> dict[str, Any]:
     scope = box.scope[: -1 if alone else None] if box else ()
     lines = look.node_label(data, scope).split("\n")
     if box and alone:
-        lines.append(f"in {look.box_name(box)}")
+        lines += look.alone_in(box).split("\n")[1:]
     if data["type"] and "], " not in data["type"]:
         lines.append(data["type"])
     facts = [(key.replace("_", " "), data[key]) for key in _FACTS if data[key]]
@@ -112,7 +113,7 @@ def _node(name: str, data: dict[str, Any], box: Box | None) -> dict[str, Any]:
 
 def _box(box: Box, index: dict[str, int]) -> dict[str, Any]:
     part = box.scope[-1] if box.scope else None
-    counts = look.counts_lines(box.counts)
+    counts = look.counts_lines(box)
     facts = [("module", part.module)] if part and part.module else []
     inner_boxes = [inner for inner in box.boxes.values() if not is_single(inner)]
     nodes = [*box.nodes, *(inner.nodes[0] for inner in box.boxes.values() if is_single(inner))]
@@ -159,7 +160,9 @@ def _legend(picture: Picture, nodes: list[dict], edges: list[list]) -> list[dict
     if len(inside) < len(nodes):
         shown.append({"words": "outside of the focus", "kind": "op", "precision": "other", "neighbour": True})
     boxes = list(picture.root.all_boxes())
-    if boxes:
+    if any(map(look.is_plumbing, boxes)):
+        shown.append({"words": "integers and masks, folded", "outline": "plumbing"})
+    if any(box.scope[-1].kind != PLUMBING for box in boxes):
         shown.append({"words": "module, folded: the blue share of its ops is low", "outline": "folded"})
     if any(box.scope[-1].kind == "guard" for box in boxes):
         shown.append({"words": "guarded region", "outline": "guard"})

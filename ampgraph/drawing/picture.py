@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from ..errors import AmpGraphError, did_you_mean
 from .annotated import Annotated
-from .scopes import MODULE, Part, Scope, scope_text
+from .scopes import MODULE, PLUMBING, Part, Scope, scope_text
 
 if TYPE_CHECKING:
     import networkx as nx
@@ -25,6 +25,7 @@ class Counts:
     Attributes:
         ops: Ops with a floating-point result: neither casts nor what picks one of several results.
         low: Those whose result is low.
+        exact: Ops without a floating-point result.
         casts: Casts.
         cast_bytes: Bytes that the casts read and write.
         highlighted: Highlighted nodes.
@@ -32,6 +33,7 @@ class Counts:
 
     ops: int = 0
     low: int = 0
+    exact: int = 0
     casts: int = 0
     cast_bytes: int = 0
     highlighted: int = 0
@@ -125,6 +127,7 @@ def picture(
     depth: int | None = None,
     focus: str | None = None,
     highlight: str | Iterable[str] | None = None,
+    plumbing: bool = False,
 ) -> Picture:
     """Returns what is to be drawn.
 
@@ -133,6 +136,8 @@ def picture(
         depth: Modules at this depth are folded; None folds nothing, 0 everything.
         focus: A glob over module paths and node names.
         highlight: ``"casts"``, a node name or a glob over names, or several.
+        plumbing: Whether regions of integers and masks are open; folded else, unless the focus is on nothing
+            but them.
 
     Raises:
         AmpGraphError: A pattern matches nothing, or ``depth`` is negative.
@@ -148,6 +153,8 @@ def picture(
     _count(root, graph, highlighted or frozenset())
     if depth is not None:
         _fold(root, depth)
+    if not plumbing:
+        _fold_plumbing(root)
     inside = set(shown)
     near = {n for name in shown for n in (*graph.predecessors(name), *graph.successors(name))} - inside
     neighbours = [name for name in graph if name in near]
@@ -155,15 +162,19 @@ def picture(
 
 
 def fitting(
-    source: Annotated, size: int, focus: str | None = None, highlight: str | Iterable[str] | None = None
+    source: Annotated,
+    size: int,
+    focus: str | None = None,
+    highlight: str | Iterable[str] | None = None,
+    plumbing: bool = False,
 ) -> Picture:
     """Returns the picture that folds least and has at most ``size`` nodes and boxes."""
     levels = max((sum(p.kind == MODULE for p in scope) for scope in source.scopes.values()), default=0)
     for depth in (None, *range(levels, 0, -1)):
-        shown = picture(source, depth, focus, highlight)
+        shown = picture(source, depth, focus, highlight, plumbing)
         if shown.size <= size:
             return shown
-    return picture(source, 0, focus, highlight)
+    return picture(source, 0, focus, highlight, plumbing)
 
 
 def box_id(box: Box) -> str:
@@ -172,8 +183,9 @@ def box_id(box: Box) -> str:
 
 
 def is_single(box: Box) -> bool:
-    """Whether a module is one node only, which is then drawn without a box around it."""
-    return not box.boxes and len(box.nodes) == 1 and bool(box.scope) and box.scope[-1].kind == MODULE
+    """Whether a module or region is one node only, which is then drawn without a box around it."""
+    kind = box.scope[-1].kind if box.scope else ""
+    return not box.boxes and len(box.nodes) == 1 and kind in (MODULE, PLUMBING)
 
 
 def _size(box: Box) -> int:
@@ -200,9 +212,15 @@ def _count(box: Box, graph: nx.DiGraph, highlighted: frozenset[str]) -> None:
 
 
 def _count_node(data: dict, highlighted: bool) -> Counts:
-    computes = data["kind"] == "op" and "float" in data["dtype"] and data["op"] != "getitem"
-    is_cast = data["kind"] == "cast"
-    return Counts(computes, computes and data["precision"] == "low", is_cast, data["bytes"], highlighted)
+    is_op, is_float = data["kind"] == "op" and data["op"] != "getitem", "float" in data["dtype"]
+    return Counts(
+        ops=is_op and is_float,
+        low=is_op and is_float and data["precision"] == "low",
+        exact=is_op and not is_float,
+        casts=data["kind"] == "cast",
+        cast_bytes=data["bytes"],
+        highlighted=highlighted,
+    )
 
 
 def _fold(box: Box, depth: int) -> None:
@@ -215,6 +233,15 @@ def _fold(box: Box, depth: int) -> None:
             _fold(inner, depth - 1)
         else:
             _fold(inner, depth)
+
+
+def _fold_plumbing(root: Box) -> None:
+    regions = [box for box in root.all_boxes() if box.scope[-1].kind == PLUMBING]
+    inside = {name for box in regions for name in box.nodes}
+    if inside.issuperset(root.all_nodes()):
+        return
+    for box in regions:
+        box.folded = not is_single(box)
 
 
 def _arcs(graph: nx.DiGraph, root: Box, inside: set[str], near: set[str]) -> list[Arc]:

@@ -9,15 +9,16 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     import networkx as nx
 
-MODULE, GUARD, BODY, GRAPH = "module", "guard", "body", "graph"
+MODULE, GUARD, BODY, GRAPH, PLUMBING = "module", "guard", "body", "graph", "plumbing"
 
 
 class Part(NamedTuple):
     """One level of nesting.
 
     Attributes:
-        kind: ``"module"``, ``"guard"``, ``"body"`` (of a higher-order op) or ``"graph"`` (forward, backward).
-        name: ``"layer1"``, ``"fp32_guard"``, ``"true_graph_0"``.
+        kind: ``"module"``, ``"guard"``, ``"body"`` (of a higher-order op), ``"graph"`` (forward, backward)
+            or ``"plumbing"`` (integers and masks).
+        name: ``"layer1"``, ``"fp32_guard"``, ``"true_graph_0"``, ``"integers and masks"``.
         module: For a module, its path.
         call: Which call of it this is, from 1.
     """
@@ -29,7 +30,7 @@ class Part(NamedTuple):
 
     def __str__(self) -> str:
         name = self.name.replace("/", "%2F")
-        name = {GUARD: f"[{name}]", BODY: f"{{{name}}}"}.get(self.kind, name)
+        name = {GUARD: f"[{name}]", BODY: f"{{{name}}}", PLUMBING: f"({name})"}.get(self.kind, name)
         return f"{name}@{self.call}" if self.call > 1 else name
 
 

@@ -134,7 +134,7 @@ function toggle(parent, box, x, y, sign) {
 function drawFolded(box, parent) {
   const group = make(parent, "g", {class: "folded", "data-key": box.key});
   const x = box.ax, y = box.ay, share = box.ops ? box.low / box.ops : 0;
-  const plain = !box.ops ? data.colours.other : share ? data.colours.low : data.colours.fp32;
+  const plain = !box.ops || box.kind === "plumbing" ? data.colours.other : share ? data.colours.low : data.colours.fp32;
   make(group, "rect", {class: "shape", x, y, width: box.w, height: box.h, fill: plain});
   if (share > 0 && share < 1) {
     make(group, "rect", {x: x + box.w * share, y, width: box.w * (1 - share), height: box.h, fill: data.colours.fp32});
@@ -375,6 +375,9 @@ function legend() {
       make(swatch, "rect", {x: 3, y: 3, width: 24, height: 16, fill: data.colours.low});
       make(swatch, "rect", {x: 27, y: 3, width: 14, height: 16, fill: data.colours.fp32});
       make(swatch, "rect", {class: "shape", x: 3, y: 3, width: 38, height: 16, fill: "none"});
+    } else if (entry.outline === "plumbing") {
+      make(swatch, "rect", {class: "shape", x: 3, y: 3, width: 38, height: 16, fill: data.colours.other});
+      make(swatch, "rect", {x: 5, y: 5, width: 34, height: 12, fill: "none", stroke: "#666", "stroke-width": .7});
     } else if (entry.line) make(swatch, "path", {class: `line ${entry.line}`, d: "M2,11L42,11"});
     else if (entry.outline) make(make(swatch, "g", {class: entry.outline}), "rect", {class: entry.outline === "guard" ? "frame" : "shape", x: 3, y: 3, width: 38, height: 16, fill: "#fff"});
     else drawShape(make(swatch, "g", {class: `node ${entry.kind}${entry.neighbour ? " neighbour" : ""}`}), entry, 2, 3, 40, 16);
