@@ -111,6 +111,12 @@ def _draw(commands: Any) -> None:
     command.add_argument("--focus", metavar="GLOB", help="only these modules and what they touch")
     command.add_argument("--highlight", nargs="+", metavar="WHAT", help="'casts', or globs of nodes")
     command.add_argument("--graph", metavar="WHICH", help="forward, backward or both; default: forward")
+    command.add_argument(
+        "--plumbing",
+        action="store_true",
+        default=None,
+        help="open the boxes of integer and mask ops, which are folded by default",
+    )
 
 
 def _compare(commands: Any) -> None:

@@ -23,7 +23,7 @@ from .module import AmpModule
 from .policy import LEVELS, Policy
 from .terminal import Notes, coloured, wants_colour
 
-_DRAW_KEYWORDS = ("depth", "focus", "highlight", "graph")
+_DRAW_KEYWORDS = ("depth", "focus", "highlight", "graph", "plumbing")
 
 
 class Report(Protocol):

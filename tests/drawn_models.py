@@ -33,6 +33,31 @@ class Stack(nn.Module):
         return torch.cond(x.sum() > 0, lambda t: t.sin(), lambda t: t.cos(), (x,))
 
 
+class Masked(nn.Module):
+    """Two attention blocks under one mask, which a float table and positions make, and a condition."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.place = nn.Embedding(16, 8), nn.Embedding(4, 8)
+        self.blocks = nn.ModuleList(nn.TransformerEncoderLayer(8, 2, 8, batch_first=True) for _ in range(2))
+        self.head = nn.Linear(8, 16, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        places = torch.arange(tokens.shape[1])
+        x = self.embed(tokens) + self.place(places)
+        mask = (torch.full((4, 4), 1.0).triu(1) > 0) | (places > 2)
+        for block in self.blocks:
+            x = block(x, src_mask=mask)
+        scores = self.head(x)
+        return scores * (scores.argmax(-1, keepdim=True) != 0).logical_not()
+
+
+def masked() -> ampgraph.AmpModule:
+    """Returns `Masked`, converted for float16."""
+    return ampgraph.convert(Masked(), (torch.tensor([[1, 2, 3, 4]]),), dtype=torch.float16)
+
+
 def stack() -> ampgraph.AmpModule:
     """Returns `Stack`, converted for float16."""
     return ampgraph.convert(Stack(), (torch.randn(2, 8),), dtype=torch.float16)

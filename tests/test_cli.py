@@ -275,12 +275,12 @@ def test_draw_hands_its_options_on(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     monkeypatch.setattr(ampgraph, "draw", lambda amp, path, **keywords: calls.append((path, keywords)))
     command = ["draw", OURS + "with_inputs", "-o", "x.svg"]
-    options = ["--depth", "2", "--focus", "0*", "--highlight", "casts", "--graph", "both"]
+    options = ["--depth", "2", "--focus", "0*", "--highlight", "casts", "--graph", "both", "--plumbing"]
     assert main([*command, *options]) == 0
     assert main([*command, "--highlight", "gelu", "linear*"]) == 0
     assert main(command) == 0
     assert calls == [
-        ("x.svg", {"depth": 2, "focus": "0*", "highlight": "casts", "graph": "both"}),
+        ("x.svg", {"depth": 2, "focus": "0*", "highlight": "casts", "graph": "both", "plumbing": True}),
         ("x.svg", {"highlight": ["gelu", "linear*"]}),
         ("x.svg", {}),
     ]

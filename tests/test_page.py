@@ -20,7 +20,7 @@ from ampgraph.drawing.annotated import annotated
 from ampgraph.drawing.page import page
 from ampgraph.drawing.picture import picture
 
-from .drawn_models import stack
+from .drawn_models import Layer, masked, stack
 
 ROOT = Path(__file__).resolve().parent.parent
 NASTY = "</script><script>document.title='owned'</script>\"'&<!--"
@@ -252,3 +252,93 @@ def test_pages_ask_for_nothing(browser: Any, amp: ampgraph.AmpModule, tmp_path: 
     browser.click("#unfold")
     assert browser.requests == [path.resolve().as_uri()]
     assert browser.errors == []
+
+
+CROSSED_LABELS = """(() => {
+  const texts = [...document.querySelectorAll('#scene text')];
+  const labels = texts.map((e) => ({text: e.firstChild.data, box: e.getBBox()}));
+  const crossed = [];
+  for (const path of document.querySelectorAll('#scene .line')) {
+    let at = null;
+    for (const [, kind, rest] of path.getAttribute('d').matchAll(/([MLC])([^MLC]*)/g)) {
+      const ends = rest.trim().split(/\\s+/).map((pair) => pair.split(',').map(Number));
+      const end = ends[ends.length - 1];
+      const curve = kind === 'C' ? [at, ...ends] : [at || end, at || end, end, end];
+      const steps = 1 + Math.ceil((Math.abs(end[0] - curve[0][0]) + Math.abs(end[1] - curve[0][1])) / 3);
+      for (let i = 0; i <= steps; i++) {
+        const t = i / steps, u = 1 - t, weights = [u * u * u, 3 * u * u * t, 3 * u * t * t, t * t * t];
+        const [x, y] = [0, 1].map((k) => curve.reduce((sum, point, j) => sum + weights[j] * point[k], 0));
+        for (const {text, box} of labels) {
+          if (x > box.x && x < box.x + box.width && y > box.y && y < box.y + box.height) {
+            crossed.push(`${text} by ${path.textContent}`);
+          }
+        }
+      }
+      at = end;
+    }
+  }
+  return crossed;
+})()"""
+
+
+class Narrow(nn.Module):
+    """A module with a long name and two inputs, so that lines enter where its name is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a_module_with_a_name_that_is_wider_than_what_is_inside = Layer()
+        self.b = nn.ModuleList([masked_block() for _ in range(2)])
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        x = self.a_module_with_a_name_that_is_wider_than_what_is_inside(x)
+        for block in self.b:
+            x = block(x, src_mask=mask > 0)
+        return x
+
+
+def masked_block() -> nn.Module:
+    return nn.TransformerEncoderLayer(8, 2, 8, batch_first=True)
+
+
+@needs_browser
+@pytest.mark.parametrize("model", ["stack", "masked", "narrow"])
+def test_no_line_runs_through_a_label(browser: Any, model: str, tmp_path: Path) -> None:
+    inputs = (torch.randn(4, 8), torch.zeros(4, 4))
+    build = {
+        "stack": stack,
+        "masked": masked,
+        "narrow": lambda: ampgraph.convert(Narrow(), inputs, dtype=torch.float16),
+    }
+    browser.open(ampgraph.draw(build[model](), tmp_path / "model.html", plumbing=True))
+    for button in ("#unfold", "#fold", "#level"):
+        browser.click(button)
+        assert browser.evaluate("document.querySelectorAll('#scene .line').length") > 3
+        assert browser.evaluate(CROSSED_LABELS) == []
+        assert browser.evaluate(OVERLAPS) == 0
+
+
+@needs_browser
+def test_a_page_opens_on_the_model_and_not_on_its_mask(browser: Any, tmp_path: Path) -> None:
+    browser.open(ampgraph.draw(masked(), tmp_path / "model.html", depth=1))
+    box = "document.querySelector('.folded[data-key=\"(integers and masks)\"]')"
+    assert "6 ops" in browser.evaluate(f"{box}.textContent")
+    assert not nodes(browser) & {"arange", "full", "triu", "gt", "or_1"}
+    block = "document.querySelector('.folded[data-key=\"blocks.0\"]').getBoundingClientRect()"
+    top, bottom, height = browser.evaluate(f"[{block}.top, {block}.bottom, innerHeight]")
+    assert 0 < top < bottom < height
+    browser.click('[data-toggle="(integers and masks)"]')
+    assert {"arange", "full", "triu", "gt", "or_1"} <= nodes(browser)
+    assert browser.errors == []
+
+
+@needs_browser
+def test_readers_of_one_tensor_share_a_line(browser: Any, tmp_path: Path) -> None:
+    """What several layers read leaves its node once: the mask of a deep stack is no fan of lines."""
+    browser.open(ampgraph.draw(masked(), tmp_path / "model.html", depth=1))
+    starts = browser.evaluate(
+        "lines.filter((line) => line.points.length > 3)"
+        ".filter((line) => line.edges[0].source.key === '(integers and masks)')"
+        ".map((line) => line.points.slice(0, 4).join(' '))"
+    )
+    assert len(starts) > 1
+    assert len(set(starts)) == 1

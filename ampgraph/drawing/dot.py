@@ -131,7 +131,7 @@ class _Writer:
         if look.is_plumbing(box):
             return self._plumbing_style(style, counts)
         if 0 < share < 1:
-            style |= {"style": "striped", "fillcolor": f"{look.LOW};{share:.3f}:{look.FP32}"}
+            style |= {"style": "filled", "fillcolor": f"{look.LOW};{share:.3f}:{look.FP32}"}
         else:
             plain = look.LOW if share else look.FP32 if counts.ops else look.OTHER
             style |= {"style": "filled", "fillcolor": plain}
@@ -144,7 +144,7 @@ class _Writer:
             "module, folded: blue is\nthe share of its ops that is low",
             {
                 "shape": "box",
-                "style": "striped",
+                "style": "filled",
                 "peripheries": "2",
                 "fillcolor": f"{look.LOW};0.6:{look.FP32}",
             },

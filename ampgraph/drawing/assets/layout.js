@@ -3,7 +3,7 @@
 // are items in layers from top to bottom; an edge that leaves or enters the box ends at a port on its border.
 // So no line runs through a node, and folding a box changes nothing inside of the others.
 
-const GAP_X = 18, GAP_Y = 34, GAP_PORT = 12, PADDING = 12, HEADER = 24, SWEEPS = 8;
+const GAP_X = 18, GAP_Y = 34, GAP_PORT = 12, PADDING = 12, HEADER = 24, GAP_HEADER = 4, SWEEPS = 8;
 
 // item: {w, h, inside: Map(port -> x) for open boxes}; link: {from, to, fromPort, toPort}, ends are items.
 // Sets x and y (centre and top, relative to the content) of every item, and points of every link.
@@ -55,30 +55,40 @@ function assignLayers(order, links, ports) {
   for (const item of order) if (item.isPort === "out") item.layer = last + 1;
 }
 
-// Layers as arrays; a link over several layers gets a dummy item in each layer between.
+// Layers as arrays; a link over several layers gets a dummy item in each layer between. Links that leave an item
+// at the same place share them: one trunk with branches, not a line for each reader.
 function rowsOf(order, links) {
   const rows = [];
   const put = (item) => { (rows[item.layer] = rows[item.layer] || []).push(item); };
+  const trunks = new Map();
   for (const item of order) { item.up = []; item.down = []; put(item); }
   for (const link of links) {
     const [a, b] = ends(link);
     const [portA, portB] = link.reversed ? [link.toPort, link.fromPort] : [link.fromPort, link.toPort];
-    link.dummies = [];
-    let previous = a, previousPort = portA;
-    for (let layer = a.layer + 1; layer < b.layer; layer++) {
+    const trunk = trunkOf(trunks, a, portA);
+    for (let layer = a.layer + trunk.length + 1; layer < b.layer; layer++) {
       const dummy = {w: 6, h: 0, layer, up: [], down: [], isDummy: true};
-      join(previous, previousPort, dummy, null);
-      link.dummies.push(dummy);
+      if (trunk.length) join(trunk[trunk.length - 1], null, dummy, null); else join(a, portA, dummy, null);
+      trunk.push(dummy);
       put(dummy);
-      previous = dummy; previousPort = null;
     }
-    join(previous, previousPort, b, portB);
+    link.dummies = trunk.slice(0, b.layer - a.layer - 1);
+    const last = link.dummies[link.dummies.length - 1];
+    if (last) join(last, null, b, portB); else join(a, portA, b, portB);
   }
   return Array.from(rows, (row) => row || []);
 }
 
+function trunkOf(trunks, item, port) {
+  let byPort = trunks.get(item);
+  if (!byPort) trunks.set(item, byPort = new Map());
+  const place = item.outPorts && item.outPorts.has(port) ? port : null;
+  if (!byPort.has(place)) byPort.set(place, []);
+  return byPort.get(place);
+}
+
 function join(a, portA, b, portB) {
-  const weight = a.isDummy && b.isDummy ? 4 : a.isDummy || b.isDummy ? 2 : 1;
+  const weight = a.isDummy && b.isDummy ? 4 : a.isDummy || b.isDummy ? 1 : 3;
   a.down.push({other: b, own: portA, theirs: portB, weight});
   b.up.push({other: a, own: portB, theirs: portA, weight});
 }
@@ -228,10 +238,23 @@ function layoutBox(box, level) {
   const header = box.parent ? HEADER : 0;
   box.w = Math.max(width, box.headerWidth || 0) + 2 * PADDING;
   box.h = height + header + PADDING;
-  const left = (box.w - width) / 2;
+  let left = (box.w - width) / 2;
+  const taken = ports.in.map((item) => left + item.x).sort((a, b) => a - b);
+  const short = header ? placeHeader(box, taken) : 0;
+  left += short;
+  box.w += short;
   box.origin = [left, header];
   box.inPorts = new Map(ports.in.map((item) => [item.port, left + item.x]));
   box.outPorts = new Map(ports.out.map((item) => [item.port, left + item.x]));
+}
+
+// Puts the header where no line enters through it: left of all, else in the first gap that is wide enough. Returns
+// by how much the content must move to the right where there is no such gap.
+function placeHeader(box, taken) {
+  const needed = box.headerWidth + 2 * GAP_HEADER, borders = [0, ...taken, box.w];
+  const gap = borders.findIndex((x, i) => i < borders.length - 1 && borders[i + 1] - x >= needed);
+  box.headerX = (gap > 0 ? borders[gap] : 0) + GAP_HEADER;
+  return gap < 0 ? needed - taken[0] : 0;
 }
 
 // Turns relative into absolute coordinates: ax, ay is an item's top left corner.

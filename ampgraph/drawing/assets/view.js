@@ -115,10 +115,10 @@ function drawFrames(box, frames, headers, leaves) {
 
 function drawHeader(box, parent) {
   const header = make(parent, "g", {class: "header"});
-  const width = box.headerWidth;
-  make(header, "rect", {class: "plate", x: box.ax + 4, y: box.ay + 3, width, height: 18, rx: 4});
-  toggle(header, box, box.ax + 6, box.ay + 5, "\u2212");
-  const label = make(header, "text", {class: "first", x: box.ax + 25, y: box.ay + 16}, box.label);
+  const x = box.ax + box.headerX;
+  make(header, "rect", {class: "plate", x, y: box.ay + 3, width: box.headerWidth, height: 18, rx: 4});
+  toggle(header, box, x + 2, box.ay + 5, "\u2212");
+  const label = make(header, "text", {class: "first", x: x + 21, y: box.ay + 16}, box.label);
   make(label, "title", {}, box.key);
   header.addEventListener("click", () => pick(box));
 }
