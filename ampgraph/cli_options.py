@@ -41,6 +41,7 @@ exit status: 0 done, 1 the model could not be converted, 2 wrong usage
 _EXPLAIN_EXAMPLES = """\
   ampgraph explain torchvision:resnet18 --input 8x3x224x224 --dtype float16
   ampgraph explain transformers:bert --input input_ids=2x16:int64 --casts-only --peers
+  ampgraph explain transformers:gpt2 --input input_ids=2x16:int64 --top 20
   ampgraph explain timm:vit_tiny_patch16_224 --input 1x3x224x224 --why layer_norm_3
   ampgraph explain my_package.models:build --input 4x16 --rules 'head.*=fp32' --json -o report.json
   ampgraph explain my_package.models:build --input 4x16 --diff report.json"""
@@ -82,6 +83,15 @@ def _explain(commands: Any) -> None:
     _policy_options(command)
     _report_options(command)
     command.add_argument("--casts-only", action="store_true", help="only casts and totals")
+    command.add_argument(
+        "--top", type=_rows, metavar="N", help="the N dearest rows of each table, by bytes of casts"
+    )
+    command.add_argument(
+        "--all-layers",
+        action="store_true",
+        default=None,
+        help="repeated layers in full; default: once where there are more than 200 nodes",
+    )
     command.add_argument("--peers", action="store_true", help="totals under the peers' op lists too")
     command.add_argument(
         "--why", action="append", default=[], metavar="NODE", help="why this node, and what flipping it costs"
@@ -188,6 +198,12 @@ def _report_options(command: Any) -> None:
         default="auto",
         help="colours in text; auto: on a terminal, not with NO_COLOR",
     )
+
+
+def _rows(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a number of rows, 1 or more")
+    return int(text)
 
 
 def policy_of(options: argparse.Namespace) -> Policy:

@@ -38,6 +38,7 @@ class Report(Protocol):
 
 def run_explain(options: argparse.Namespace, notes: Notes) -> None:
     """``ampgraph explain``."""
+    _check_rows(options)
     policy, reference = policy_of(options), _reference(options.diff) if options.diff else None
     explanation = explain(_converted(options, policy, notes))
     if options.why:
@@ -45,7 +46,16 @@ def run_explain(options: argparse.Namespace, notes: Notes) -> None:
     elif reference is not None:
         _write(explanation.diff(reference), options, notes)
     else:
-        _write(_Whole(explanation, options.casts_only, options.peers), options, notes)
+        extent = (options.casts_only, options.peers, options.top, options.all_layers)
+        _write(_Whole(explanation, *extent), options, notes)
+
+
+def _check_rows(options: argparse.Namespace) -> None:
+    """Refuses options on rows where there is no report with rows to choose from."""
+    given = [name for name, value in (("--top", options.top), ("--all-layers", options.all_layers)) if value]
+    other = [name for name in ("json", "why", "diff") if getattr(options, name)]
+    if given and other:
+        raise UsageError(f"{given[0]} chooses rows of the report; --{other[0]} is always complete.")
 
 
 def run_draw(options: argparse.Namespace, notes: Notes) -> None:
@@ -83,14 +93,22 @@ COMMANDS: Mapping[str, Callable[[argparse.Namespace, Notes], None]] = {
 class _Whole:
     """An explanation with the parts that the options ask for."""
 
-    def __init__(self, explanation: Explanation, casts_only: bool, peers: bool) -> None:
-        self._explanation, self._casts_only, self._peers = explanation, casts_only, peers
+    def __init__(
+        self,
+        explanation: Explanation,
+        casts_only: bool,
+        peers: bool,
+        top: int | None,
+        all_layers: bool | None,
+    ) -> None:
+        self._explanation, self._peers = explanation, peers
+        self._extent = (casts_only, peers, top, all_layers)
 
     def __str__(self) -> str:
-        return self._explanation.table(self._casts_only, self._peers)
+        return self._explanation.table(*self._extent)
 
     def to_markdown(self) -> str:
-        return self._explanation.to_markdown(self._casts_only, self._peers)
+        return self._explanation.to_markdown(*self._extent)
 
     def to_json(self) -> str:
         data = self._explanation.to_dict()

@@ -75,18 +75,38 @@ class Explanation:
     def __str__(self) -> str:
         return self.table()
 
-    def table(self, casts_only: bool = False, peers: bool = False) -> str:
+    def table(
+        self,
+        casts_only: bool = False,
+        peers: bool = False,
+        top: int | None = None,
+        all_layers: bool | None = None,
+    ) -> str:
         """Returns the report as text.
 
         Args:
             casts_only: Only casts and totals; else also nodes, operators, modules and advice.
             peers: Whether the totals have a row for each peer's op lists; plans the graph again.
-        """
-        return report.text(self, casts_only, peers)
+            top: Shows this many rows of each table, the dearest first: casts by the bytes that they move,
+                nodes by those of the casts that they read, modules by those inside, operators by calls.
+            all_layers: Whether repeated layers (``h.0`` .. ``h.11``), whose rows are equal but for names, all
+                have their rows; else the first stands for all, with how many times. None: where the graph has
+                at most 200 nodes.
 
-    def to_markdown(self, casts_only: bool = False, peers: bool = False) -> str:
+        Raises:
+            AmpGraphError: ``top`` is no number of rows.
+        """
+        return report.text(self, report.Extent(casts_only, peers, top, all_layers))
+
+    def to_markdown(
+        self,
+        casts_only: bool = False,
+        peers: bool = False,
+        top: int | None = None,
+        all_layers: bool | None = None,
+    ) -> str:
         """Returns the report as Markdown; arguments as for `table`."""
-        return report.markdown(self, casts_only, peers)
+        return report.markdown(self, report.Extent(casts_only, peers, top, all_layers))
 
     def to_dict(self) -> dict[str, Any]:
         """Returns plain dicts, lists, strings, integers and booleans; bytes are integers."""

@@ -295,6 +295,31 @@ def test_draw_errors(argv: list[str], status: int, message: str, capsys: pytest.
     assert message in capsys.readouterr().err
 
 
+def test_top_and_all_layers(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", OURS + "with_inputs", "--casts-only", "--top", "1", "-q"]) == 0
+    first = capsys.readouterr().out
+    assert re.search(r"^\(the 1 of \d+ that move the most bytes\)$", first, re.MULTILINE)
+    assert main(["explain", OURS + "with_inputs", "--casts-only", "--all-layers", "-q"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) > len(first.splitlines())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--top", "0"], "'0': expected a number of rows, 1 or more"),
+        (["--top", "many"], "'many': expected a number of rows"),
+        (["--top", "3", "--json"], "--top chooses rows of the report; --json is always complete."),
+        (["--all-layers", "--why", "gelu"], "--all-layers chooses rows of the report; --why"),
+        (["--top", "3", "--diff", "O2"], "--diff is always complete"),
+    ],
+)
+def test_wrong_rows(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", OURS + "tiny", *options]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert message in err
+
+
 # -- the terminal --------------------------------------------------------------------------------------
 
 
