@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -209,19 +210,44 @@ def choose_backend(
             none.
     """
     _check_backend(backend)
-    if mode is not None and backend in (None, "inductor"):
-        known = inductor_modes()
-        if mode not in known:
-            raise PolicyError(
-                f"mode={mode!r} is not known to inductor; legal: {', '.join(known)}."
-                + did_you_mean(mode, known)
-            )
-    if mode is not None and backend in ("eager", "aot_eager"):
-        raise PolicyError(f"mode={mode!r} says how inductor compiles; backend={backend!r} takes none.")
+    if mode is not None:
+        _check_mode(mode, backend)
     if backend is not None:
         return backend, mode
     default = default_backend(device)
-    return default, mode if default == "inductor" else None
+    if mode is None or default == "inductor":
+        return default, mode
+    warn_user(
+        f"mode={mode!r} says how inductor compiles, and has no effect here: the default backend on "
+        f"{device.type} is {default!r}. Pass backend='inductor' to compile."
+    )
+    return default, None
+
+
+def _check_mode(mode: str, backend: str | Callable | None) -> None:
+    if backend in (None, "inductor"):
+        known = inductor_modes()
+        if mode in known:
+            return
+        raise PolicyError(
+            f"mode={mode!r} is not known to inductor; legal: {', '.join(known)}."
+            + did_you_mean(str(mode), known)
+        )
+    if not _takes_mode(backend):
+        raise PolicyError(f"mode={mode!r} says how inductor compiles; backend={backend!r} takes none.")
+
+
+def _takes_mode(backend: str | Callable | None) -> bool:
+    found = find_backend(backend) if isinstance(backend, str) else backend
+    try:
+        parameters = inspect.signature(found).parameters  # type: ignore[arg-type]
+    except (TypeError, ValueError):  # a callable that does not tell
+        return True
+    if "mode" in parameters:
+        return True
+    # torch's own backends take any keyword and ignore it.
+    is_torchs = getattr(found, "__module__", "").startswith("torch.")
+    return not is_torchs and any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
 
 def _check_backend(backend: object) -> None:

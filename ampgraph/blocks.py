@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from glob import escape
+from os import PathLike
 
 import torch
 from torch import nn
@@ -64,7 +65,7 @@ def convert_blocks(
     model: nn.Module,
     which: Which | tuple[Which, ...],
     *,
-    policy: Policy | str | None = None,
+    policy: Policy | str | PathLike[str] | None = None,
     dtype: torch.dtype | None = None,
     backend: str | Callable | None = None,
     mode: str | None = None,

@@ -2,37 +2,42 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
 
 from .cli_options import UsageError, parser
 from .commands import COMMANDS
-from .errors import AmpGraphError
+from .errors import AmpGraphError, PolicyError
 from .model_spec import SpecError
-from .terminal import Notes
+from .terminal import Notes, discard_output
 
-OK, CONVERSION_ERROR, USAGE_ERROR = 0, 1, 2
+OK, CONVERSION_ERROR, USAGE_ERROR, INTERRUPTED = 0, 1, 2, 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line; returns the exit status."""
+    """Runs the command line; returns the exit status.
+
+    What bad input causes ends as one line on standard error; an error that is none of ours, or of the
+    model, is a fault of ampgraph and keeps its traceback.
+    """
     try:
         options = parser().parse_args(argv)
+        COMMANDS[options.command](options, Notes(options.quiet))
+        sys.stdout.flush()
+        return OK
     except SystemExit as stop:  # argparse has printed what was wrong, or the help
         return stop.code if isinstance(stop.code, int) else USAGE_ERROR
-    try:
-        COMMANDS[options.command](options, Notes(options.quiet))
-        return OK
-    except (SpecError, UsageError) as error:
-        return _fail(error, USAGE_ERROR)
+    except (SpecError, UsageError, PolicyError) as error:
+        return _fail(" ".join(str(error).split()), USAGE_ERROR)
     except AmpGraphError as error:
-        return _fail(error, CONVERSION_ERROR)
+        return _fail(str(error), CONVERSION_ERROR)
     except BrokenPipeError:  # the reader (head, less) has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        discard_output()
         return OK
+    except KeyboardInterrupt:
+        return _fail("interrupted", INTERRUPTED)
 
 
-def _fail(error: Exception, status: int) -> int:
-    Notes().say(f"error: {error}")
+def _fail(message: str, status: int) -> int:
+    Notes().say(f"error: {message}")
     return status

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
+import contextlib
+import json
+import re
+from collections.abc import Iterator
+from typing import Any, NoReturn
 
 import torch
 
-from .errors import PolicyError, did_you_mean
+from .errors import AmpGraphError, did_you_mean
 from .oplists import PRESETS, OpClass, OpLists
 from .policy import DTYPE_NAMES, LEVELS, OBJECTIVES, PLACEMENTS, RULE_VALUES, Policy
 from .terminal import COLOURS
@@ -31,7 +33,7 @@ SPEC is one of
 A POLICY is
   O0, O1, O2, O3                     a level with the default lists
   torch, paddle, mindspore, oneflow  a peer's lists under the rule of torch.autocast
-  policy.json                        what Policy.to_json() wrote
+  policy.json                        a file that holds what Policy.to_json() wrote
 
 examples
 {examples}
@@ -58,11 +60,24 @@ class UsageError(Exception):
     """An option's value makes no sense; the message says what would."""
 
 
+class _Parser(argparse.ArgumentParser):
+    """Says in one line what is wrong, with the nearest legal value; the usage is a page long."""
+
+    def error(self, message: str) -> NoReturn:
+        choice = re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message, re.DOTALL)
+        hint = did_you_mean(choice[1], re.findall(r"[\w:-]+", choice[2])) if choice else ""
+        raise UsageError(f"{_shortened(message)}.{hint} See {self.prog} --help.")
+
+
+def _shortened(message: str, width: int = 300) -> str:
+    return message if len(message) <= width else f"{message[:width]} .."
+
+
 def parser() -> argparse.ArgumentParser:
     """Returns the parser of the whole command line; ``options.command`` is the command's name."""
     from . import __version__
 
-    main = argparse.ArgumentParser(prog="ampgraph", description="Mixed precision as a graph compiler pass.")
+    main = _Parser(prog="ampgraph", description="Mixed precision as a graph compiler pass.")
     version = f"ampgraph {__version__} (torch {torch.__version__})"
     main.add_argument("--version", action="version", version=version)
     commands = main.add_subparsers(title="commands", required=True, metavar="COMMAND", dest="command")
@@ -191,7 +206,9 @@ def _report_options(command: Any) -> None:
     form = command.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="JSON instead of text")
     form.add_argument("--markdown", action="store_true", help="Markdown instead of text")
-    command.add_argument("-o", "--output", metavar="FILE", help="write there instead of to standard output")
+    command.add_argument(
+        "-o", "--output", metavar="FILE", help="write there; .json and .md tell the form where no option does"
+    )
     command.add_argument(
         "--color",
         choices=COLOURS,
@@ -206,26 +223,58 @@ def _rows(text: str) -> int:
     return int(text)
 
 
+@contextlib.contextmanager
+def given(option: str, reads: bool = True) -> Iterator[None]:
+    """Runs what an option's value is for: what that refuses is the value's fault.
+
+    Args:
+        option: The option and its value, as the message names them.
+        reads: Whether the code only reads the value, so that any error of a value is the user's; of code
+            that works with it, such an error is a fault of ampgraph and passes.
+
+    Raises:
+        UsageError: Something inside refused the value, or could not stand it.
+    """
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise UsageError(f"{option}: {error.strerror or error}") from error
+    except AmpGraphError as error:
+        raise UsageError(f"{option}: {error}") from error
+    except (ValueError, OverflowError, RecursionError, MemoryError) as error:
+        if not reads:
+            raise
+        raise UsageError(f"{option}: {_cause(error)}") from error
+
+
+def _cause(error: Exception) -> str:
+    if isinstance(error, RecursionError):
+        return "nested too deep."
+    if isinstance(error, MemoryError):
+        return "there is not enough memory for it."
+    return f"no JSON: {error}" if isinstance(error, json.JSONDecodeError) else str(error)
+
+
 def policy_of(options: argparse.Namespace) -> Policy:
     """Returns the policy that the options describe: ``--policy``, and what the others change of it.
 
     Raises:
         UsageError: Something in it is not legal.
     """
-    policy = policy_named(options.policy or "O1")
-    given = {name: getattr(options, name) for name in ("level", "dtype", "placement", "objective")}
-    changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    with given("--policy"):
+        policy = Policy.of(options.policy)
+    values = {name: getattr(options, name) for name in ("level", "dtype", "placement", "objective")}
+    changes: dict[str, Any] = {name: value for name, value in values.items() if value is not None}
     if options.rules:
         changes["rules"] = {**policy.rules, **dict(map(_rule, options.rules))}
-
-    def changed() -> Policy:
-        ops = OpLists.preset(options.lists) if options.lists else policy.ops
-        _check_classes(options)
-        for cls in _CLASSES:
+    ops = OpLists.preset(options.lists) if options.lists else policy.ops
+    _check_classes(options)
+    for cls in _CLASSES:
+        with given(f"--{cls}"):
             ops = getattr(ops, f"with_{cls}")(*getattr(options, cls))
-        return policy.replace(ops=ops, **changes)
-
-    return _checked(changed)
+    return policy.replace(ops=ops, **changes)
 
 
 def _check_classes(options: argparse.Namespace) -> None:
@@ -234,42 +283,6 @@ def _check_classes(options: argparse.Namespace) -> None:
         for op in getattr(options, cls):
             if seen.setdefault(op, cls) != cls:
                 raise UsageError(f"{op!r} is given both as --{seen[op]} and as --{cls}.")
-
-
-def policy_named(name: str) -> Policy:
-    """Returns the policy of a level, a peer or a JSON file.
-
-    Raises:
-        UsageError: There is none of that name, or the file is no policy.
-    """
-    if name in LEVELS:
-        return Policy(name)
-    if name in PRESETS:
-        return Policy(ops=OpLists.preset(name), placement="autocast")
-    if name.endswith(".json"):
-        return _checked(lambda: Policy.from_json(read(name)), f"{name}: ")
-    known = (*LEVELS, *PRESETS)
-    hint = did_you_mean(name, known)
-    raise UsageError(f"there is no policy {name!r}; legal: {', '.join(known)}, or a .json file.{hint}")
-
-
-def read(path: str) -> str:
-    """Returns a file's text.
-
-    Raises:
-        UsageError: It cannot be read.
-    """
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path}: {getattr(error, 'strerror', None) or error}") from error
-
-
-def _checked(make: Callable[[], Policy], where: str = "") -> Policy:
-    try:
-        return make()
-    except PolicyError as error:
-        raise UsageError(f"{where}{error}") from error
 
 
 def _rule(text: str) -> tuple[str, str]:

@@ -12,17 +12,21 @@ from typing import Any, Protocol
 
 import ampgraph
 
-from .cli_options import UsageError, policy_named, policy_of, read
+from .cli_options import UsageError, given, policy_of
 from .comparison import compare_policies
 from .convert import convert
-from .errors import AmpGraphError
+from .drawing.draw import format_suffix
+from .errors import AmpGraphError, did_you_mean
 from .explain import explain
 from .explanation import Explanation
 from .model_spec import ModelSpec, SpecError, build_inputs, parse_input, resolve
 from .module import AmpModule
-from .policy import LEVELS, Policy
-from .terminal import Notes, coloured, wants_colour
+from .policy import Policy
+from .policy_file import read_text
+from .terminal import Notes, coloured, encodable, wants_colour
 
+# What the suffix of -o says of the form; None: any form.
+_FORMS = {"": None, ".txt": None, ".text": None, ".log": None, ".json": "json", ".md": "markdown"}
 _DRAW_KEYWORDS = ("depth", "focus", "highlight", "graph", "plumbing")
 
 
@@ -38,24 +42,31 @@ class Report(Protocol):
 
 def run_explain(options: argparse.Namespace, notes: Notes) -> None:
     """``ampgraph explain``."""
-    _check_rows(options)
+    form = _form(options)
+    _check_rows(options, form)
     policy, reference = policy_of(options), _reference(options.diff) if options.diff else None
     explanation = explain(_converted(options, policy, notes))
     if options.why:
-        _write(_Answers(explanation, options.why), options, notes)
+        with given("--why", reads=False):
+            answers = _Answers(explanation, options.why)
+        _write(answers, form, options, notes)
     elif reference is not None:
-        _write(explanation.diff(reference), options, notes)
+        with given(f"--diff {options.diff}", reads=False):
+            difference = explanation.diff(reference)
+        _write(difference, form, options, notes)
     else:
         extent = (options.casts_only, options.peers, options.top, options.all_layers)
-        _write(_Whole(explanation, *extent), options, notes)
+        _write(_Whole(explanation, *extent), form, options, notes)
 
 
-def _check_rows(options: argparse.Namespace) -> None:
+def _check_rows(options: argparse.Namespace, form: str) -> None:
     """Refuses options on rows where there is no report with rows to choose from."""
-    given = [name for name, value in (("--top", options.top), ("--all-layers", options.all_layers)) if value]
-    other = [name for name in ("json", "why", "diff") if getattr(options, name)]
-    if given and other:
-        raise UsageError(f"{given[0]} chooses rows of the report; --{other[0]} is always complete.")
+    rows = [name for name, value in (("--top", options.top), ("--all-layers", options.all_layers)) if value]
+    other = [name for name in ("why", "diff") if getattr(options, name)]
+    if form == "json":
+        other.insert(0, "json")
+    if rows and other:
+        raise UsageError(f"{rows[0]} chooses rows of the report; --{other[0]} is always complete.")
 
 
 def run_draw(options: argparse.Namespace, notes: Notes) -> None:
@@ -63,21 +74,24 @@ def run_draw(options: argparse.Namespace, notes: Notes) -> None:
     keywords = {name: value for name in _DRAW_KEYWORDS if (value := getattr(options, name)) is not None}
     if options.highlight and len(options.highlight) == 1:
         keywords["highlight"] = options.highlight[0]
+    with given(f"-o {options.output}"):
+        format_suffix(Path(options.output))
     amp = _converted(options, policy_of(options), notes)
-    try:
+    with given(f"-o {options.output}", reads=False):
         notes.timed("drawing", lambda: ampgraph.draw(amp, options.output, **keywords))
-    except OSError as error:
-        raise UsageError(f"-o {options.output}: {error.strerror}") from error
     notes.say(f"wrote {options.output}")
 
 
 def run_compare(options: argparse.Namespace, notes: Notes) -> None:
     """``ampgraph compare-policies``."""
-    policies = {name: policy_named(name) for name in options.policies}
+    form = _form(options)
+    with given("--policies"):
+        policies = {name: Policy.of(name) for name in options.policies}
     first = Policy(dtype=options.dtype)
     explanation = explain(_converted(options, first, notes))
     _write(
         notes.timed(f"planning {len(policies)} policies", lambda: compare_policies(explanation, policies)),
+        form,
         options,
         notes,
     )
@@ -159,40 +173,51 @@ def _convert(spec: ModelSpec, policy: Policy, inputs: list, train: bool) -> AmpM
     args, kwargs = build_inputs(inputs) if inputs else (spec.args, spec.kwargs)
     if args is None:
         raise SpecError(f"{spec.name} needs an example input, for instance --input {spec.example_input}")
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # of libraries, about libraries
-            return convert(model, args, kwargs, policy=policy, backend="eager")
-    except AmpGraphError:
-        raise
-    except Exception as error:
-        raise AmpGraphError(f"{spec.name} could not be converted: {type(error).__name__}: {error}") from error
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # of libraries, about libraries
+        return convert(model, args, kwargs, policy=policy, backend="eager")
 
 
 def _reference(name: str) -> Explanation | Policy:
     """Returns what ``--diff`` names: a policy, or a report that ``explain --json`` wrote."""
-    if not name.endswith(".json") or name in LEVELS:
-        return policy_named(name)
-    try:
-        data = json.loads(read(name))
-    except json.JSONDecodeError as error:
-        raise UsageError(f"{name}: no JSON: {error}") from error
-    if not (isinstance(data, dict) and "nodes" in data):
-        return policy_named(name)
-    try:
-        return Explanation.from_dict(data)
-    except AmpGraphError as error:
-        raise UsageError(f"{name}: {error}") from error
+    if not name.lower().endswith(".json"):
+        return Policy.of(name)
+    with given(f"--diff {name}"):
+        data = json.loads(read_text(name))
+        if isinstance(data, dict) and "nodes" in data:
+            return Explanation.from_dict(data)
+    return Policy.of(name)
 
 
-def _write(report: Report, options: argparse.Namespace, notes: Notes) -> None:
-    is_text = not (options.json or options.markdown)
-    text = report.to_json() if options.json else report.to_markdown() if options.markdown else str(report)
+def _form(options: argparse.Namespace) -> str:
+    """Returns the form of the report, ``"json"``, ``"markdown"`` or ``"text"``, by option or by suffix.
+
+    Raises:
+        UsageError: The suffix is not known, or tells another form than the option.
+    """
+    asked = "json" if options.json else "markdown" if options.markdown else None
     if options.output is None:
-        print(coloured(text) if is_text and wants_colour(options.color, sys.stdout) else text)
+        return asked or "text"
+    suffix = Path(options.output).suffix.lower()
+    if suffix not in _FORMS:
+        legal = ", ".join(filter(None, _FORMS))
+        raise UsageError(
+            f"-o {options.output}: no report has the suffix {suffix!r}; legal: {legal} or none."
+            + did_you_mean(suffix, _FORMS)
+        )
+    tells = _FORMS[suffix]
+    if asked and tells and asked != tells:
+        raise UsageError(f"-o {options.output}: the suffix {suffix!r} tells another form than --{asked}.")
+    return asked or tells or "text"
+
+
+def _write(report: Report, form: str, options: argparse.Namespace, notes: Notes) -> None:
+    made = {"json": report.to_json, "markdown": report.to_markdown, "text": report.__str__}[form]
+    text = made()
+    if options.output is None:
+        colour = form == "text" and wants_colour(options.color, sys.stdout)
+        print(encodable(coloured(text) if colour else text, sys.stdout))
         return
-    try:
-        Path(options.output).write_text(text + "\n", encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"-o {options.output}: {error.strerror}") from error
+    with given(f"-o {options.output}"):
+        Path(options.output).write_text(text + "\n", encoding="utf-8", errors="backslashreplace")
     notes.say(f"wrote {options.output}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from os import PathLike
 from typing import Any, overload
 
 import torch
@@ -21,7 +22,10 @@ from .ranks import check_wrappers
 
 @overload
 def convert(
-    model: ExportedProgram, *, policy: Policy | str | None = ..., dtype: torch.dtype | str | None = ...
+    model: ExportedProgram,
+    *,
+    policy: Policy | str | PathLike[str] | None = ...,
+    dtype: torch.dtype | str | None = ...,
 ) -> ExportedProgram: ...
 @overload
 def convert(
@@ -29,7 +33,7 @@ def convert(
     args: tuple | None = ...,
     kwargs: Mapping[str, Any] | None = ...,
     *,
-    policy: Policy | str | None = ...,
+    policy: Policy | str | PathLike[str] | None = ...,
     dtype: torch.dtype | str | None = ...,
     backend: str | Callable | None = ...,
     mode: str | None = ...,
@@ -42,7 +46,7 @@ def convert(
     args: tuple | None = None,
     kwargs: Mapping[str, Any] | None = None,
     *,
-    policy: Policy | str | None = None,
+    policy: Policy | str | PathLike[str] | None = None,
     dtype: torch.dtype | str | None = None,
     backend: str | Callable | None = None,
     mode: str | None = None,
@@ -55,7 +59,8 @@ def convert(
         args: Example positional arguments: capture the whole graph now. Without them the model is
             captured at its first call, by ``torch.compile``'s front end.
         kwargs: Example keyword arguments.
-        policy: A `Policy`, a level's name, or None for O1 with the default lists.
+        policy: A `Policy`, a level's name, a peer's (``"torch"``), a policy file's path, or None for O1 with
+            the default lists; see `Policy.of`.
         dtype: The low dtype, or its name; fills in the policy's.
         backend: What runs the rewritten graph: ``"eager"`` or any ``torch.compile`` backend. Default:
             ``"inductor"`` where the parameters are on CUDA and Triton is there, else ``"eager"``.

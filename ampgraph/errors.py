@@ -32,5 +32,6 @@ class VerifyError(PassError):
 
 def did_you_mean(word: str, legal: Iterable[str], count: int = 3) -> str:
     """Returns ``" Did you mean 'a' or 'b'?"`` for the nearest legal words, or an empty string."""
-    near = difflib.get_close_matches(word, list(legal), n=count, cutoff=0.6)
+    by_lower = {name.lower(): name for name in reversed(list(legal))}  # the first of a spelling wins
+    near = [by_lower[n] for n in difflib.get_close_matches(word.lower(), list(by_lower), n=count, cutoff=0.6)]
     return f" Did you mean {' or '.join(map(repr, near))}?" if near else ""

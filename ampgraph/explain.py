@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from os import PathLike
 
 from torch.fx import GraphModule, Node
 
@@ -59,7 +60,7 @@ def as_explanation(this: Explanation, other: object) -> Explanation:
     """Returns what ``this.diff(other)`` compares with, see `Explanation.diff`."""
     if isinstance(other, Explanation):
         return other
-    if isinstance(other, (Policy, str)):
+    if isinstance(other, (Policy, str, PathLike)):
         return this.under(other)
     return explain(other)  # type: ignore[arg-type]
 
@@ -84,7 +85,7 @@ class Source:
     modules: tuple[str, ...] = ()
     stores_low: bool = False
 
-    def under(self, policy: Policy | str) -> Explanation:
+    def under(self, policy: Policy | str | PathLike[str]) -> Explanation:
         """See `Explanation.under`."""
         policy = Policy.of(policy)
         return self._planned(policy.replace(dtype=policy.dtype or self.plan.low_dtype), check_rules=True)

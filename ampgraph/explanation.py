@@ -13,6 +13,8 @@ from .errors import AmpGraphError, did_you_mean
 from .rows import CastRow, ModuleRow, NodeRow, Totals, module_rows, operator_counts
 
 if TYPE_CHECKING:
+    from os import PathLike
+
     from .difference import Difference
     from .policy import Policy
 
@@ -20,7 +22,7 @@ if TYPE_CHECKING:
 class Replanner(Protocol):
     """Plans the explained graph in other ways, without capturing it again."""
 
-    def under(self, policy: Policy | str) -> Explanation:
+    def under(self, policy: Policy | str | PathLike[str]) -> Explanation:
         """Explains the graph as it would be under another policy."""
 
     def flipped(self, name: str) -> Explanation:
@@ -204,11 +206,11 @@ class Explanation:
             return []
         return [row.name for row in self.nodes if row.module == path and row.is_float_op]
 
-    def under(self, policy: Policy | str) -> Explanation:
+    def under(self, policy: Policy | str | PathLike[str]) -> Explanation:
         """Explains the same graph as it would be under another policy; captures nothing.
 
         Args:
-            policy: A `Policy` or a level's name; where it names no dtype, the low dtype stays.
+            policy: As for `ampgraph.convert`; where it names no dtype, the low dtype stays.
 
         Raises:
             PolicyError: The policy or its rules make no sense for this graph.
@@ -227,8 +229,8 @@ class Explanation:
         """Compares with another plan of the same model.
 
         Args:
-            other: An `Explanation`, a converted model or its graph module; or a `Policy` or a level's
-                name, for the same graph under it.
+            other: An `Explanation`, a converted model or its graph module; or a policy, as `under` takes it,
+                for the same graph under it.
         """
         from .difference import difference
         from .explain import as_explanation

@@ -109,13 +109,17 @@ MASK_SLOTS: Mapping[str, tuple[str, ...]] = {"scaled_dot_product_attention": ("a
 ROUNDS_ONCE = _names(
     """
     sigmoid tanh silu mish elu selu celu leaky_relu hardswish hardsigmoid hardshrink softshrink softplus
-    log_sigmoid exp exp2 expm1 cosh sinh log log10 log1p log2 reciprocal rsqrt cos tan acos asin atan
+    log_sigmoid exp exp2 expm1 log log10 log1p log2 reciprocal rsqrt cos tan acos asin atan
     acosh asinh atanh erfc erfinv lgamma sinc square frac glu softmax _softmax rms_norm sum nansum mean var
     std avg_pool1d avg_pool2d adaptive_avg_pool2d
     """
 )
 
-# No float16 and no bfloat16 kernel on any device.
+# From torch 2.14 on their bfloat16 kernels overflow at values that float32 and one rounding still hold.
+ROUNDS_ONCE_BEFORE_2_14 = _names("cosh sinh")
+
+# No float16 and no bfloat16 kernel on any device; polar has one for float16 since torch 2.14, whose complex32
+# few ops take.
 FP32_ONLY = _names(
     """
     cdist pdist polar ctc_loss quantile nanquantile histogram histogramdd stft nuclear_norm cholesky
@@ -123,7 +127,8 @@ FP32_ONLY = _names(
     svd triangular_solve linalg_cholesky linalg_cholesky_ex linalg_cond linalg_det linalg_eig linalg_eigh
     linalg_eigvals linalg_eigvalsh linalg_householder_product linalg_inv linalg_inv_ex linalg_ldl_factor
     linalg_ldl_factor_ex linalg_ldl_solve linalg_lstsq linalg_lu linalg_lu_factor linalg_lu_factor_ex
-    linalg_lu_solve linalg_matrix_rank linalg_pinv linalg_qr linalg_slogdet linalg_solve linalg_solve_ex
+    linalg_lu_solve linalg_matrix_rank linalg_matrix_sqrth linalg_pinv linalg_polar linalg_qr linalg_slogdet
+    linalg_solve linalg_solve_ex
     linalg_solve_triangular linalg_svd linalg_svdvals linalg_tensorinv linalg_tensorsolve special_airy_ai
     special_bessel_j0 special_bessel_j1 special_bessel_y0 special_bessel_y1 special_erfcx special_log_ndtr
     special_ndtri special_zeta special_modified_bessel_i0 special_modified_bessel_i1

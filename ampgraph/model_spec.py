@@ -17,7 +17,10 @@ from torch import nn
 from ._torchvision import allow_torchvision
 from .errors import AmpGraphError, did_you_mean
 
-_INPUT = re.compile(r"^(?:(?P<name>[A-Za-z_]\w*)=)?(?P<shape>\d+(?:x\d+)*)(?::(?P<dtype>\w+))?$")
+# At most 19 digits, as 64 bits have; more than 64 dimensions keep torch busy for minutes.
+_INPUT = re.compile(
+    r"(?:(?P<name>[^\W\d]\w*)=)?(?P<shape>[0-9]{1,19}(?:x[0-9]{1,19}){0,63})(?::(?P<dtype>\w+))?"
+)
 _DTYPES = ("float32", "float16", "bfloat16", "float64", "int64", "int32", "bool")
 # What makes a configuration small, by the names that configurations use for it.
 _SMALL = {
@@ -72,10 +75,10 @@ def parse_input(text: str) -> InputSpec:
     Raises:
         SpecError: It has another form, or names an unknown dtype.
     """
-    match = _INPUT.match(text)
+    match = _INPUT.fullmatch(text)
     if match is None:
         raise SpecError(
-            f"--input {text!r}: expected [NAME=]SHAPE[:DTYPE], such as 8x3x224x224 or 2x16:int64."
+            f"--input {text[:40]!r}: expected [NAME=]SHAPE[:DTYPE], such as 8x3x224x224 or 2x16:int64."
         )
     name = match["dtype"] or "float32"
     if name not in _DTYPES:
@@ -98,7 +101,7 @@ def _tensor(spec: InputSpec) -> torch.Tensor:
         if spec.dtype.is_floating_point:
             return torch.randn(spec.shape).to(spec.dtype)
         return torch.full(spec.shape, spec.dtype == torch.bool, dtype=spec.dtype)
-    except RuntimeError as error:
+    except (RuntimeError, OverflowError, TypeError, MemoryError) as error:  # a size beyond 64 bits, ..
         shape = "x".join(map(str, spec.shape))
         raise SpecError(
             f"--input {shape}: such a tensor cannot be made: {str(error).splitlines()[0]}"
@@ -187,6 +190,7 @@ def _from_module(spec: str, name: str) -> ModelSpec:
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.append(here)
+    allow_torchvision()
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
@@ -196,6 +200,8 @@ def _from_module(spec: str, name: str) -> ModelSpec:
         raise SpecError(
             f"{spec}: there is no module {error.name!r}.{did_you_mean(module_name, known)}"
         ) from error
+    except SystemExit as stop:
+        raise SpecError(f"{spec}: importing {module_name} ends the program (exit {stop.code!r}).") from stop
     except Exception as error:
         raise AmpGraphError(
             f"{spec}: importing {module_name} failed: {type(error).__name__}: {error}"
@@ -206,6 +212,8 @@ def _from_module(spec: str, name: str) -> ModelSpec:
 
 
 def _of(spec: str, value: Any) -> ModelSpec:
+    if inspect.isbuiltin(value):
+        raise SpecError(f"{spec} is a built-in function; expected a model or a function that returns one.")
     if not isinstance(value, nn.Module) and callable(value):
         value = _built(spec, value)
     parts = value if isinstance(value, tuple) else (value,)
@@ -223,6 +231,8 @@ def _built(spec: str, build: Callable[[], Any]) -> Any:
     try:
         torch.manual_seed(0)
         return build()
+    except SystemExit as stop:
+        raise SpecError(f"{spec} ends the program (exit {stop.code!r}); expected a model.") from stop
     except Exception as error:
         needs = ""
         if isinstance(error, TypeError) and "required" in str(error):
@@ -243,6 +253,11 @@ def _library(module: str, package: str) -> Any:
     except ImportError as error:
         raise SpecError(
             f"{package} cannot be imported: {error}. Install it with: pip install {package}"
+        ) from error
+    except Exception as error:  # a torchvision built for another torch raises what torch raises
+        raise SpecError(
+            f"{package} cannot be imported: {type(error).__name__}: {error}. Install what is built for "
+            f"torch {torch.__version__}: pip install --upgrade {package} torchvision"
         ) from error
 
 

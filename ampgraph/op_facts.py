@@ -140,7 +140,9 @@ def mask_slots(target: OpOverload) -> tuple[str, ...]:
 @cache
 def rounds_once(target: OpOverload) -> bool:
     """Whether the low kernel equals the float32 kernel with its result rounded."""
-    return _listed(kernel_data.ROUNDS_ONCE, target)
+    return _listed(kernel_data.ROUNDS_ONCE, target) or (
+        VERSION < (2, 14) and _listed(kernel_data.ROUNDS_ONCE_BEFORE_2_14, target)
+    )
 
 
 @cache

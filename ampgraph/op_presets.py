@@ -58,6 +58,7 @@ TORCH_OTHERS = (
         "torch autocast: lower_precision_fp, registered with its backend",
         "cudnn_convolution cudnn_convolution_transpose _cudnn_rnn",
     ),
+    Rows("black", "torch autocast: fp32, registered beside the macros", "linalg_matrix_sqrth"),
     Rows(
         "white",
         "torch autocast: redispatches to a lower_precision_fp op",

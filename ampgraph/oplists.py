@@ -26,6 +26,7 @@ from ampgraph.errors import PolicyError, did_you_mean
 from ampgraph.op_data import Rows
 from ampgraph.op_facts import lookup_names
 from ampgraph.op_predicates import PREDICATES
+from ampgraph.op_versions import is_in_torch, where_it_is
 
 from ._compat import OpOverload, OpOverloadPacket, all_op_names
 
@@ -272,7 +273,9 @@ def _make(rules: Mapping[str, OpRule], expression: str, preset_name: str = "") -
 
 
 def _from_rows(rows: Iterable[Rows]) -> dict[str, OpRule]:
-    return _merge((f"aten.{name}", _rule(row)) for row in rows for name in row.ops.split())
+    return _merge(
+        (f"aten.{name}", _rule(row)) for row in rows for name in row.ops.split() if is_in_torch(name)
+    )
 
 
 def _with_unlisted(rows: Iterable[Rows], reason: str) -> dict[str, OpRule]:
@@ -326,7 +329,8 @@ def _checked_name(op: OpName) -> str:
         return name
     aten = f"aten.{name.rpartition('.')[2]}"  # of torch.nn.functional.gelu, torch.gelu
     near = f" Did you mean {aten!r}?" if _exists(aten) else did_you_mean(name, _known_names())
-    raise PolicyError(f"torch has no op {op!r}.{near}")
+    elsewhere = where_it_is(name.removeprefix("aten.")) if name.startswith("aten.") else ""
+    raise PolicyError(f"torch has no op {op!r}{elsewhere and f' ({elsewhere} has)'}.{near}")
 
 
 def _exists(name: str) -> bool:

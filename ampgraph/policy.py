@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
+from os import PathLike
 from typing import Any
 
 import torch
@@ -117,19 +118,31 @@ class Policy:
         object.__setattr__(self, "rules", _Rules(self.rules))
 
     @classmethod
-    def of(cls, policy: Policy | str | None, dtype: torch.dtype | str | None = None) -> Policy:
-        """Accepts a policy, a level's name or None; ``dtype`` fills in the policy's own.
+    def of(
+        cls, policy: Policy | str | PathLike[str] | None, dtype: torch.dtype | str | None = None
+    ) -> Policy:
+        """Returns the policy that a user wrote; ``dtype`` fills in the policy's own.
+
+        Args:
+            policy: A policy, a level's name (``"O1"``), a peer's (``"torch"``: its op lists under the rule of
+                ``torch.autocast``), the path of a file that `to_json` filled, or None for the default.
+            dtype: The low dtype, or its name.
 
         Raises:
-            PolicyError: Not a policy, or ``dtype`` contradicts the policy's.
+            PolicyError: There is no such policy, the file is none, or ``dtype`` contradicts the policy's.
         """
+        from .policy_file import policy_named
+
         dtype = low_dtype_of(dtype)
         if policy is None:
             return cls(dtype=dtype)
-        if isinstance(policy, str):
-            return cls(level=policy, dtype=dtype)
+        if isinstance(policy, (str, PathLike)):
+            policy = policy_named(policy)
         if not isinstance(policy, cls):
-            raise PolicyError(f"policy must be a Policy or one of {LEVELS}, got {type(policy).__name__}.")
+            raise PolicyError(
+                f"policy must be a Policy, a name ({', '.join(LEVELS)}, torch ..) or a policy file's path, "
+                f"got {type(policy).__name__}."
+            )
         if dtype is None or dtype == policy.dtype:
             return policy
         if policy.dtype is not None:

@@ -1,16 +1,19 @@
-"""A policy as plain data and as JSON: nothing is evaluated, every key is checked."""
+"""Policies by name, as plain data and as JSON: nothing is evaluated, every key is checked."""
 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
+from os import PathLike
+from pathlib import Path
 from typing import Any
 
 from .errors import PolicyError, did_you_mean
 from .loss_scale import DynamicLossScale, LossScale, NoLossScale, StaticLossScale
-from .oplists import OpClass, OpLists
-from .policy import Policy
+from .oplists import PRESETS, OpClass, OpLists
+from .policy import LEVELS, Policy
 
 _LOSS_SCALES: dict[str, type] = {
     "none": NoLossScale,
@@ -18,6 +21,42 @@ _LOSS_SCALES: dict[str, type] = {
     "dynamic": DynamicLossScale,
 }
 _CLASSES = tuple(cls.value for cls in OpClass)
+
+
+def policy_named(name: str | PathLike[str]) -> Policy:
+    """Returns the policy of a level, of a peer or of a JSON file; a path object is always a file's.
+
+    Raises:
+        PolicyError: There is none of that name, or the file is no policy.
+    """
+    if name in LEVELS:
+        return Policy(str(name))
+    if name in PRESETS:
+        return Policy(ops=OpLists.preset(str(name)), placement="autocast")
+    path = os.fspath(name)
+    if isinstance(path, str) and (path is not name or _looks_like_a_file(path)):
+        return _policy_in(path)
+    known = (*LEVELS, *PRESETS)
+    hint = did_you_mean(str(name), known)
+    raise PolicyError(f"there is no policy {name!r}; legal: {', '.join(known)}, or a .json file.{hint}")
+
+
+def _looks_like_a_file(name: str) -> bool:
+    return name.lower().endswith(".json") or os.path.basename(name) != name
+
+
+def _policy_in(path: str) -> Policy:
+    try:
+        return policy_from_json(read_text(path))
+    except PolicyError as error:
+        raise PolicyError(f"{path}: {error}") from error
+    except (OSError, ValueError) as error:  # a path that is none, bytes that are no text
+        raise PolicyError(f"{path}: {getattr(error, 'strerror', None) or error}") from error
+
+
+def read_text(path: str) -> str:
+    """Returns a file's text; a byte order mark, which editors write, is no part of it."""
+    return Path(path).read_text(encoding="utf-8-sig")
 
 
 def policy_to_dict(policy: Policy) -> dict[str, Any]:
@@ -87,7 +126,7 @@ def _ops_from_dict(data: object) -> OpLists:
             raise PolicyError(f"policy: ops: {cls!r} must be a list of op names, got {names!r}.")
     OpLists(**lists)  # an op in two classes is an error
     preset = given.get("preset", "default")
-    ops = OpLists.preset(preset) if preset else OpLists()
+    ops = OpLists() if preset == "" else OpLists.preset(preset)
     # A packet moves all its overloads, so those that go elsewhere come after it.
     for depth in (1, 2):
         for cls, names in lists.items():

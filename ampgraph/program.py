@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from os import PathLike
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ def export(
     args: tuple,
     kwargs: dict[str, Any] | None = None,
     *,
-    policy: Policy | str | None = None,
+    policy: Policy | str | PathLike[str] | None = None,
     dtype: torch.dtype | str | None = None,
     dynamic_shapes: Any = None,
     explicit_casts: bool = False,
@@ -41,7 +42,7 @@ def export(
         model: The source model, or a converted one, whose source and policy are then taken; not changed.
         args: Example positional arguments.
         kwargs: Example keyword arguments.
-        policy: A `Policy`, a level's name, or None for O1.
+        policy: As for `ampgraph.convert`.
         dtype: The low dtype, or its name; fills in the policy's.
         dynamic_shapes: As for ``torch.export.export``.
         explicit_casts: Whether to write out as casts what ATen's kernels convert by themselves (a sum of both
@@ -55,8 +56,8 @@ def export(
     if isinstance(model, AmpModule):
         policy = model.policy if policy is None else policy
         model = _source_of(model)
-    program = capture_program(model, args, kwargs, dynamic_shapes)
     chosen = Policy.of(policy, dtype)
+    program = capture_program(model, args, kwargs, dynamic_shapes)
     stores_low = chosen.level == "O3" and not model.training
     return convert_program(program, chosen, explicit_casts, stores_low)
 

@@ -36,7 +36,7 @@ class Notes:
     def say(self, text: str) -> None:
         """Says one line."""
         if not self.quiet:
-            print(f"ampgraph: {printable(text)}", file=sys.stderr, flush=True)
+            print(encodable(f"ampgraph: {printable(text)}", sys.stderr), file=sys.stderr, flush=True)
 
     def timed(self, what: str, work: Callable[[], T]) -> T:
         """Does some work, and says before it what it is and after it how long it took."""
@@ -55,6 +55,17 @@ def wants_colour(choice: str, stream: TextIO, environment: Mapping[str, str] = o
     if choice != "auto":
         return choice == "always"
     return stream.isatty() and not environment.get("NO_COLOR") and environment.get("TERM") != "dumb"
+
+
+def encodable(text: str, stream: TextIO) -> str:
+    """Returns the text with what ``stream`` cannot encode written out: names of modules may hold anything."""
+    encoding = getattr(stream, "encoding", None) or "utf-8"
+    return text.encode(encoding, "backslashreplace").decode(encoding)
+
+
+def discard_output() -> None:
+    """Sends what standard output still holds nowhere, so that the end of the program does not fail on it."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def coloured(text: str) -> str:

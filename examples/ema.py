@@ -39,8 +39,8 @@ def train() -> tuple[ampgraph.AmpModule, dict[str, nn.Module], list[torch.Tensor
     averages["torch"].update_parameters(amp)  # the first call copies
     try:
         from timm.utils import ModelEmaV3
-    except ModuleNotFoundError:
-        pass
+    except (ImportError, RuntimeError) as error:  # RuntimeError: a torchvision built for another torch
+        print(f"without timm's ModelEmaV3, since timm cannot be imported: {error}")
     else:
         averages["timm"] = ModelEmaV3(amp, decay=DECAY)
     by_hand = [parameter.detach().clone() for parameter in amp.parameters()]

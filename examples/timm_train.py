@@ -12,11 +12,18 @@ from __future__ import annotations
 import contextlib
 
 import torch
-from timm import create_model
-from timm.optim import create_optimizer_v2
-from timm.scheduler import create_scheduler_v2
-from timm.utils import ModelEmaV3, NativeScaler, dispatch_clip_grad
 from torch.nn import functional as F
+
+try:
+    from timm import create_model
+    from timm.optim import create_optimizer_v2
+    from timm.scheduler import create_scheduler_v2
+    from timm.utils import ModelEmaV3, NativeScaler, dispatch_clip_grad
+except (ImportError, RuntimeError) as error:  # RuntimeError: a torchvision built for another torch
+    raise SystemExit(
+        f"{error}: install timm, and torchvision as built for torch {torch.__version__}: "
+        "pip install timm torchvision"
+    ) from error
 
 EPOCHS, UPDATES, BATCH, CLASSES = 3, 6, 8, 4
 

@@ -95,7 +95,7 @@ class PropagatePins(Pass):
             if not any(fnmatchcase(name, pattern) for name in known):
                 raise PolicyError(
                     f"rule {pattern!r} matches no module and no node of the model."
-                    + did_you_mean(pattern, known)
+                    + did_you_mean(pattern.rstrip(".*"), known)
                 )
 
     def run(self, graph_module: GraphModule) -> bool:

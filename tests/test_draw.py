@@ -245,11 +245,16 @@ def test_a_path_needs_a_suffix(amp: ampgraph.AmpModule, tmp_path: Path) -> None:
         ampgraph.draw(amp, tmp_path / "model")
 
 
-@needs_renderer
 def test_unknown_format(amp: ampgraph.AmpModule, tmp_path: Path) -> None:
-    with pytest.raises(AmpGraphError, match=r"could not make 'nonsense'.* common are svg, png and pdf"):
-        ampgraph.draw(amp, tmp_path / "model.nonsense")
+    with pytest.raises(AmpGraphError, match=r"'\.svgg' is no format; common are \.svg, .* mean '\.svg'"):
+        ampgraph.draw(amp, tmp_path / "model.svgg")
     assert not list(tmp_path.iterdir())
+
+
+@needs_renderer
+def test_format_that_is_not_built_in() -> None:
+    with pytest.raises(AmpGraphError, match=r"could not make 'nonsense'.* common are svg, png and pdf"):
+        render.render("digraph {}", "nonsense")
 
 
 ROUTES = {

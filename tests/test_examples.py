@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import re
 import subprocess
 import sys
@@ -20,8 +21,10 @@ from torch import nn
 
 import ampgraph
 from ampgraph.testing import assert_dtype
+from tests.zoo._images import allow_torchvision
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
+BROKEN = 'raise RuntimeError("operator torchvision::nms does not exist")'
 FP16, BF16 = torch.float16, torch.bfloat16
 
 
@@ -35,6 +38,12 @@ def load(name: str, *needs: str) -> Any:
     sys.modules[spec.name] = module  # torch 2.11's Dynamo imports what it inlines
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture
+def timm_can_be_imported() -> None:
+    """Also where the installed torchvision was built for another torch."""
+    allow_torchvision()
 
 
 def near(low: float, exact: float, relative: float) -> None:
@@ -96,6 +105,7 @@ def test_plain_loop(tmp_path: Path) -> None:
     assert all(map(torch.equal, model.parameters(), again[0].parameters()))
 
 
+@pytest.mark.usefixtures("timm_can_be_imported")
 def test_timm_train() -> None:
     example = load("timm_train", "timm")
     figures = example.main()
@@ -107,6 +117,17 @@ def test_timm_train() -> None:
         near(run["first loss"], exact["first loss"], torch.finfo(dtype).eps)
         near(run["last loss"], exact["last loss"], off)
         assert run["accuracy"] == run["accuracy EMA"] == exact["accuracy"] == 1.0
+
+
+def test_an_example_says_in_one_line_what_to_install(tmp_path: Path) -> None:
+    (tmp_path / "timm.py").write_text(BROKEN)
+    command = [sys.executable, EXAMPLES / "timm_train.py"]
+    found = subprocess.run(
+        command, capture_output=True, text=True, timeout=120, env={**os.environ, "PYTHONPATH": str(tmp_path)}
+    )
+    assert found.returncode == 1
+    assert found.stderr.count("\n") == 1
+    assert "torchvision::nms does not exist: install timm, and torchvision as built for torch" in found.stderr
 
 
 def test_the_backend_is_found_by_name_without_an_import() -> None:
@@ -121,6 +142,7 @@ assert torch.equal(found, model.bfloat16()(x.bfloat16()).float())
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
+@pytest.mark.usefixtures("timm_can_be_imported")
 def test_timm_task_compiles_by_name() -> None:
     """As the script does since timm 1.0.2x, the averaged model included."""
     task_module = pytest.importorskip("timm.task")
@@ -161,6 +183,7 @@ def test_lightning_module() -> None:
     check_training(example.main(), untrained=example.fit(epochs=1).callback_metrics["loss"].item())
 
 
+@pytest.mark.usefixtures("timm_can_be_imported")
 def test_ema() -> None:
     example = load("ema")
     figures = example.main()

@@ -67,6 +67,9 @@ def test_unknown_mode_is_refused_at_once(args):
         ampgraph.convert(model, args, backend="inductor", mode="max-autotun")
     with pytest.raises(PolicyError, match="backend='eager' takes none"):
         ampgraph.convert(model, args, backend="eager", mode="reduce-overhead")
+    for backend in ("aot_eager_decomp_partition", lambda graph_module, inputs: graph_module):
+        with pytest.raises(PolicyError, match="takes none"):
+            ampgraph.convert(model, args, backend=backend, mode="reduce-overhead")
     with pytest.raises(PolicyError, match="mode='max-autotun'"):
         ampgraph.convert_blocks(nn.Sequential(model), "0", backend="inductor", mode="max-autotun")
 
@@ -74,5 +77,7 @@ def test_unknown_mode_is_refused_at_once(args):
 def test_mode_without_a_backend_is_for_devices_whose_default_is_inductor():
     """So that one line does for a GPU and a laptop; on a CPU the default is eager."""
     model = nn.Linear(8, 8)
-    amp = ampgraph.convert(model, (X,), dtype=BF16, mode="reduce-overhead")
+    with pytest.warns(UserWarning, match="'reduce-overhead'.* has no effect here.* cpu is 'eager'") as warned:
+        amp = ampgraph.convert(model, (X,), dtype=BF16, mode="reduce-overhead")
+    assert warned[0].filename == __file__
     assert (amp.options.backend, amp.options.mode) == ("eager", None)

@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from ampgraph import kernel_data, op_facts
+from ampgraph._compat import VERSION
+from ampgraph.op_versions import VERSIONS, is_in_torch, where_it_is
 
 aten = torch.ops.aten
 LOW = (torch.float16, torch.bfloat16)
@@ -26,6 +28,7 @@ def table_names() -> set[str]:
         kernel_data.PROMOTES,
         kernel_data.DTYPE_ARG,
         kernel_data.ROUNDS_ONCE,
+        kernel_data.ROUNDS_ONCE_BEFORE_2_14,
         kernel_data.FP32_ONLY,
         kernel_data.ANY_SLOTS,
         *kernel_data.FP32_ONLY_ON.values(),
@@ -34,8 +37,28 @@ def table_names() -> set[str]:
 
 
 @pytest.mark.parametrize("name", sorted(table_names()))
-def test_every_row_names_an_op(name):
-    find(name)
+def test_every_row_names_an_op_of_the_torch_that_it_says(name):
+    if is_in_torch(name):
+        find(name)
+        return
+    with pytest.raises(AttributeError):
+        find(name)
+
+
+@pytest.mark.parametrize("name", VERSIONS)
+def test_versions_are_those_of_the_installed_torch(name):
+    assert hasattr(torch.ops.aten, name) is is_in_torch(name)
+
+
+def test_versions_are_half_open_ranges():
+    assert [is_in_torch("qr", v) for v in ((2, 13), (2, 14))] == [True, False]
+    assert [is_in_torch("linalg_polar.out", v) for v in ((2, 13), (2, 14))] == [False, True]
+    assert is_in_torch("linalg_qr", (2, 11))
+    assert (where_it_is("qr"), where_it_is("linalg_polar"), where_it_is("mm")) == (
+        "torch < 2.14",
+        "torch >= 2.14",
+        "",
+    )
 
 
 @pytest.mark.parametrize("table", [kernel_data.FP32_SLOTS, kernel_data.FOLLOW_SLOTS, kernel_data.ANY_SLOTS])
@@ -186,8 +209,13 @@ def every_value(dtype: torch.dtype) -> torch.Tensor:
     return values[values.isfinite()]
 
 
+ROUNDS_ONCE = kernel_data.ROUNDS_ONCE | (
+    kernel_data.ROUNDS_ONCE_BEFORE_2_14 if VERSION < (2, 14) else frozenset()
+)
+
+
 @pytest.mark.parametrize("low", LOW)
-@pytest.mark.parametrize("name", sorted(kernel_data.ROUNDS_ONCE - REDUCING.keys()))
+@pytest.mark.parametrize("name", sorted(ROUNDS_ONCE - REDUCING.keys()))
 def test_pointwise_kernel_rounds_once(name, low):
     op, x = find(name), every_value(low)
     assert_same(op(x), op(x.float()).to(low))
@@ -250,7 +278,23 @@ def refused_arguments(name: str) -> tuple:
     return (SPD,)
 
 
-@pytest.mark.parametrize("name", sorted(kernel_data.FP32_ONLY | kernel_data.FP32_ONLY_ON["cpu"]))
+@pytest.mark.skipif(VERSION < (2, 14), reason="torch.polar refuses low dtypes")
+def test_polar_has_a_low_kernel_whose_result_few_ops_take():
+    """It stays in float32: torch calls complex32 experimental."""
+    low = torch.ones(2, dtype=torch.float16)
+    assert torch.polar(low, low).dtype == torch.complex32
+    assert op_facts.fp32_only(torch.ops.aten.polar.default, "cpu", torch.float16)
+
+
+# torch.polar has a test of its own where it takes low dtypes.
+REFUSING = sorted(
+    name
+    for name in kernel_data.FP32_ONLY | kernel_data.FP32_ONLY_ON["cpu"]
+    if is_in_torch(name) and (name != "polar" or VERSION < (2, 14))
+)
+
+
+@pytest.mark.parametrize("name", REFUSING)
 def test_no_low_kernel_means_an_error_on_cpu(name):
     op, arguments = find(name), refused_arguments(name)
     keywords = {"upper": True} if name == "linalg_solve_triangular" else {}

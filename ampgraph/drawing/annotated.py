@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from torch.fx import GraphModule, Node
 
 from .. import graph_view as view
-from ..errors import AmpGraphError
+from ..errors import AmpGraphError, did_you_mean
 from ..module import AmpModule
 from ..passes import Workspace
 from ..plan import META_KEY, Plan
@@ -104,7 +104,8 @@ def to_networkx(amp: AmpModule | GraphModule, graph: str = "forward") -> nx.DiGr
 def annotated(amp: AmpModule | GraphModule, graph: str = "forward") -> Annotated:
     """Returns `to_networkx`'s graph with the scopes of its nodes."""
     if graph not in GRAPHS:
-        raise AmpGraphError(f"graph={graph!r}: expected {', '.join(map(repr, GRAPHS))}.")
+        hint = did_you_mean(str(graph), GRAPHS)
+        raise AmpGraphError(f"graph={graph!r}: expected {', '.join(map(repr, GRAPHS))}.{hint}")
     name = view.graph_name(amp)
     if graph == "forward":
         return _annotated(*_forward(amp), name)

@@ -7,13 +7,13 @@ from pathlib import Path
 
 from torch.fx import GraphModule
 
-from ..errors import AmpGraphError
+from ..errors import AmpGraphError, did_you_mean
 from ..module import AmpModule
 from .annotated import annotated
 from .dot import dot_text
 from .page import page
 from .picture import Picture, fitting, picture
-from .render import can_render, render
+from .render import FORMATS, can_render, render
 
 TEXT_SUFFIXES = (".dot", ".gv")
 PAGE_SUFFIXES = (".html", ".htm")
@@ -61,10 +61,8 @@ def draw(
             such graph; nothing is written.
     """
     path = Path(path)
-    if not path.suffix:
-        hint = f"try {path.name + '.svg'!r}"
-        raise AmpGraphError(f"draw: {str(path)!r} has no suffix that tells the format; {hint}.")
-    source, suffix = annotated(amp, graph), path.suffix.lower()
+    suffix = format_suffix(path)
+    source = annotated(amp, graph)
     if depth is None and suffix in PAGE_SUFFIXES:
         shown = fitting(source, PAGE_SIZE, focus, highlight, plumbing)
     else:
@@ -73,6 +71,27 @@ def draw(
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(data)
     return path
+
+
+def format_suffix(path: Path) -> str:
+    """Returns the suffix that tells a picture's format, in lower case.
+
+    Raises:
+        AmpGraphError: There is none, or it is no format's.
+    """
+    if "\0" in str(path):
+        raise AmpGraphError(f"draw: {str(path)!r}: a path has no null byte.")
+    if not path.suffix:
+        hint = f"try {path.name + '.svg'!r}"
+        raise AmpGraphError(f"draw: {str(path)!r} has no suffix that tells the format; {hint}.")
+    suffix = path.suffix.lower()
+    legal = (*PAGE_SUFFIXES, *TEXT_SUFFIXES, *(f".{name}" for name in FORMATS))
+    if suffix in legal:
+        return suffix
+    raise AmpGraphError(
+        f"draw: {str(path)!r}: {suffix!r} is no format; common are .svg, .png, .pdf, .html and .dot."
+        + did_you_mean(suffix, legal)
+    )
 
 
 def to_dot(

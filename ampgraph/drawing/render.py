@@ -13,6 +13,13 @@ INSTALL = (
     "`pip install pygraphviz`, whose wheels bring Graphviz, or `pip install graphviz` and the `dot` program; "
     ".html and .dot need neither"
 )
+# Those of Graphviz' formats that are files; which of them it was built with, it says itself.
+_FORMATS = """
+    svg svgz svg_inline png pdf ps ps2 eps jpg jpeg jpe gif bmp wbmp webp tif tiff ico avif heif heic jp2
+    json json0 dot_json xdot xdot1.2 xdot1.4 xdot_json plain plain-ext canon cmap cmapx cmapx_np imap imap_np
+    ismap fig gd gd2 pct pct2 pic pict pov psd sgi tga tk vml vmlz vrml vt kitty kittyz
+"""
+FORMATS = tuple(_FORMATS.split())
 
 
 def can_render() -> bool:

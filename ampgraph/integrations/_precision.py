@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from os import PathLike
 from typing import Any
 
 import torch
@@ -36,7 +37,7 @@ class PrecisionMixin:
 
     def __init__(
         self,
-        policy: Policy | str | None = None,
+        policy: Policy | str | PathLike[str] | None = None,
         dtype: torch.dtype | None = None,
         blocks: Which | tuple[Which, ...] | None = None,
         backend: str | Callable | None = None,
