@@ -73,6 +73,16 @@ def times(path: str, found: Sequence[Repeat]) -> int:
     return product
 
 
+def representative(path: str, found: Sequence[Repeat]) -> str:
+    """Returns the module path in the layers that stand for others which a path corresponds to."""
+    for repeat in found:
+        number = repeat.number_of(path)
+        if number is not None:
+            inside = path.removeprefix(_child(repeat.parent, number))
+            path = _child(repeat.parent, repeat.first) + inside
+    return path
+
+
 def _runs(parent: str, layers: dict[int, list[Hashable]]) -> list[Repeat]:
     """Returns runs of two or more consecutive numbers with equal rows."""
     numbers = sorted(layers)

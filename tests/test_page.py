@@ -17,6 +17,7 @@ from torch import nn
 import ampgraph
 from ampgraph.drawing import look
 from ampgraph.drawing.annotated import annotated
+from ampgraph.drawing.dearest import dearest_casts
 from ampgraph.drawing.page import page
 from ampgraph.drawing.picture import picture
 
@@ -342,3 +343,19 @@ def test_readers_of_one_tensor_share_a_line(browser: Any, tmp_path: Path) -> Non
     )
     assert len(starts) > 1
     assert len(set(starts)) == 1
+
+
+@needs_browser
+def test_the_dearest_casts_are_listed_and_lead_there(browser: Any, tmp_path: Path) -> None:
+    amp = masked()
+    browser.open(ampgraph.draw(amp, tmp_path / "model.html", depth=1))
+    listed = dearest_casts(picture(annotated(amp)))
+    rows = "[...document.querySelectorAll('#casts button')].map((row) => row.lastChild.textContent)"
+    assert browser.evaluate(rows) == [dear.words for dear in listed]
+    row = next(i for i, dear in enumerate(listed) if len(dear.casts) > 1)
+    for cast in (*listed[row].casts, listed[row].casts[0]):
+        browser.click(f"#casts button:nth-child({row + 1})")
+        assert browser.evaluate("document.querySelector('.node.picked').dataset.name") == cast
+        first = "document.querySelector('.node.picked text').textContent"
+        assert browser.evaluate(first) == f"#{row + 1} cast to f16"
+    assert browser.errors == []

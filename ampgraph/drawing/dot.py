@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
 from ..tables import printable
 from . import look
+from .dearest import dearest_casts, lines, ranks
 from .picture import Arc, Box, Counts, Picture, box_id, is_single
 from .scopes import GUARD, MODULE, PLUMBING, Part, Scope
 
 _Style = dict[str, str]
+# Of more edges than this out of one node, each label is written once.
+FAN = 3
 
 
 def dot_text(picture: Picture) -> str:
@@ -27,13 +31,18 @@ class _Writer:
         self.picture = picture
         self.graph = picture.graph
         self.entries: dict[str, _Style] = {}  # of the legend: what occurs
+        self.dearest = dearest_casts(picture)
+        self.ranks = ranks(self.dearest)
+        self.readers = Counter(arc.source for arc in picture.arcs)
+        self.told: set[tuple[str, str]] = set()
 
     def lines(self) -> Iterator[str]:
         graph, counts = self.graph, self.picture.root.counts
         heading = look.title(graph.graph["name"], graph.graph["low_dtype"], counts, self.picture.focus)
+        listed = ["dearest casts:", *lines(self.dearest)] if self.dearest else []
         yield f"digraph {_quoted(graph.graph['name'])} {{"
         yield (
-            f"  graph [rankdir=TB label={_quoted(heading)} labelloc=t labeljust=l "
+            f"  graph [rankdir=TB label={_left_aligned([heading, *listed])} labelloc=t labeljust=l "
             'fontname="Helvetica" fontsize=11 nodesep=0.2 ranksep=0.35];'
         )
         yield '  node [shape=box style="rounded,filled" fontname="Helvetica" fontsize=10 margin="0.08,0.04"];'
@@ -80,6 +89,8 @@ class _Writer:
     def _node_style(self, name: str, scope: Scope, alone_in: Box | None = None) -> _Style:
         data = self.graph.nodes[name]
         style = {"label": look.node_label(data, scope), "tooltip": look.node_tooltip(name, data)}
+        if name in self.ranks:
+            style["label"] = f"#{self.ranks[name]} {style['label']}"
         if alone_in:
             style["label"] += look.alone_in(alone_in)
         style |= self._look(data)
@@ -187,6 +198,8 @@ class _Writer:
         label = f"{arc.tensors} tensors" if several else "".join(arc.types)
         if "], " in label:  # an op with several results: the edges of those tell
             label = ""
+        if label and self._is_told(arc.source, label):
+            label = ""
         tip = ("widened inside the kernel: " if arc.widened else "") + "\n".join(arc.types)
         style = {"label": f"  {label}" if label else "", "tooltip": tip, "labeltooltip": tip}
         if arc.widened:
@@ -196,6 +209,12 @@ class _Writer:
             style |= {"style": "dotted", "constraint": "false"}
             self._seen("dotted edge: saved\nfor the backward", {"shape": "plaintext", "style": ""})
         return f"  {_quoted(arc.source)} -> {_quoted(arc.target)} [{_attributes(style)}];"
+
+    def _is_told(self, source: str, label: str) -> bool:
+        """Whether one edge out of many (a mask to each layer) has the label already."""
+        first = (source, label) not in self.told
+        self.told.add((source, label))
+        return self.readers[source] > FAN and not first
 
     def _seen(self, words: str, style: _Style) -> None:
         self.entries.setdefault(words, style)
@@ -240,6 +259,11 @@ def _statement(name: str, style: _Style) -> str:
 
 def _attributes(style: _Style, between: str = " ") -> str:
     return between.join(f"{key}={_quoted(value)}" for key, value in style.items())
+
+
+def _left_aligned(texts: list[str]) -> str:
+    """Returns lines as one label, each at the left border."""
+    return '"' + "".join(_quoted(text)[1:-1] + "\\l" for text in texts) + '"'
 
 
 def _quoted(text: str) -> str:

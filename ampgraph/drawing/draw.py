@@ -37,7 +37,8 @@ def draw(
 
     Colour tells precision, purple trapezoids are casts with the bytes they read and write, edges carry dtype
     and shape, nested boxes are module calls. Guarded regions and the nodes of the loss scaling are marked. A
-    node's reason is its tooltip. The legend explains what occurs.
+    node's reason is its tooltip. The legend explains what occurs. The casts that move the most bytes are
+    listed, with their numbers in the picture; the same cast of repeated layers is one line.
 
     Args:
         amp: What `ampgraph.convert` returned, or a graph module whose nodes have ``meta["val"]``.

@@ -13,6 +13,7 @@ from typing import Any
 from .. import graph_view as view
 from ..tables import printable
 from . import look
+from .dearest import dearest_casts, ranks
 from .picture import Box, Picture, is_single
 from .scopes import PLUMBING
 
@@ -65,6 +66,10 @@ def _data(picture: Picture) -> dict[str, Any]:
     ]
     around = {name: box for box in (picture.root, *picture.root.all_boxes()) for name in box.nodes}
     nodes = [_node(name, graph.nodes[name], around.get(name)) for name in names]
+    listed = dearest_casts(picture)
+    for name, rank in ranks(listed).items():
+        own = nodes[index[name]]["lines"]
+        own[0] = f"#{rank} {own[0]}"
     highlighted = picture.highlighted
     return {
         "title": look.title(
@@ -76,6 +81,14 @@ def _data(picture: Picture) -> dict[str, Any]:
         "edges": edges,
         "highlighted": None if highlighted is None else [index[n] for n in names if n in highlighted],
         "legend": _legend(picture, nodes, edges),
+        "dearest": [
+            {
+                "size": view.human_bytes(dear.bytes),
+                "words": dear.words,
+                "nodes": [index[n] for n in dear.casts],
+            }
+            for dear in listed
+        ],
     }
 
 

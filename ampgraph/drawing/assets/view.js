@@ -385,6 +385,21 @@ function legend() {
   }
 }
 
+// A click goes to the cast; of equal ones in several layers, each click to the next.
+function dearest() {
+  byId("dearest").hidden = !data.dearest.length;
+  data.dearest.forEach((entry, i) => {
+    let at = -1;
+    const button = html(byId("casts"), "button");
+    html(button, "b", `#${i + 1}  ${entry.size}`);
+    html(button, "span", entry.words);
+    button.addEventListener("click", () => {
+      at = (at + 1) % entry.nodes.length;
+      reveal(nodes[entry.nodes[at]]);
+    });
+  });
+}
+
 byId("title").textContent = data.title;
 byId("fold").addEventListener("click", () => setAll(false));
 byId("unfold").addEventListener("click", () => setAll(true));
@@ -402,6 +417,7 @@ document.addEventListener("keydown", (event) => {
 const arrow = make(make(canvas, "defs"), "marker", {id: "arrow", viewBox: "0 0 8 8", refX: 8, refY: 4, markerWidth: 7, markerHeight: 7, markerUnits: "userSpaceOnUse", orient: "auto"});
 make(arrow, "path", {d: "M0,0L8,4L0,8z", fill: "#555"});
 legend();
+dearest();
 draw();
 fit(READABLE);
 document.body.dataset.ready = "true";

@@ -1,0 +1,81 @@
+"""The casts of a picture that move the most bytes, those of repeated layers together."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+from .. import graph_view as view
+from ..layers import repeats, representative
+from . import look
+from .picture import Picture
+
+# As many lines are listed beside a picture.
+LISTED = 10
+
+
+@dataclass(frozen=True)
+class Dear:
+    """One line of the list.
+
+    Attributes:
+        casts: Names of the casts: one, or the same one of each of several equal layers.
+        bytes: Bytes that they read and write together.
+        words: What is cast, to what, and how often.
+    """
+
+    casts: tuple[str, ...]
+    bytes: int
+    words: str
+
+
+def dearest_casts(picture: Picture) -> list[Dear]:
+    """Returns the dearest casts, by the bytes of all equal ones together; `LISTED` at most."""
+    graph = picture.graph
+    order = {name: number for number, name in enumerate(graph)}
+    casts = [name for name in picture.root.all_nodes() if graph.nodes[name]["kind"] == "cast"]
+    casts.sort(key=order.__getitem__)
+    found = repeats((graph.nodes[name]["module"], _look(picture, name)) for name in casts)
+    groups: dict[tuple[str, int], list[str]] = defaultdict(list)
+    seen: dict[str, int] = defaultdict(int)
+    for name in casts:
+        module = graph.nodes[name]["module"]
+        groups[representative(module, found), seen[module]].append(name)
+        seen[module] += 1
+    listed = [_dear(picture, names) for names in groups.values()]
+    return sorted(listed, key=lambda dear: -dear.bytes)[:LISTED]
+
+
+def ranks(listed: list[Dear]) -> dict[str, int]:
+    """Returns the place in the list of every cast in it, from 1."""
+    return {name: rank for rank, dear in enumerate(listed, 1) for name in dear.casts}
+
+
+def _look(picture: Picture, name: str) -> tuple[str, str, int, bool]:
+    data = picture.graph.nodes[name]
+    return data["dtype"], data["shape"], data["bytes"], data["is_parameter"]
+
+
+def _dear(picture: Picture, names: list[str]) -> Dear:
+    data = picture.graph.nodes[names[0]]
+    moved = sum(picture.graph.nodes[name]["bytes"] for name in names)
+    what = _source(picture, names[0])
+    if data["module"] and not data["is_parameter"]:
+        what += f" for {data['module']}"
+    times = f", {len(names)}x" if len(names) > 1 else ""
+    return Dear(tuple(names), moved, f"{what} to {look.short_dtype(data['dtype'])}{times}")
+
+
+def _source(picture: Picture, name: str) -> str:
+    """Returns the label of the tensor that a cast reads, itself or through a clamp."""
+    source = next(iter(picture.graph.predecessors(name)), name)
+    return _source(picture, source) if _is_clamp(picture, source) else picture.graph.nodes[source]["label"]
+
+
+def _is_clamp(picture: Picture, name: str) -> bool:
+    return picture.graph.nodes[name]["kind"] == "clamp"
+
+
+def lines(listed: list[Dear]) -> list[str]:
+    """Returns the list as lines of text."""
+    return [f"#{rank}  {view.human_bytes(dear.bytes)}: {dear.words}" for rank, dear in enumerate(listed, 1)]
