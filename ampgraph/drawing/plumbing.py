@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
-from typing import Any
-
-import networkx as nx
+from typing import TYPE_CHECKING, Any
 
 from .scopes import PLUMBING, Part, Scope
+
+if TYPE_CHECKING:
+    import networkx as nx
 
 FREE = "integers and masks"
 _EXACT = ("int", "uint", "bool")
@@ -20,6 +21,8 @@ def with_plumbing(graph: nx.DiGraph, scopes: Mapping[str, Scope]) -> dict[str, S
     What depends on no floating-point tensor of the model (positions, attention masks) is one region in each
     scope. What depends on one (routing, conditions) stays near it: connected ops are one region.
     """
+    import networkx as nx
+
     found = plumbing_ops(graph)
     bound = found & _from_floats(graph, found)
     words = dict.fromkeys(found, FREE)
@@ -51,6 +54,8 @@ def plumbing_ops(graph: nx.DiGraph) -> set[str]:
     An op is one if its results are integers, booleans or no tensors at all. A floating-point op is one if it
     is made of plumbing, or of nothing, and only plumbing reads it: ``full`` before a comparison.
     """
+    import networkx as nx
+
     order = list(nx.topological_sort(graph))
     exact = {name for name in order if _is_exact(graph, name)}
     made_of = set(exact)
@@ -80,6 +85,8 @@ def _is_op(data: Mapping[str, Any]) -> bool:
 def _from_floats(graph: nx.DiGraph, plumbing: set[str]) -> set[str]:
     """Returns what depends on a floating-point input, parameter or op that is no plumbing."""
     found: set[str] = set()
+    import networkx as nx
+
     for name in nx.topological_sort(graph):
         dtype = graph.nodes[name]["dtype"]
         is_source = ("float" in dtype or "complex" in dtype) and name not in plumbing
