@@ -23,7 +23,6 @@ from .backends import choose_backend
 from .block_forward import BlockForward, converted_forward
 from .device import device_of
 from .errors import CaptureError, PolicyError, did_you_mean
-from .loss_scale import NoLossScale
 from .module import AmpModule
 from .options import Options
 from .policy import Policy
@@ -101,11 +100,7 @@ def convert_blocks(
     backend, mode = choose_backend(backend, mode, device)
     policy = Policy.of(policy, dtype)
     policy = policy.replace(dtype=policy.low_dtype(device))
-    if not policy.keep_io_dtypes and not isinstance(policy.active_loss_scale(), NoLossScale):
-        raise PolicyError(
-            "convert_blocks: keep_io_dtypes=False lets gradients between blocks underflow in float16; "
-            "leave it at True, or use bfloat16."
-        )
+    policy.check_outputs("convert_blocks")
     policies = _by_block(policy, model, paths)
     scaler = LossScaler(policy.active_loss_scale(), model, device)
     forwards = []

@@ -25,6 +25,9 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from ._compat import in_transform
+from .warn import warn_user
+
 
 class ScaleGradients(Function):
     """Identity whose backward multiplies by the scale; on the graph's outputs."""
@@ -37,6 +40,10 @@ class ScaleGradients(Function):
         needed = ctx.needs_input_grad[1:]
         ctx.mark_non_differentiable(*(v for v, n in zip(views, needed, strict=True) if not n))
         return views
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
+        return _copies(tangents[1:])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -60,6 +67,10 @@ class UnscaleGradients(Function):
         return views
 
     @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
+        return _copies(tangents[3:])
+
+    @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         given = [g for g in grads if g is not None]
         if not given:
@@ -78,21 +89,38 @@ class _Times(Function):
     and unscaled there. To count the factor here again would leave it 1/scale too small.
     """
 
+    generate_vmap_rule = True  # for torch.autograd.grad(is_grads_batched=True)
+
     @staticmethod
-    def forward(ctx: Any, factor: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.set_materialize_grads(False)
+    def forward(factor: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
         return tuple((t * factor).to(t.dtype) for t in tensors)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
+        ctx.set_materialize_grads(False)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         return None, *grads
 
 
+def _copies(tangents: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+    """Returns the tangents of what a forward returned unchanged; in memory of their own, as torch wants."""
+    return tuple(None if t is None else t.clone() for t in tangents)
+
+
+# An output is low only where the source's own is.
+_LOW_GRADIENT = (
+    "ampgraph: the model returns a float16 tensor, so its gradient is float16 before the loss scale is applied, "
+    "and what is below 6e-8 is lost. Return float32, x.float(), or compute the loss inside the model."
+)
 # What the backward graph computes here is told apart by these functions' names: see `role_of`.
 
 
 def scaled(grad: Tensor, scale: Tensor) -> Tensor:
     """Returns a gradient on its way in."""
+    if grad.dtype == torch.float16:
+        warn_user(_LOW_GRADIENT)
     if _counts_once():
         return _Times.apply(scale, grad)[0]
     return (grad * scale).to(grad.dtype)
@@ -102,7 +130,7 @@ def unscaled(grads: list[Tensor], inverse: Tensor) -> Sequence[Tensor]:
     """Returns gradients on their way out."""
     if _counts_once():
         return _Times.apply(inverse, *grads)
-    if any(g.is_sparse for g in grads):  # AOTAutograd has no such kernel
+    if in_transform() or any(g.is_sparse for g in grads):  # foreach has no rule for vmap, nor such a kernel
         return [g * inverse for g in grads]
     return torch._foreach_mul(grads, inverse)
 
@@ -118,7 +146,7 @@ def non_finite(tensors: Sequence[Tensor], slots: Sequence[int], size: int) -> Te
     if not given:
         return torch.zeros(size, device=tensors[0].device)
     values, slots = [t for t, _ in given], [slot for _, slot in given]
-    peaks = torch.stack(torch._foreach_norm(values, float("inf"))).detach()
+    peaks = torch.stack(_peaks(values)).detach()
     flags = (~peaks.isfinite()).to(torch.float32)
     # Slices and no index, which would have to travel to the device.
     pieces, first, end = [], 0, 0
@@ -129,6 +157,12 @@ def non_finite(tensors: Sequence[Tensor], slots: Sequence[int], size: int) -> Te
         first, end = first + length * count, slot + length
     pieces += [flags.new_zeros(size - end)] if size > end else []
     return torch.cat(pieces)
+
+
+def _peaks(values: list[Tensor]) -> Sequence[Tensor]:
+    if in_transform():  # foreach has no rule for vmap
+        return [torch.linalg.vector_norm(value, float("inf")) for value in values]
+    return torch._foreach_norm(values, float("inf"))
 
 
 def _runs(slots: Sequence[int]) -> Iterator[tuple[int, int, int]]:
@@ -174,8 +208,12 @@ class ShadowWeight(Function):
 
     @staticmethod
     def forward(ctx: Any, parameter: Tensor, shadow: Tensor) -> Tensor:
-        ctx.dtype = parameter.dtype
+        ctx.dtype, ctx.low = parameter.dtype, shadow.dtype
         return shadow.detach()
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor | None, _: Tensor | None) -> Tensor | None:
+        return None if tangent is None else tangent.to(ctx.low)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:

@@ -91,6 +91,7 @@ def convert(
     check_wrappers(source, just_in_time)
     device = device_of(source, device_of_tensors((args, dict(kwargs or {}))))
     policy = policy.replace(dtype=policy.low_dtype(device))
+    policy.check_outputs("convert")
     backend, mode = choose_backend(backend, mode, device)
     if args is not None and not isinstance(args, tuple):
         args = (args,)

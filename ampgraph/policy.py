@@ -71,7 +71,8 @@ class Policy:
             read and write), ``"cast_bytes"`` or ``"casts"``.
         loss_scale: `NoLossScale`, `StaticLossScale` or `DynamicLossScale`. None means dynamic for
             float16 and none for bfloat16.
-        keep_io_dtypes: Whether graph outputs keep the dtypes of the source model.
+        keep_io_dtypes: Whether graph outputs keep the dtypes of the source model. False does not go with a
+            loss scale in float16: gradients of float16 outputs underflow before they are scaled.
         hazards: Whether values that rounding would spoil stay exact until a low op has fed them: positions,
             angles, and what ends in integers or booleans. Guards and rules stand above it, op lists below.
 
@@ -199,6 +200,20 @@ class Policy:
         if self.loss_scale is not None:
             return self.loss_scale
         return DynamicLossScale() if self.dtype == torch.float16 and self.level != "O0" else NoLossScale()
+
+    def check_outputs(self, caller: str) -> None:
+        """Raises where the gradients of outputs would be float16 before they are scaled.
+
+        Raises:
+            PolicyError: They would; names the caller.
+        """
+        scales = not isinstance(self.active_loss_scale(), NoLossScale)
+        if self.keep_io_dtypes or self.dtype != torch.float16 or not scales:
+            return
+        raise PolicyError(
+            f"{caller}: keep_io_dtypes=False gives float16 outputs, whose gradients underflow before they are "
+            "scaled; leave it at True, use bfloat16, or say loss_scale=ampgraph.NoLossScale() (inference)."
+        )
 
     def __repr__(self) -> str:
         default = {f.name: getattr(_DEFAULT, f.name) for f in fields(self)} if _DEFAULT else {}

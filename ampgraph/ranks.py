@@ -21,10 +21,9 @@ def is_distributed() -> bool:
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
-def group_of_wrapper() -> ProcessGroup | None:
-    """Returns the process group of the DistributedDataParallel whose forward runs now, if one does."""
-    wrapper = active_data_parallel() if is_distributed() else None
-    return None if wrapper is None else wrapper.process_group
+def active_wrapper() -> DistributedDataParallel | None:
+    """Returns the DistributedDataParallel whose forward runs now, if one does."""
+    return active_data_parallel() if is_distributed() else None
 
 
 def groups_of(tensors: Iterable[Tensor]) -> list[ProcessGroup]:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ._compat import expects_uneven_inputs, is_in_backward
 from .boundary import non_finite
 from .errors import PolicyError
 from .loop_watch import LoopWatch
@@ -30,13 +31,14 @@ from .loss_scale import (
 )
 from .optimizer_step import attached_step, step_unless_bad, stepping
 from .overflow import Overflow, OverflowLog
-from .ranks import group_of_wrapper, groups_of, join, local
+from .ranks import active_wrapper, groups_of, join, local
 from .scale_state import ScaleState
 from .slots import ParameterSlots
 from .warn import warn_user
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+    from torch.nn.parallel import DistributedDataParallel
 
 
 class LossScaler:
@@ -63,7 +65,7 @@ class LossScaler:
         self._overflows = OverflowLog(self.names)
         self._watch = LoopWatch(model)
         self._at_boundary: set[int | None] = set()
-        self._wrapper_group: ProcessGroup | None = None
+        self._wrapper: weakref.ref[DistributedDataParallel] | None = None
 
     # -- the loop --------------------------------------------------------------------------------
 
@@ -160,8 +162,9 @@ class LossScaler:
         self._watch.check(self.state.probe)
 
     def note_wrapper(self) -> None:
-        """Remembers the process group of the wrapper that calls the model now."""
-        self._wrapper_group = group_of_wrapper() or self._wrapper_group
+        """Remembers the wrapper that calls the model now."""
+        if (wrapper := active_wrapper()) is not None:
+            self._wrapper = weakref.ref(wrapper)
 
     def skips(self) -> bool:
         """Whether a step with non-finite gradients is left out."""
@@ -205,8 +208,12 @@ class LossScaler:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         slots = self._slots.of(parameters)
         mine = {slot for slot in slots if slot is not None}
-        flags = join(self._flags(parameters, slots), self._groups(parameters))
         probe = self.state.probe
+        if self._reads_gradients():
+            probe.grad = None if not is_in_backward() else probe.grad
+            flags = self._flags_of_gradients(zip(parameters, slots, strict=True))
+            return flags if self._is_uneven() else join(flags, self._groups(parameters))
+        flags = join(self._flags(parameters, slots), self._groups(parameters))
         if probe.grad is None:
             return flags
         if len(mine) >= len(self.names) or not mine:
@@ -216,6 +223,19 @@ class LossScaler:
         taken = torch.zeros_like(flags).index_copy(0, index, flags[index])
         probe.grad = flags.index_fill(0, index, 0)
         return taken
+
+    def _reads_gradients(self) -> bool:
+        """Whether the gradients themselves decide on a step, and the probe does not."""
+        # In a backward (an optimizer that steps as gradients arrive) the probe is not complete yet.
+        return is_in_backward() or self._is_uneven()
+
+    def _is_uneven(self) -> bool:
+        """Whether ranks may have run out of inputs, and so answer DistributedDataParallel alone.
+
+        The gradients that it has averaged are the same on all that are left, and so is what they decide.
+        """
+        wrapper = self._wrapper() if self._wrapper is not None else None
+        return wrapper is not None and self.process_groups is None and expects_uneven_inputs(wrapper)
 
     def _flags(self, parameters: list[Tensor], slots: list[int | None]) -> Tensor:
         """Returns the probe's flags, and those of gradients that no boundary has seen."""
@@ -243,8 +263,8 @@ class LossScaler:
         if self.process_groups is not None:
             return self.process_groups
         groups = groups_of(parameters)
-        if self._wrapper_group is not None:
-            groups.append(self._wrapper_group)
+        if (wrapper := self._wrapper and self._wrapper()) is not None:
+            groups.append(wrapper.process_group)
         return groups or None
 
     # -- state -----------------------------------------------------------------------------------
@@ -291,7 +311,7 @@ class LossScaler:
             "_attached": [],
             "_stepped": [],
             "process_groups": None,
-            "_wrapper_group": None,
+            "_wrapper": None,
         }
 
     def move(self, device: torch.device) -> None:

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 import ampgraph
-from ampgraph import OpLists, Policy
+from ampgraph import NoLossScale, OpLists, Policy
 from ampgraph.passes import ClassifyOps, PlaceCasts, PropagatePins, run_passes, workspace
 from tests.autocast_entries import RUNS_IN, Entry, cast, entries
 
@@ -50,7 +50,8 @@ class CopiesFirst(torch.nn.Module):
 
 
 def policy(lists: OpLists, placement: str, low: torch.dtype) -> Policy:
-    return Policy(ops=lists, dtype=low, placement=placement, keep_io_dtypes=False)
+    options = {"keep_io_dtypes": False, "loss_scale": NoLossScale()}
+    return Policy(ops=lists, dtype=low, placement=placement, **options)
 
 
 def without_planned_only(listed: list[Entry]) -> list[Entry]:

@@ -91,6 +91,16 @@ def active_data_parallel() -> DistributedDataParallel | None:
     return DistributedDataParallel._get_active_ddp_module()
 
 
+def expects_uneven_inputs(wrapper: DistributedDataParallel) -> bool:
+    """Whether the wrapper is inside its ``join()``, where ranks may run out of inputs before others."""
+    return bool(wrapper._join_config.enable)
+
+
+def is_in_backward() -> bool:
+    """Whether autograd runs a backward in this thread."""
+    return torch._C._current_graph_task_id() != -1
+
+
 def path_inside_wrappers(module: torch.nn.Module) -> str:
     """Returns the path to what activation wrappers and ``torch.compile`` wrap; empty for any other module.
 
