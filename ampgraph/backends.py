@@ -35,7 +35,14 @@ from .rewrite import rewrite
 from .scale_state import STATE_NAMES
 from .scaler import LossScaler
 from .shadow import ShadowWeights
-from .variant import Timing, boundary_pass, copy_graph, has_low, shadowed_parameters
+from .variant import (
+    Timing,
+    boundary_pass,
+    copy_graph,
+    has_low,
+    shadowed_parameters,
+    warn_about_float16_outputs,
+)
 from .warn import warn_user
 
 Record = Callable[[fx.GraphModule, Plan, AotGraphs, Timing], None]
@@ -138,6 +145,7 @@ def _add_boundary(
         passes.append(boundary_pass(extra.scaler, values, (added[0], added[1], added[2])))
     if not run_passes(graph_module, tuple(passes)).modified:
         graph_module.recompile()  # for the new inputs
+    warn_about_float16_outputs(graph_module.graph)
     return [node.meta["val"] for node in graph_module.graph.find_nodes(op="placeholder")[: len(added)]]
 
 

@@ -25,8 +25,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from ._compat import in_transform
-from .warn import warn_user
+from ._compat import is_batched
 
 
 class ScaleGradients(Function):
@@ -40,10 +39,6 @@ class ScaleGradients(Function):
         needed = ctx.needs_input_grad[1:]
         ctx.mark_non_differentiable(*(v for v, n in zip(views, needed, strict=True) if not n))
         return views
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
-        return _copies(tangents[1:])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -67,10 +62,6 @@ class UnscaleGradients(Function):
         return views
 
     @staticmethod
-    def jvp(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
-        return _copies(tangents[3:])
-
-    @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         given = [g for g in grads if g is not None]
         if not given:
@@ -78,7 +69,8 @@ class UnscaleGradients(Function):
         true = unscaled(given, ctx.inverse)
         slots = [int(s) for s, g in zip(ctx.slots.split(), grads, strict=True) if g is not None]
         results = iter(true)
-        flags = non_finite(true, slots, ctx.size)
+        # A batch of gradients goes to torch.autograd.grad alone, which adds nothing up in the probe.
+        flags = None if _is_batched(given) else non_finite(true, slots, ctx.size)
         return flags, None, None, *(None if g is None else next(results) for g in grads)
 
 
@@ -89,38 +81,21 @@ class _Times(Function):
     and unscaled there. To count the factor here again would leave it 1/scale too small.
     """
 
-    generate_vmap_rule = True  # for torch.autograd.grad(is_grads_batched=True)
-
     @staticmethod
-    def forward(factor: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
-        return tuple((t * factor).to(t.dtype) for t in tensors)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
+    def forward(ctx: Any, factor: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
+        return tuple((t * factor).to(t.dtype) for t in tensors)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         return None, *grads
 
 
-def _copies(tangents: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-    """Returns the tangents of what a forward returned unchanged; in memory of their own, as torch wants."""
-    return tuple(None if t is None else t.clone() for t in tangents)
-
-
-# An output is low only where the source's own is.
-_LOW_GRADIENT = (
-    "ampgraph: the model returns a float16 tensor, so its gradient is float16 before the loss scale is applied, "
-    "and what is below 6e-8 is lost. Return float32, x.float(), or compute the loss inside the model."
-)
 # What the backward graph computes here is told apart by these functions' names: see `role_of`.
 
 
 def scaled(grad: Tensor, scale: Tensor) -> Tensor:
     """Returns a gradient on its way in."""
-    if grad.dtype == torch.float16:
-        warn_user(_LOW_GRADIENT)
     if _counts_once():
         return _Times.apply(scale, grad)[0]
     return (grad * scale).to(grad.dtype)
@@ -130,7 +105,7 @@ def unscaled(grads: list[Tensor], inverse: Tensor) -> Sequence[Tensor]:
     """Returns gradients on their way out."""
     if _counts_once():
         return _Times.apply(inverse, *grads)
-    if in_transform() or any(g.is_sparse for g in grads):  # foreach has no rule for vmap, nor such a kernel
+    if any(g.is_sparse for g in grads) or _is_batched(grads):  # AOTAutograd or vmap have no such kernel
         return [g * inverse for g in grads]
     return torch._foreach_mul(grads, inverse)
 
@@ -146,7 +121,7 @@ def non_finite(tensors: Sequence[Tensor], slots: Sequence[int], size: int) -> Te
     if not given:
         return torch.zeros(size, device=tensors[0].device)
     values, slots = [t for t, _ in given], [slot for _, slot in given]
-    peaks = torch.stack(_peaks(values)).detach()
+    peaks = torch.stack(torch._foreach_norm(values, float("inf"))).detach()
     flags = (~peaks.isfinite()).to(torch.float32)
     # Slices and no index, which would have to travel to the device.
     pieces, first, end = [], 0, 0
@@ -159,10 +134,9 @@ def non_finite(tensors: Sequence[Tensor], slots: Sequence[int], size: int) -> Te
     return torch.cat(pieces)
 
 
-def _peaks(values: list[Tensor]) -> Sequence[Tensor]:
-    if in_transform():  # foreach has no rule for vmap
-        return [torch.linalg.vector_norm(value, float("inf")) for value in values]
-    return torch._foreach_norm(values, float("inf"))
+def _is_batched(tensors: Sequence[Tensor]) -> bool:
+    """Whether vmap runs: ``torch.autograd.grad(is_grads_batched=True)``, ``jacobian(vectorize=True)``."""
+    return not torch.compiler.is_compiling() and any(map(is_batched, tensors))
 
 
 def _runs(slots: Sequence[int]) -> Iterator[tuple[int, int, int]]:
@@ -208,12 +182,8 @@ class ShadowWeight(Function):
 
     @staticmethod
     def forward(ctx: Any, parameter: Tensor, shadow: Tensor) -> Tensor:
-        ctx.dtype, ctx.low = parameter.dtype, shadow.dtype
+        ctx.dtype = parameter.dtype
         return shadow.detach()
-
-    @staticmethod
-    def jvp(ctx: Any, tangent: Tensor | None, _: Tensor | None) -> Tensor | None:
-        return None if tangent is None else tangent.to(ctx.low)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:

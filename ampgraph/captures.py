@@ -103,16 +103,16 @@ class Captures:
         """
         if self._options.just_in_time:
             raise CaptureError(
-                f"{self._name}: torch.compile's front end captures nothing inside a transform of torch.func; "
-                "pass example inputs to ampgraph.convert."
+                f"{self._name}: torch.compile's front end captures nothing inside a transform of torch.func or "
+                "forward-mode AD; pass example inputs to ampgraph.convert."
             )
         signature = signature_of(args, kwargs)
         if variant := self._known(args, kwargs, signature, self._flags()):
             return variant
         raise CaptureError(
             f"{self._name} is not captured for tensors of the sizes {list(signature.shapes)} and cannot be "
-            "inside a transform of torch.func: call the converted model once, outside, with such tensors "
-            "(under vmap those of one sample)."
+            "inside a transform of torch.func or forward-mode AD: call the converted model once, outside, "
+            "with such tensors (under vmap those of one sample)."
         )
 
     def add(self, graph_module: fx.GraphModule, plan: Plan, aot: AotGraphs, timing: Timing) -> None:

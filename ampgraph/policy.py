@@ -211,8 +211,8 @@ class Policy:
         if self.keep_io_dtypes or self.dtype != torch.float16 or not scales:
             return
         raise PolicyError(
-            f"{caller}: keep_io_dtypes=False gives float16 outputs, whose gradients underflow before they are "
-            "scaled; leave it at True, use bfloat16, or say loss_scale=ampgraph.NoLossScale() (inference)."
+            f"{caller}: keep_io_dtypes=False gives float16 outputs, whose gradients underflow before they "
+            "are scaled; leave it at True, use bfloat16, or say loss_scale=ampgraph.NoLossScale() (inference)."
         )
 
     def __repr__(self) -> str:

@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 from ._compat import outside_transforms
+from .boundary import scale_gradients
 from .lowering import AotGraphs, compiled
 from .options import Options
 from .passes import ExplicitCasts, Pass, ReadShadows, ScaleLoss, run_passes
@@ -20,6 +21,7 @@ from .passes.shadow import casts_of
 from .plan import Plan
 from .scaler import LossScaler
 from .shadow import ShadowWeights
+from .warn import warn_user
 from .written import Writes
 
 
@@ -142,6 +144,7 @@ class Variant:
         object.__setattr__(graph_module, "_amp", self.scaler.state)
         object.__setattr__(graph_module, "_shadows", self.shadows)
         run_passes(graph_module, tuple(passes))
+        warn_about_float16_outputs(graph_module.graph)
         return graph_module
 
 
@@ -176,6 +179,16 @@ def boundary_pass(
         if slot is not None:
             slots.append((name, slot))
     return ScaleLoss(tuple(slots), size, state) if state else ScaleLoss(tuple(slots), size)
+
+
+def warn_about_float16_outputs(graph: fx.Graph) -> None:
+    """Tells of outputs that are float16 in the source: nothing scales their gradients in time."""
+    scaled = graph.find_nodes(op="call_function", target=scale_gradients)
+    if any(node.args[1].meta["val"].dtype == torch.float16 for node in scaled):
+        warn_user(
+            "ampgraph: the model returns a float16 tensor, so its gradient is float16 before the loss scale "
+            "is applied, and what is below 6e-8 is lost. Return float32, x.float(), or compute the loss inside."
+        )
 
 
 def _attributes(graph_module: fx.GraphModule) -> Iterator[tuple[str, object]]:

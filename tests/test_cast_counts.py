@@ -252,7 +252,8 @@ def test_paddle_o1_call_counts():
 
 def test_paddle_o2_call_counts():
     """Paddle's outputs are low and its parameters too; a clear relu between low ops is low here."""
-    policy = {"ops": OpLists.paddle("O2"), "level": "O2", "keep_io_dtypes": False, "loss_scale": NoLossScale()}
+    policy = {"ops": OpLists.paddle("O2"), "level": "O2", "keep_io_dtypes": False}
+    policy["loss_scale"] = NoLossScale()
     amp = convert(PaddleNet(), torch.randn(2, 1, 6, 6), **policy)
     assert low_calls(amp) == {"conv": 1, "add": 2, "relu": 1, "matmul": 1, "softmax": 1, "mean": 1}
 

@@ -277,3 +277,34 @@ def test_a_gradient_of_one_is_too_large_for_the_first_scale() -> None:
     assert not gradient().isfinite().any()
     expected = model.weight.sum(0).expand(2, 4)
     torch.testing.assert_close(gradient(loss_scale=NoLossScale()), expected, rtol=0.01, atol=0.01)
+
+
+def test_a_float16_output_does_not_go_with_a_loss_scale() -> None:
+    policy = Policy(dtype=torch.float16, keep_io_dtypes=False)
+    model, x = nn.Linear(4, 4), torch.randn(2, 4)
+    for args in ((x,), None):
+        with pytest.raises(ampgraph.PolicyError, match=r"convert: keep_io_dtypes=False .* underflow"):
+            ampgraph.convert(model, args, policy=policy)
+    for legal in (policy.replace(loss_scale=NoLossScale()), policy.replace(dtype=torch.bfloat16)):
+        assert ampgraph.convert(model, (x,), policy=legal)(x).dtype == legal.dtype
+
+
+@pytest.mark.parametrize("just_in_time", [False, True])
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_source_that_returns_float16_is_told_that_its_gradients_underflow(backend, just_in_time) -> None:
+    class Half(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.linear(x).half()
+
+    x = torch.randn(2, 4)
+    args = None if just_in_time else (x,)
+    amp = ampgraph.convert(Half(), args, policy=Policy(dtype=torch.float16), backend=backend)
+    with torch.no_grad():
+        amp(x)
+    with pytest.warns(UserWarning, match="returns a float16 tensor") as told:
+        amp(x).float().sum().backward()
+    assert told[0].filename == __file__

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import torch
 from torch.amp import autocast_mode
+from torch.autograd import forward_ad
 from torch.autograd.grad_mode import _enter_inference_mode, _exit_inference_mode
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
 from torch.nn.parallel import DistributedDataParallel
@@ -75,8 +76,14 @@ def _has_modes() -> bool:
 
 
 def in_transform() -> bool:
-    """Whether the code runs inside ``torch.func.grad``, ``vmap`` or another of torch's transforms."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
+    """Whether the code runs inside ``torch.func.grad``, ``vmap``, forward-mode AD or another transform."""
+    return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
+
+
+def is_batched(tensor: torch.Tensor) -> bool:
+    """Whether the tensor is one of vmap's, or of the older vmap behind ``is_grads_batched=True``."""
+    functorch = torch._C._functorch
+    return functorch.is_legacy_batchedtensor(tensor) or functorch.is_batchedtensor(tensor)
 
 
 def outside_transforms() -> contextlib.AbstractContextManager:
