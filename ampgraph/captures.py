@@ -103,8 +103,8 @@ class Captures:
         """
         if self._options.just_in_time:
             raise CaptureError(
-                f"{self._name}: torch.compile's front end captures nothing inside a transform of torch.func or "
-                "forward-mode AD; pass example inputs to ampgraph.convert."
+                f"{self._name}: torch.compile's front end captures nothing inside a transform of torch.func "
+                "or forward-mode AD; pass example inputs to ampgraph.convert."
             )
         signature = signature_of(args, kwargs)
         if variant := self._known(args, kwargs, signature, self._flags()):

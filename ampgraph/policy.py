@@ -212,7 +212,7 @@ class Policy:
             return
         raise PolicyError(
             f"{caller}: keep_io_dtypes=False gives float16 outputs, whose gradients underflow before they "
-            "are scaled; leave it at True, use bfloat16, or say loss_scale=ampgraph.NoLossScale() (inference)."
+            "are scaled; leave it at True, use bfloat16, or say loss_scale=ampgraph.NoLossScale()."
         )
 
     def __repr__(self) -> str:
