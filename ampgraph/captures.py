@@ -12,13 +12,14 @@ from torch import fx, nn
 from torch.export import Dim, ExportedProgram, ShapesCollection
 from torch.utils._pytree import tree_leaves
 
-from .capture import capture_program, distinct, unlift
+from .capture import Reads, capture_program, distinct, unlift
 from .device import device_of
 from .errors import CaptureError, NoGraphError
 from .gate import gate_of
 from .lowering import AotGraphs
 from .options import Options
 from .plan import Plan
+from .python_state import PythonState
 from .rewrite import rewrite
 from .scaler import LossScaler
 from .shadow import ShadowWeights
@@ -26,6 +27,7 @@ from .signature import Signature, accepted_shapes, changed_dims, fits, signature
 from .stored import StoredLow
 from .structure import Structure
 from .variant import Timing, Variant
+from .warn import warn_user
 from .written import writes_of
 
 log = logging.getLogger("ampgraph")
@@ -59,6 +61,7 @@ class Captures:
         self._variants: dict[tuple[Flags, Hashable], list[Variant]] = {}
         self._current: Variant | None = None
         self._current_flags: Flags = ()
+        self._told: set[str] = set()
 
     def __iter__(self) -> Iterator[Variant]:
         """All so far; with graph breaks, one call runs several."""
@@ -141,7 +144,7 @@ class Captures:
         for variant in self._variants.get((flags, signature.kind), ()):
             if not fits(variant.shapes, signature.shapes):
                 continue
-            if variant.writes is None or variant.writes.allows(args, kwargs):
+            if variant.fits(args, kwargs):
                 self._current, self._current_flags = variant, flags
                 return variant
         return None
@@ -151,31 +154,54 @@ class Captures:
         self._scaler.move(device_of(self._source))  # it may have been converted without values
         start = time.perf_counter()
         with self._stored.as_float32():
-            program = self._export(args, kwargs, signature, variants)
+            program, reads = self._export(args, kwargs, signature, variants)
             variant = self._rewrite(program, signature, time.perf_counter() - start)
-            variant.writes = writes_of(variant.graph_module, args, kwargs)
+        variant.state = PythonState(self._source, reads, args, kwargs)
+        variant.writes = writes_of(variant.graph_module, args, kwargs)
         if self._options.policy.level == "O3":
             self._store_low(variant)
         variants.append(variant)
         self._variants[(flags, signature.kind)] = variants
         self._current, self._current_flags = variant, flags
+        self._warn_about(reads)
         self._warn_if_many(flags)
         return variant
 
     def _export(
         self, args: tuple, kwargs: dict, signature: Signature, variants: list[Variant]
+    ) -> tuple[ExportedProgram, Reads]:
+        """Captures; in the caller's grad mode if forward asks for it."""
+        reads = Reads(self._source)
+        program = self._export_in(args, kwargs, signature, variants, reads, gradients=True)
+        if reads.asks_for_gradients and not torch.is_grad_enabled():
+            program = self._export_in(args, kwargs, signature, variants, reads, gradients=False)
+        return program, reads
+
+    def _export_in(
+        self,
+        args: tuple,
+        kwargs: dict,
+        signature: Signature,
+        variants: list[Variant],
+        reads: Reads,
+        gradients: bool,
     ) -> ExportedProgram:
         dynamic_shapes = self._options.dynamic_shapes
-        if variants and dynamic_shapes is None:
+        if dynamic_shapes is not None:
+            # Only the first is what the user asked for, unless sizes were not what changed.
+            is_other_size = variants and not any(fits(v.shapes, signature.shapes) for v in variants)
+            given = None if is_other_size else dynamic_shapes
+            return capture_program(self._source, args, kwargs, given, reads, gradients)
+        if variants:
             args, kwargs = distinct(args, kwargs)  # sizes are noted by tensor object
             dims = changed_dims(signature.shapes, [v.seen for v in variants])
             try:
                 shapes = _dynamic(args, kwargs, dims)
                 dynamic = shapes.dynamic_shapes(self._source, args, kwargs)
-                return capture_program(self._source, args, kwargs, dynamic)
+                return capture_program(self._source, args, kwargs, dynamic, reads, gradients)
             except (CaptureError, ValueError) as error:
                 log.info("capturing with static shapes: %s", error)
-        return capture_program(self._source, args, kwargs, dynamic_shapes if not variants else None)
+        return capture_program(self._source, args, kwargs, None, reads, gradients)
 
     def _rewrite(self, program: ExportedProgram, signature: Signature, capture_seconds: float) -> Variant:
         options = self._options
@@ -205,14 +231,30 @@ class Captures:
         for parameter in freed:
             parameter.data = parameter.data.to(self._options.low_dtype)
 
-    def _warn_if_many(self, flags: Flags) -> None:
-        if sum(len(v) for (seen, _), v in self._variants.items() if seen == flags) == MANY_CAPTURES:
-            log.warning(
-                "%s was captured %d times for different shapes or values; pass dynamic_shapes to "
-                "ampgraph.convert, and as tensors the numbers that change.",
-                self._name,
-                MANY_CAPTURES,
+    def _warn_about(self, reads: Reads) -> None:
+        """Tells once which state forward carries from call to call: a graph does not."""
+        paths = reads.paths()
+        lost = [paths[key] for key in reads.lost if paths[key] not in self._told]
+        self._told.update(lost)
+        if lost:
+            warn_user(
+                f"{self._name}: forward reads {', '.join(lost)} and sets it for the next call. A captured graph "
+                "keeps the value that it had at capture and sets nothing. Keep it in a buffer, or convert "
+                "without example inputs."
             )
+
+    def _warn_if_many(self, flags: Flags) -> None:
+        variants = [v for (seen, _), found in self._variants.items() if seen == flags for v in found]
+        if len(variants) != MANY_CAPTURES:
+            return
+        changed = sorted({path for v in variants if v.state for path in v.state.changed()})
+        log.warning(
+            "%s was captured %d times for different shapes or values%s; pass dynamic_shapes to "
+            "ampgraph.convert, and as tensors the numbers that change.",
+            self._name,
+            MANY_CAPTURES,
+            f" ({', '.join(changed)})" if changed else "",
+        )
 
 
 def _dynamic(args: tuple, kwargs: dict[str, Any], dims: list[set[int]]) -> ShapesCollection:

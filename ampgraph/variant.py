@@ -19,6 +19,7 @@ from .passes import ExplicitCasts, Pass, ReadShadows, ScaleLoss, run_passes
 from .passes.alias import written_memory
 from .passes.shadow import casts_of
 from .plan import Plan
+from .python_state import PythonState
 from .scaler import LossScaler
 from .shadow import ShadowWeights
 from .warn import warn_user
@@ -51,6 +52,7 @@ class Variant:
         constants: Tensors that only the capture knows, by attribute name.
         timing: What making it took.
         shadows: The model's shadow weights, at levels that have them.
+        state: The Python state that it was captured in; None for just-in-time graphs.
         writes: Which memory it writes that the caller sees, if any.
         aot: What AOTAutograd made of it, on a backend that tells.
     """
@@ -64,12 +66,19 @@ class Variant:
     constants: dict[str, torch.Tensor] = field(default_factory=dict)
     timing: Timing = Timing()  # noqa: RUF009
     shadows: ShadowWeights | None = None
+    state: PythonState | None = None
     writes: Writes | None = None
     aot: AotGraphs = field(default_factory=AotGraphs)
     _graphs: dict[tuple[bool, bool], fx.GraphModule] = field(default_factory=dict)
     _runners: dict[tuple[bool, bool], Callable] = field(default_factory=dict)
     _explicit: fx.GraphModule | None = None
     _lock: threading.RLock = field(default_factory=threading.RLock, repr=False)
+
+    def fits(self, args: tuple, kwargs: dict[str, Any]) -> bool:
+        """Whether the model still is what was captured, and the arguments share no other memory."""
+        if self.state is not None and not self.state.fits(args, kwargs):
+            return False
+        return self.writes is None or self.writes.allows(args, kwargs)
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the graph; with gradients on, the one with the boundary."""

@@ -22,7 +22,9 @@ from .._compat import errors_raised_not_logged, no_ambient_autocast, no_saved_te
 from ..errors import CaptureError
 from ..warn import warn_user
 from .arguments import distinct
+from .batch_norm import with_cumulative_average
 from .inference_mode import traced_as_no_grad
+from .reads import Reads, recorded
 
 # torch.fx.traceback keeps its state in globals.
 capture_lock = threading.RLock()
@@ -78,7 +80,12 @@ _HINTS = (
 
 
 def capture_program(
-    model: nn.Module, args: tuple, kwargs: dict[str, Any] | None = None, dynamic_shapes: Any = None
+    model: nn.Module,
+    args: tuple,
+    kwargs: dict[str, Any] | None = None,
+    dynamic_shapes: Any = None,
+    reads: Reads | None = None,
+    gradients: bool = True,
 ) -> ExportedProgram:
     """Captures ``model`` whole for the given example inputs.
 
@@ -87,6 +94,8 @@ def capture_program(
         args: Example positional arguments; only their structure, shapes, dtypes and devices matter.
         kwargs: Example keyword arguments.
         dynamic_shapes: As for ``torch.export.export``.
+        reads: Takes down which Python state forward reads.
+        gradients: The grad mode to capture in.
 
     Raises:
         CaptureError: The model cannot be captured for these inputs; names the user's source line.
@@ -102,7 +111,14 @@ def capture_program(
             dynamic_shapes = dynamic_shapes.dynamic_shapes(model, args, kwargs)
         args, kwargs = distinct(args, kwargs)
         watching = _warn_about_custom_functions(type(model).__name__)
-        with capturing(), traced_as_no_grad(is_capturing_here), _DataIsDetach(), watching:
+        with (
+            capturing(gradients),
+            traced_as_no_grad(is_capturing_here),
+            with_cumulative_average(is_capturing_here),
+            _DataIsDetach(reads),
+            watching,
+            recorded(reads, is_capturing_here),
+        ):
             program = torch.export.export(model, args, kwargs, dynamic_shapes=dynamic_shapes, strict=False)
     except Exception as error:
         _check_arguments(model, args, kwargs, error)
@@ -125,24 +141,34 @@ def _complete_users(graph: fx.Graph) -> None:
 
 
 class _DataIsDetach(TorchFunctionMode):
-    """Captures ``x.data``, which tracing does not see, as ``x.detach()``: the same memory, no gradients."""
+    """Captures ``x.data``, which tracing does not see, as ``x.detach()``: the same memory, no gradients.
+
+    Notes who asks for ``x.requires_grad``.
+    """
 
     _read = torch.Tensor.data.__get__  # type: ignore[attr-defined]
+    _asked = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
+
+    def __init__(self, reads: Reads | None = None) -> None:
+        super().__init__()
+        self._reads = reads
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
         # Dynamo, which captures the bodies of torch.cond, cannot compare functions; it sees ``data`` itself.
         if not torch.compiler.is_dynamo_compiling() and func == self._read:
             return args[0].detach()
+        if self._reads is not None and func == self._asked:
+            self._reads.note_gradients()
         return func(*args, **(kwargs or {}))
 
 
 @contextlib.contextmanager
-def capturing() -> Iterator[None]:
-    """The state in which a capture runs: metadata kept, gradients on, nothing ambient, one at a time."""
+def capturing(gradients: bool = True) -> Iterator[None]:
+    """The state in which a capture runs: metadata kept, grad mode set, nothing ambient, one at a time."""
     with (
         capture_lock,
         fx_traceback.preserve_node_meta(),
-        torch.enable_grad(),
+        torch.set_grad_enabled(gradients),
         no_ambient_autocast(),
         no_saved_tensor_hooks(),
         errors_raised_not_logged(is_capturing_here),

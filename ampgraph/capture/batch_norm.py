@@ -1,0 +1,45 @@
+"""Batch norm with a cumulative average (``momentum=None``), captured.
+
+torch's own forward makes a Python number of the count of batches, which no capture can hold.
+``torch.optim.swa_utils.update_bn`` and stochastic weight averaging set that momentum for a while.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+
+@contextlib.contextmanager
+def with_cumulative_average(is_capturing: Callable[[], bool]) -> Iterator[None]:
+    """Keeps the count of batches a tensor, in threads that are capturing."""
+    original = _BatchNorm.forward
+
+    def forward(self: _BatchNorm, input: torch.Tensor) -> torch.Tensor:
+        if self.momentum is None and self.training and self.track_running_stats and is_capturing():
+            return _averaging(self, input)
+        return original(self, input)
+
+    _BatchNorm.forward = forward  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        _BatchNorm.forward = original  # type: ignore[method-assign]
+
+
+def _averaging(norm: _BatchNorm, input: torch.Tensor) -> torch.Tensor:
+    """Normalizes by the batch, whose statistics with momentum 1 are its own, and moves the averages."""
+    norm._check_input_dim(input)
+    if norm.running_mean is None or norm.running_var is None or norm.num_batches_tracked is None:
+        return nn.functional.batch_norm(input, None, None, norm.weight, norm.bias, True, 0.0, norm.eps)
+    norm.num_batches_tracked.add_(1)
+    mean, var = torch.zeros_like(norm.running_mean), torch.zeros_like(norm.running_var)
+    result = nn.functional.batch_norm(input, mean, var, norm.weight, norm.bias, True, 1.0, norm.eps)
+    share = norm.num_batches_tracked.to(mean.dtype).reciprocal()
+    norm.running_mean.lerp_(mean, share)
+    norm.running_var.lerp_(var, share)
+    return result

@@ -1,0 +1,162 @@
+"""What Python state a model's forward reads while it is captured: plain attributes, grad mode.
+
+A graph keeps the values that forward saw. Recorded at capture, they can be compared at a call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..source_face import SourceFace
+from .containers import copied, has_plain_leaves, is_container, same
+
+_TORCH = str(Path(torch.__file__).parent)
+_OURS = str(Path(__file__).parents[1])
+# What every module has: parameters, hooks, the training mode.
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+Key = tuple[int, str]
+
+
+class Reads:
+    """Which attributes of which modules forward reads, and whether it asks for gradients.
+
+    Attributes:
+        modules: The modules that are watched, by ``id``.
+        attributes: What was read before it was set, and a copy of the value where it is plain.
+        carried: What was read and then set to something else: state that forward carries from call to call.
+        lost: Of that, what is no tensor; torch.export warns of those.
+        asks_for_gradients: Whether the model's code read the grad mode, or a tensor's ``requires_grad``.
+    """
+
+    def __init__(self, source: nn.Module) -> None:
+        self.modules = {id(m): m for m in map(_seen_by_forward, source.modules())}
+        self._source = source
+        self.attributes: dict[Key, object] = {}
+        self.carried: set[Key] = set()
+        self.lost: dict[Key, None] = {}
+        self.asks_for_gradients = False
+        self._set_first: set[Key] = set()
+
+    def note_read(self, module: nn.Module, name: str, value: object) -> None:
+        key = id(module), name
+        if key in self.attributes or key in self._set_first or key[0] not in self.modules:
+            return
+        is_settled = has_plain_leaves(value)
+        if is_settled or name in vars(module):  # not methods, nor what is computed from other attributes
+            self.attributes[key] = copied(value) if is_settled else value
+
+    def note_set(self, module: nn.Module, name: str, value: object) -> None:
+        key = id(module), name
+        if key[0] not in self.modules:
+            return
+        if key not in self.attributes:
+            self._set_first.add(key)
+        elif not same(self.attributes[key], value):
+            self.note_carried(key, value)
+
+    def note_carried(self, key: Key, value: object) -> None:
+        self.carried.add(key)
+        if not isinstance(value, torch.Tensor):
+            self.lost[key] = None
+
+    def paths(self) -> dict[Key, str]:
+        """Returns the attributes that were read as a user writes them, from the model on."""
+        names = {id(_seen_by_forward(m)): name for name, m in self._source.named_modules()}
+        return {key: f"{names[key[0]]}.{key[1]}".lstrip(".") for key in self.attributes}
+
+    def note_gradients(self) -> None:
+        """Notes that grad mode was read, if by the model's code: torch's own asks to choose a kernel."""
+        frame = sys._getframe(2)
+        while frame.f_code.co_name == "__torch_function__" and frame.f_back:
+            frame = frame.f_back
+        self.asks_for_gradients |= not frame.f_code.co_filename.startswith((_TORCH, _OURS))
+
+
+def _seen_by_forward(module: nn.Module) -> nn.Module:
+    """Returns the source of a converted model: its attributes are the ones that forward reads."""
+    return module.source if isinstance(module, SourceFace) else module
+
+
+@contextlib.contextmanager
+def recorded(reads: Reads | None, is_capturing: Callable[[], bool]) -> Iterator[None]:
+    """Records in ``reads`` what forward reads, in threads that are capturing; leaves attributes as they were."""
+    if reads is None:
+        yield
+        return
+    set_attribute, asked = nn.Module.__setattr__, torch.is_grad_enabled
+    outer = vars(nn.Module).get("__getattribute__")  # a capture inside a capture
+
+    def watched_set(self: nn.Module, name: str, value: object) -> None:
+        if name not in _OF_EVERY_MODULE and is_capturing():
+            reads.note_set(self, name, value)
+        set_attribute(self, name, value)
+
+    before = {key: dict(vars(module)) for key, module in reads.modules.items()}
+    nn.Module.__setattr__ = watched_set  # type: ignore[method-assign]
+    nn.Module.__getattribute__ = _WatchedGet(outer, reads, is_capturing)  # type: ignore
+    torch.is_grad_enabled = _WatchedQuestion(asked, reads, is_capturing)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.is_grad_enabled = asked
+        if outer is None:
+            del nn.Module.__getattribute__
+        else:
+            nn.Module.__getattribute__ = outer  # type: ignore[method-assign]
+        nn.Module.__setattr__ = set_attribute  # type: ignore[method-assign]
+        _put_back(reads, before)
+
+
+def _put_back(reads: Reads, before: dict[int, dict[str, Any]]) -> None:
+    """Puts the model's own lists and dicts back, which torch.export replaces by copies."""
+    for key, attributes in before.items():
+        held = vars(reads.modules[key])
+        for name, value in attributes.items():
+            if not is_container(value) or held.get(name) is value:
+                continue
+            if same(held.get(name), value):
+                held[name] = value
+            elif (key, name) in reads.attributes:
+                reads.note_carried((key, name), value)
+
+
+class _WatchedGet:
+    """``nn.Module.__getattribute__``; no function, since Dynamo takes modules with such a function apart."""
+
+    def __init__(self, outer: Any, reads: Reads, is_capturing: Callable[[], bool]) -> None:
+        self._outer = outer or object.__getattribute__
+        self._reads, self._is_capturing = reads, is_capturing
+
+    def __get__(self, module: nn.Module, owner: type | None = None) -> Callable[[str], Any]:
+        def get(name: str) -> Any:
+            value = self._outer.__get__(module)(name)
+            if name not in _OF_EVERY_MODULE and not name.startswith("__") and self._is_capturing():
+                self._reads.note_read(module, name, value)
+            return value
+
+        return get
+
+
+class _WatchedQuestion:
+    """``torch.is_grad_enabled``; equal to it, since Dynamo looks functions up in tables."""
+
+    def __init__(self, function: Callable[[], bool], reads: Reads, is_capturing: Callable[[], bool]) -> None:
+        self._function, self._reads, self._is_capturing = function, reads, is_capturing
+
+    def __call__(self) -> bool:
+        if self._is_capturing():
+            self._reads.note_gradients()
+        return self._function()
+
+    def __eq__(self, other: object) -> bool:
+        return other is self or other == self._function
+
+    def __hash__(self) -> int:
+        return hash(self._function)

@@ -1,0 +1,226 @@
+"""What forward reads from Python: a change after the capture is captured again, or told."""
+
+import contextlib
+import types
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from torch import nn
+
+import ampgraph
+from tests.helpers import close
+
+LOW = {"policy": "O1", "dtype": torch.bfloat16}
+X = torch.randn(6, 4)
+
+
+@dataclass
+class Rope:
+    base: float = 2.0
+
+
+@dataclass
+class Config:
+    scale: float = 3.0
+    powers: list = field(default_factory=lambda: [1.0, 2.0])
+    rope: Rope = field(default_factory=Rope)
+
+
+class Scaled(nn.Module):
+    """Multiplies by whatever the function finds in the module."""
+
+    of_class = 2.0
+
+    def __init__(self, factor=None):
+        super().__init__()
+        self.fc, self.factor = nn.Linear(4, 4), factor
+        self.temp, self.unread = 2.0, 1.0
+        self.some = {"a": 2.0, "b": [3.0, 4.0]}
+        self.config = Config()
+        self.space = types.SimpleNamespace(deep=types.SimpleNamespace(value=2.0))
+        self.table = torch.tensor([2.0])
+        self.act = torch.tanh
+
+    @property
+    def computed(self):
+        return self.temp * 2
+
+    def forward(self, x):
+        return self.fc(x) * self.factor(self) + self.act(x)
+
+
+FACTORS = {
+    "a number": (lambda m: m.temp, lambda m: setattr(m, "temp", 5.0)),
+    "a property": (lambda m: m.computed, lambda m: setattr(m, "temp", 5.0)),
+    "a flag": (lambda m: 2.0 if m.temp else 9.0, lambda m: setattr(m, "temp", None)),
+    "a dict": (lambda m: m.some["a"], lambda m: m.some.update(a=7.0)),
+    "a list in a dict": (lambda m: m.some["b"][1], lambda m: m.some["b"].append(m.some["b"].pop(0))),
+    "a config": (lambda m: m.config.scale, lambda m: setattr(m.config, "scale", 9.0)),
+    "a list in a config": (lambda m: m.config.powers[0], lambda m: m.config.powers.insert(0, 4.0)),
+    "a config in a config": (lambda m: m.config.rope.base, lambda m: setattr(m.config.rope, "base", 9.0)),
+    "another config": (lambda m: m.config.scale, lambda m: setattr(m, "config", Config(8.0))),
+    "a namespace": (lambda m: m.space.deep.value, lambda m: setattr(m.space.deep, "value", 9.0)),
+    "a tensor": (lambda m: m.table, lambda m: setattr(m, "table", torch.tensor([9.0]))),
+    "a function": (lambda m: 2.0, lambda m: setattr(m, "act", torch.exp)),
+    "of the class": (lambda m: m.of_class, lambda m: setattr(m, "of_class", 9.0)),
+    "by name": (lambda m: getattr(m, "te" + "mp"), lambda m: setattr(m, "temp", 5.0)),
+    "gone": (lambda m: getattr(m, "temp", 7.0), lambda m: delattr(m, "temp")),
+}
+
+
+@pytest.mark.parametrize("what", FACTORS)
+def test_a_changed_attribute_is_captured_again_once(what):
+    factor, change = FACTORS[what]
+    model = Scaled(factor)
+    amp = ampgraph.convert(model, (X,), **LOW)
+    close(amp(X), model(X))
+    change(model)
+    close(amp(X), model(X))
+    close(amp(X), model(X))
+    assert len(amp.graph_modules) == 2
+
+
+def test_what_is_set_back_is_not_captured_again():
+    model = Scaled(lambda m: m.temp)
+    amp = ampgraph.convert(model, (X,), **LOW)
+    for temp in (2.0, 5.0, 2.0, 5.0, 2.0):
+        amp.temp = temp
+        close(amp(X), model(X))
+    assert len(amp.graph_modules) == 2
+
+
+def test_what_forward_does_not_read_is_not_watched():
+    model = Scaled(lambda m: m.temp)
+    amp = ampgraph.convert(model, (X,), **LOW)
+    for step in range(3):
+        model.unread = model.epoch = step
+        amp(X)
+    assert len(amp.graph_modules) == 1
+
+
+@pytest.mark.parametrize("attribute", ["some", "config"])
+def test_capture_leaves_the_models_own_objects_in_place(attribute):
+    model = Scaled(lambda m: m.some["a"])
+    held = getattr(model, attribute)
+    ampgraph.convert(model, (X,), **LOW)
+    assert getattr(model, attribute) is held
+
+
+def test_dropout_and_batch_norm():
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.0))
+    amp = ampgraph.convert(model, (X,), **LOW)
+    amp(X)
+    model[2].p = 1.0
+    assert torch.equal(amp(X), torch.zeros(6, 4))
+    model[1].momentum = 1.0
+    amp(X)
+    close(model[1].running_mean, model[0](X).mean(0))
+    assert len(amp.graph_modules) == 3
+
+
+def test_update_bn():
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    amp = ampgraph.convert(model, (X,), **LOW)
+    amp(X)
+    batches = [torch.randn(6, 4) + i for i in range(3)]
+    torch.optim.swa_utils.update_bn(batches, amp)
+    got = model[1].running_mean.clone(), model[1].running_var.clone()
+    torch.optim.swa_utils.update_bn(batches, model)
+    close(got[0], model[1].running_mean)
+    close(got[1], model[1].running_var)
+
+
+class Counts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc, self.calls, self.seen = nn.Linear(4, 4), 0, []
+
+    def forward(self, x):
+        self.calls += 1
+        self.width = x.shape[1]
+        return self.fc(x) * self.width
+
+
+class Collects(Counts):
+    def forward(self, x):
+        self.seen.append(len(self.seen))
+        return self.fc(x)
+
+
+@pytest.mark.parametrize(("model", "name"), [(Counts(), "calls"), (Collects(), "seen")])
+def test_what_forward_sets_for_the_next_call_is_told_and_not_captured_again(model, name):
+    with pytest.warns(UserWarning, match=f"forward reads {name} and sets it") as told:
+        amp = ampgraph.convert(model, (X,), **LOW)
+    assert [w.filename for w in told] == [__file__]
+    for _ in range(3):
+        amp(X)
+        model(X)
+    assert len(amp.graph_modules) == 1
+
+
+class AsksGradMode(nn.Module):
+    def __init__(self, asks):
+        super().__init__()
+        self.fc, self.asks = nn.Linear(4, 4), asks
+
+    def forward(self, x):
+        y = self.fc(x)
+        return y * 2 if self.asks(self, y) else y
+
+
+ASKS = {
+    "grad mode": lambda m, y: torch.is_grad_enabled(),
+    "a result": lambda m, y: y.requires_grad,
+    "a parameter": lambda m, y: m.fc.weight.requires_grad and torch.is_grad_enabled(),
+}
+
+
+@pytest.mark.parametrize("asks", ASKS)
+@pytest.mark.parametrize("first", [torch.enable_grad, torch.no_grad])
+def test_grad_mode_that_forward_reads(asks, first):
+    model = AsksGradMode(ASKS[asks])
+    with first():
+        amp = ampgraph.convert(model, (X,), **LOW)
+    for mode in (torch.enable_grad, torch.no_grad, torch.inference_mode, torch.enable_grad):
+        with mode():
+            close(amp(X), model(X))
+    assert len(amp.graph_modules) == 2
+    amp(X).sum().backward()
+    assert model.fc.weight.grad is not None
+
+
+def test_a_frozen_parameter_that_forward_asks_about():
+    model = AsksGradMode(ASKS["a parameter"])
+    amp = ampgraph.convert(model, (X,), **LOW)
+    model.fc.requires_grad_(False)
+    close(amp(X), model(X))
+
+
+def test_grad_mode_that_torch_alone_reads_makes_one_graph():
+    model = nn.TransformerEncoderLayer(8, 2, batch_first=True).eval()
+    x = torch.randn(2, 3, 8)
+    amp = ampgraph.convert(model, (x,), **LOW)
+    for mode in (contextlib.nullcontext, torch.no_grad):
+        with mode():
+            close(amp(x), model(x))
+    assert len(amp.graph_modules) == 1
+
+
+def test_other_sizes_after_a_change():
+    model = Scaled(lambda m: m.temp)
+    amp = ampgraph.convert(model, (X,), dynamic_shapes=({0: torch.export.Dim.AUTO},), **LOW)
+    model.temp = 7.0
+    for rows in (6, 5, 9):
+        x = torch.randn(rows, 4)
+        close(amp(x), model(x))
+    assert len(amp.graph_modules) == 2
+
+
+def test_many_captures_name_what_changed(caplog):
+    model = Scaled(lambda m: m.config.scale)
+    amp = ampgraph.convert(model, (X,), **LOW)
+    for step in range(8):
+        model.config.scale = float(step)
+        amp(X)
+    assert "(config.scale)" in caplog.text
