@@ -136,7 +136,7 @@ class Captures:
             self._structure = Structure(self._source)
             if not self._options.just_in_time:
                 self._variants.clear()
-        return tuple([m.training for m in self._structure.modules])
+        return self._structure.training_modes()
 
     def _known(
         self, args: tuple, kwargs: dict[str, Any], signature: Signature, flags: Flags
@@ -238,8 +238,8 @@ class Captures:
         self._told.update(lost)
         if lost:
             warn_user(
-                f"{self._name}: forward reads {', '.join(lost)} and sets it for the next call. A captured graph "
-                "keeps the value that it had at capture and sets nothing. Keep it in a buffer, or convert "
+                f"{self._name}: forward reads {', '.join(lost)} and sets it for the next call. A captured "
+                "graph keeps the value that it had at capture and sets nothing. Keep it in a buffer, or convert "
                 "without example inputs."
             )
 

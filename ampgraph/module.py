@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import fx, nn
@@ -41,11 +41,16 @@ class AmpModule(SourceFace):
     the source's forward (``amp.generate(...)``), and captures again, once each, for another
     training mode or other argument shapes and dtypes.
 
+    Names that it has itself hide the source's (``policy``, ``plan``, ``scaler``, ``options``):
+    ``amp.source.policy`` is the source's, and setting ``amp.policy`` is an error.
+
     Attributes:
         source: The model it was made from, unchanged.
         policy: The policy, with its dtype filled in.
         scaler: The loss scaler; does nothing where the policy asks for no loss scale.
     """
+
+    _hides: ClassVar[tuple[str, ...]] = ("source", "options", "scaler")
 
     def __init__(
         self,

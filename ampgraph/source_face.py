@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import nn
 
@@ -30,6 +30,9 @@ class SourceFace(nn.Module):
         source: The module that it stands for.
     """
 
+    # Attributes in ``__dict__`` that hide the source's of the same name.
+    _hides: ClassVar[tuple[str, ...]] = ("source",)
+
     def __init__(self, source: nn.Module) -> None:
         self.__dict__["source"] = source
         training = source.training
@@ -52,10 +55,20 @@ class SourceFace(nn.Module):
         if name in _OWN:
             object.__setattr__(self, name, value)
             return
+        self._check_not_own(name, "set it", " = ...")
         setattr(self.source, name, value)
 
     def __delattr__(self, name: str) -> None:
+        self._check_not_own(name, "delete it")
         delattr(self.source, name)
+
+    def _check_not_own(self, name: str, what: str, how: str = "") -> None:
+        """Refuses to change what would be changed on the source, and read here as before."""
+        is_computed = isinstance(getattr(type(self), name, None), property)
+        if is_computed or (name in self.__dict__ and name in self._hides):
+            raise AttributeError(
+                f"{name!r} is the converted model's own here; {what} on .source: .source.{name}{how}"
+            )
 
     def __getattr__(self, name: str) -> Any:
         if isinstance(computed := getattr(type(self), name, None), property):

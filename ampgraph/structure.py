@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from itertools import chain
+from itertools import chain, repeat
+from operator import is_, itemgetter
 
 from torch import nn
+
+_training = itemgetter("training")
 
 
 class Structure:
@@ -16,15 +19,26 @@ class Structure:
 
     def __init__(self, source: nn.Module) -> None:
         self.modules = tuple(source.modules())
-        self._children = [m._modules for m in self.modules]
-        self._tensors = [slots for m in self.modules for slots in (m._parameters, m._buffers)]
+        slots = [slots for m in self.modules for slots in (m._parameters, m._buffers)]
+        children = [m._modules for m in self.modules]
+        # Most are empty, and whether they still are takes one call for all.
+        self._empty = [held for held in (*slots, *children) if not held]
+        self._children = [held for held in children if held]
+        self._slots = [held for held in slots if held]
+        # A module that stands for another may compute its mode.
+        self._plain = [vars(m) for m in self.modules if not hasattr(type(m), "training")]
+        self._computed = [m for m in self.modules if hasattr(type(m), "training")]
         self._seen = self._now()
 
     def is_current(self) -> bool:
         """Whether nothing came or went, None included. Runs at every call."""
-        return self._seen == self._now()
+        return not any(self._empty) and self._seen == self._now()
 
     def _now(self) -> tuple[list[nn.Module | None], list[str], list[bool]]:
         children = list(chain.from_iterable(map(dict.values, self._children)))
-        absent = [value is None for slots in self._tensors if slots for value in slots.values()]
-        return children, list(chain.from_iterable(self._tensors)), absent
+        tensors = chain.from_iterable(map(dict.values, self._slots))
+        return children, list(chain.from_iterable(self._slots)), list(map(is_, tensors, repeat(None)))
+
+    def training_modes(self) -> tuple[bool, ...]:
+        """Returns the training mode of every module, by which a model may run other code."""
+        return (*map(_training, self._plain), *[m.training for m in self._computed])

@@ -6,6 +6,7 @@ A graph keeps the values that forward saw. Recorded at capture, they can be comp
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,8 +20,8 @@ from .containers import copied, has_plain_leaves, is_container, same
 
 _TORCH = str(Path(torch.__file__).parent)
 _OURS = str(Path(__file__).parents[1])
-# What every module has: parameters, hooks, the training mode.
-_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+# What every module has: parameters, hooks, the training mode. A forward on a module is its own.
+_OF_EVERY_MODULE = frozenset({*vars(nn.Module()), *vars(nn.Module)} - {"forward"})
 Key = tuple[int, str]
 
 
@@ -86,7 +87,7 @@ def _seen_by_forward(module: nn.Module) -> nn.Module:
 
 @contextlib.contextmanager
 def recorded(reads: Reads | None, is_capturing: Callable[[], bool]) -> Iterator[None]:
-    """Records in ``reads`` what forward reads, in threads that are capturing; leaves attributes as they were."""
+    """Records what forward reads, in threads that are capturing; leaves attributes as they were."""
     if reads is None:
         yield
         return
@@ -131,17 +132,16 @@ class _WatchedGet:
     """``nn.Module.__getattribute__``; no function, since Dynamo takes modules with such a function apart."""
 
     def __init__(self, outer: Any, reads: Reads, is_capturing: Callable[[], bool]) -> None:
-        self._outer = outer or object.__getattribute__
-        self._reads, self._is_capturing = reads, is_capturing
+        self._outer, self._reads, self._is_capturing = outer, reads, is_capturing
 
     def __get__(self, module: nn.Module, owner: type | None = None) -> Callable[[str], Any]:
-        def get(name: str) -> Any:
-            value = self._outer.__get__(module)(name)
-            if name not in _OF_EVERY_MODULE and not name.startswith("__") and self._is_capturing():
-                self._reads.note_read(module, name, value)
-            return value
+        return functools.partial(self._get, module)
 
-        return get
+    def _get(self, module: nn.Module, name: str) -> Any:
+        value = self._outer.__get__(module)(name) if self._outer else object.__getattribute__(module, name)
+        if name not in _OF_EVERY_MODULE and not name.startswith("__") and self._is_capturing():
+            self._reads.note_read(module, name, value)
+        return value
 
 
 class _WatchedQuestion:

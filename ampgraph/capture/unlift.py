@@ -4,6 +4,9 @@ An exported program takes parameters, buffers and constants as inputs. Here they
 nodes that resolve in the source model itself: submodules are the source's own objects and the root's
 parameter and buffer dicts are shared, so ``source.to(...)``, ``load_state_dict`` or a replaced buffer
 need no update. The graph has none of the run-time guards of ``ExportedProgram.module()``.
+
+A model whose parts have names that a graph module uses itself (``graph``, ``code``, ``meta``) is held as one
+submodule instead, and every path starts with that.
 """
 
 from __future__ import annotations
@@ -18,6 +21,8 @@ from torch.export.graph_signature import InputKind, InputSpec, OutputKind
 from .._compat import set_calling_convention
 from ..errors import CaptureError
 
+# What ampgraph and torch.fx set on a graph module later on.
+_SET_LATER = {"_amp", "_shadows", "_in_spec", "_out_spec", "_lineno_map", "_prologue_start", "shape_env"}
 _ATTRIBUTES = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR, InputKind.CUSTOM_OBJ)
 
 
@@ -39,12 +44,9 @@ def unlift(program: ExportedProgram, source: nn.Module) -> tuple[fx.GraphModule,
             "the program is functionalized; pass the program as torch.export.export returned it."
         )
     graph_module = program.graph_module
-    constants = _attributes_for_inputs(graph_module, program, source)
-    children = {n: m for n, m in graph_module._modules.items() if isinstance(m, fx.GraphModule)}
-    graph_module._parameters = source._parameters
-    graph_module._buffers = source._buffers
-    # The live dict, so that a replaced submodule is used, unless the graph has modules of its own.
-    graph_module._modules = {**source._modules, **children} if children else source._modules
+    whole = _name_of_whole(graph_module, source)
+    constants = _attributes_for_inputs(graph_module, program, source, whole)
+    _hold(graph_module, source, whole)
     for name, value in constants.items():
         object.__setattr__(graph_module, name, value)
     set_calling_convention(graph_module, program)
@@ -52,7 +54,29 @@ def unlift(program: ExportedProgram, source: nn.Module) -> tuple[fx.GraphModule,
     return graph_module, {n: v for n, v in constants.items() if isinstance(v, torch.Tensor)}
 
 
-def _attributes_for_inputs(graph_module: fx.GraphModule, program: ExportedProgram, source: nn.Module) -> dict:
+def _name_of_whole(graph_module: fx.GraphModule, source: nn.Module) -> str:
+    """Returns the submodule to hold ``source`` as, or ``""`` where the graph module can share its parts."""
+    names = {*source._parameters, *source._buffers, *source._modules}
+    taken = {*vars(graph_module), *dir(fx.GraphModule), *_SET_LATER}
+    is_free = taken.isdisjoint(names) and not any(name.startswith("_constant_") for name in names)
+    return "" if is_free else "_source_model"
+
+
+def _hold(graph_module: fx.GraphModule, source: nn.Module, whole: str) -> None:
+    """Lets the graph module share the live parts of ``source``, so that what is replaced there is used."""
+    children = {n: m for n, m in graph_module._modules.items() if isinstance(m, fx.GraphModule)}
+    if whole:
+        graph_module._parameters, graph_module._buffers = {}, {}
+        graph_module._modules = {whole: source, **children}
+        return
+    graph_module._parameters = source._parameters
+    graph_module._buffers = source._buffers
+    graph_module._modules = {**source._modules, **children} if children else source._modules
+
+
+def _attributes_for_inputs(
+    graph_module: fx.GraphModule, program: ExportedProgram, source: nn.Module, whole: str
+) -> dict:
     graph, constants = graph_module.graph, {}
     placeholders = graph.find_nodes(op="placeholder")
     for node, spec in zip(placeholders, program.graph_signature.input_specs, strict=True):
@@ -61,11 +85,14 @@ def _attributes_for_inputs(graph_module: fx.GraphModule, program: ExportedProgra
         value = _value(program, spec)
         target = str(spec.target)
         # A plain attribute of the root (``self.table = torch.arange(8)``) is in none of the shared dicts.
-        if _get(source, target) is not value or target in source.__dict__:
+        is_held = _get(source, target) is value and target not in source.__dict__
+        if not is_held:
             target = "_constant_" + target.replace(".", "_")
             constants[target] = value
         if not _is_code(target):
             target = _alias(source, target, value, constants)
+        elif whole and is_held:
+            target = f"{whole}.{target}"
         with graph.inserting_before(node):
             attribute = graph.create_node("get_attr", target, name=_plain_name(node.name))
         attribute.meta = node.meta
