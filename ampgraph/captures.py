@@ -239,8 +239,8 @@ class Captures:
         if lost:
             warn_user(
                 f"{self._name}: forward reads {', '.join(lost)} and sets it for the next call. A captured "
-                "graph keeps the value that it had at capture and sets nothing. Keep it in a buffer, or convert "
-                "without example inputs."
+                "graph keeps the value that it had at capture and sets nothing. Keep it in a buffer, or "
+                "convert without example inputs."
             )
 
     def _warn_if_many(self, flags: Flags) -> None:
