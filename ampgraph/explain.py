@@ -142,7 +142,7 @@ class Source:
             totals=_totals(casts, plan),
             baselines={name: _from_cost(plan.baselines[name]) for name in sorted(plan.baselines)},
             widened=sum(map(len, widened.values())),
-            optimal=plan.optimal and self.policy.placement != "autocast",
+            gap=plan.gap,
             advice=advise(graph_module, plan),
             keeps_low_copies=self.policy.level in ("O2", "O3"),
             replanner=self,

@@ -49,8 +49,7 @@ class Explanation:
         baselines: The same counts for ``"autocast"`` (the rule of ``torch.autocast`` on the same graph and
             lists) and ``"fp32"``, as the cost model has them.
         widened: How many operands float32 kernels widen themselves, without a cast.
-        optimal: Whether the placement is proven minimal for the policy's objective; False for the autocast
-            rule, which minimises nothing.
+        gap: How many bytes the placement is above the least that the objective allows, at most; see `Plan`.
         advice: Rules of hardware that low ops miss.
         keeps_low_copies: Whether a converted model casts its parameters once per update (shadow weights) and
             not, as the totals count them, in every forward.
@@ -67,10 +66,15 @@ class Explanation:
     totals: Totals
     baselines: dict[str, Totals]
     widened: int
-    optimal: bool
+    gap: int | None
     advice: tuple[Advice, ...] = ()
     keeps_low_copies: bool = False
     replanner: Replanner | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def optimal(self) -> bool:
+        """Whether the placement is proven minimal for the policy's objective."""
+        return self.gap == 0
 
     # -- reports ---------------------------------------------------------------------------------
 
@@ -113,7 +117,7 @@ class Explanation:
     def to_dict(self) -> dict[str, Any]:
         """Returns plain dicts, lists, strings, integers and booleans; bytes are integers."""
         rows = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("replanner", "bodies")}
-        rows |= {"modules": self.modules, "operators": self.operators}
+        rows |= {"optimal": self.optimal, "modules": self.modules, "operators": self.operators}
         rows["bodies"] = {name: body.to_dict() for name, body in self.bodies.items()}
         return json.loads(json.dumps(rows, default=asdict))
 
@@ -138,6 +142,8 @@ class Explanation:
             plain["bodies"] = {name: cls.from_dict(body) for name, body in data["bodies"].items()}
             if plain["low_dtype"] not in ("float16", "bfloat16"):
                 raise ValueError(f"low_dtype={plain['low_dtype']!r}")
+            if plain["gap"] is not None and (type(plain["gap"]) is not int or plain["gap"] < 0):
+                raise ValueError(f"gap={plain['gap']!r}")
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise AmpGraphError(f"not a report that this version of ampgraph wrote: {error!r}") from error
         return cls(**plain)

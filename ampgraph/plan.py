@@ -84,7 +84,8 @@ class Plan:
         low_dtype: The policy's low dtype.
         cost: Modelled bytes of this plan.
         baselines: The same figures for ``"fp32"`` and ``"autocast"`` on the same graph and lists.
-        optimal: Whether the placement is proven minimal for the policy's objective.
+        gap: How many bytes the placement is above the least that the policy's objective allows, at most: 0
+            for a proven minimum, None where nothing is known (the autocast rule, which minimises nothing).
     """
 
     decisions: Mapping[str, Decision]
@@ -94,11 +95,16 @@ class Plan:
     low_dtype: torch.dtype
     cost: Cost
     baselines: Mapping[str, Cost] = field(default_factory=dict)
-    optimal: bool = True
+    gap: int | None = 0
 
     def __post_init__(self) -> None:
         for name in ("decisions", "dtype_args", "baselines"):
             object.__setattr__(self, name, MappingProxyType(dict(getattr(self, name))))
+
+    @property
+    def optimal(self) -> bool:
+        """Whether the placement is proven minimal for the policy's objective."""
+        return self.gap == 0
 
     def __getitem__(self, node: str) -> Decision:
         return self.decisions[node]
@@ -112,7 +118,7 @@ class Plan:
             self.low_dtype,
             self.cost,
         )
-        return (Plan, (*args, dict(self.baselines), self.optimal))
+        return (Plan, (*args, dict(self.baselines), self.gap))
 
     def __deepcopy__(self, memo: dict) -> Plan:
         return self

@@ -68,7 +68,9 @@ class Policy:
             ignored; None: True when the graph contains one.
         placement: ``"optimal"`` (minimum cut) or ``"autocast"`` (the rule of ``torch.autocast``).
         objective: What the optimal placement minimises: ``"traffic"`` (bytes all kernels and casts
-            read and write), ``"cast_bytes"`` or ``"casts"``.
+            read and write), ``"cast_bytes"`` or ``"casts"``. ``"traffic"`` has a bound: casts of
+            activations move no more bytes than those of the rule of ``torch.autocast`` on the same graph.
+            `Plan.gap` tells how far a plan is at most from the least, `Plan.optimal` whether it is the least.
         loss_scale: `NoLossScale`, `StaticLossScale` or `DynamicLossScale`. None means dynamic for
             float16 and none for bfloat16.
         keep_io_dtypes: Whether graph outputs keep the dtypes of the source model. False does not go with a

@@ -285,11 +285,17 @@ def _totals(explanation: Explanation, peers: bool) -> Section:
         rows += [(f"{name} lists", totals) for name, totals in explanation.peers().items()]
     notes: tuple[str, ...] = (
         f"widened inside kernels, without a cast: {explanation.widened}",
-        f"placement: {'proven optimal' if explanation.optimal else 'not proven optimal'}",
+        f"placement: {_proof(explanation.gap)}",
     )
     if explanation.keeps_low_copies and explanation.totals.parameter_casts:
         notes += ("casts of parameters: once per update, into low copies; counted here for every forward",)
     return Section("Totals", TOTALS, [_total_cells(name, total) for name, total in rows], notes)
+
+
+def _proof(gap: int | None) -> str:
+    if gap == 0:
+        return "proven optimal"
+    return "not proven optimal" if gap is None else f"within {human_bytes(gap)} of the optimum"
 
 
 def _total_cells(name: str, total: Totals) -> tuple[str, ...]:

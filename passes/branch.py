@@ -9,7 +9,7 @@ these ways that applies:
 2. If few vertices are tied to each other, they are eliminated one after the other; see `eliminate`.
 3. The vertex with most neighbours is tried on either side; without it presolve and splitting go on.
    The lower bound cuts off what cannot win. Work is limited: past the limit the best sides so far are
-   returned, and ``optimal`` turns False.
+   returned, and how far the lower bound is below them.
 
 Every rule looks at the network as a set or in the order of the vertices' ``repr``: the order in which
 the network was built does not matter.
@@ -18,90 +18,92 @@ the network was built does not matter.
 from __future__ import annotations
 
 from collections.abc import Hashable
+from typing import NamedTuple
 
 from .eliminate import eliminate, elimination_order
-from .mincut import SINK, CutNetwork, Sides
+from .mincut import INFINITE, SINK, CutNetwork, Sides
 
 # What cutting one vertex once costs, in table entries of an elimination.
 CUT_STEPS = 10
 
 
+class Found(NamedTuple):
+    """The cost of sides, a lower bound of all sides' cost, and the sides."""
+
+    cost: int
+    lower: int
+    sides: Sides
+
+
 class Search:
-    """Minimises one network.
+    """Minimises networks, all within one budget of work.
 
     Attributes:
-        budget: Table entries that may still be spent on proving a minimum.
-        optimal: Whether everything returned so far is proven minimal.
+        budget: Table entries that may still be spent on proving minima.
     """
 
     def __init__(self, budget: int) -> None:
         self.budget = budget
-        self.optimal = True
 
-    def solve(self, network: CutNetwork) -> Sides:
-        """Returns the sides of a minimum cut that meets all choices; consumes the network."""
-        return self._solve(network, None)[1]
+    def solve(self, network: CutNetwork) -> Found:
+        """Returns a cut that meets all choices; consumes the network."""
+        return self._solve(network, None)
 
-    def _solve(self, network: CutNetwork, cutoff: int | None) -> tuple[int, Sides]:
-        """Returns the least cost with its sides; from ``cutoff`` on the sides mean nothing."""
+    def _solve(self, network: CutNetwork, cutoff: int | None) -> Found:
+        """Returns the least cost that is found; from ``cutoff`` on the sides mean nothing."""
         sides = network.presolve()
-        total = network.fixed_cost
+        total = lower = network.fixed_cost
         open_parts = []
         for part in network.split():
             relaxed = part.cut()
             bound = part.cost(relaxed)
-            total += bound
+            total, lower = total + bound, lower + bound
             if part.choices:
                 open_parts.append((part, relaxed, bound))
             else:
                 sides.update(relaxed)
         for part, relaxed, bound in sorted(open_parts, key=_size_and_name):
             if cutoff is not None and total >= cutoff:
-                return total, {}
-            value, found = self._component(
-                part, relaxed, bound, None if cutoff is None else cutoff - total + bound
-            )
-            total += value - bound
-            sides.update(found)
-        return total, sides
+                return Found(total, lower, {})
+            found = self._component(part, relaxed, bound, None if cutoff is None else cutoff - total + bound)
+            total, lower = total + found.cost - bound, lower + found.lower - bound
+            sides.update(found.sides)
+        return Found(total, lower, sides)
 
-    def _component(
-        self, part: CutNetwork, relaxed: Sides, bound: int, cutoff: int | None
-    ) -> tuple[int, Sides]:
+    def _component(self, part: CutNetwork, relaxed: Sides, bound: int, cutoff: int | None) -> Found:
         """Solves one component, of which the cut without choices is known."""
         broken = [name for name in sorted(part.choices, key=repr) if _breaks(part, name, relaxed)]
         if not broken:
-            return bound, relaxed
+            return Found(bound, bound, relaxed)
         best = _mended(part, relaxed, broken)
         value = part.cost(best)
         if value == bound:
-            return value, best
+            return Found(value, bound, best)
         if (plan := elimination_order(part, self.budget)) is not None:
             order, entries = plan
             self.budget -= entries
             best = eliminate(part, order)
-            return part.cost(best), best
+            return Found(value := part.cost(best), value, best)
         if self.budget <= 0:
-            self.optimal = False
-            return value, best
-        return self._branch(part, best, value, bound, cutoff)
+            return Found(value, bound, best)
+        return self._branch(part, Found(value, bound, best), cutoff)
 
-    def _branch(
-        self, part: CutNetwork, best: Sides, value: int, bound: int, cutoff: int | None
-    ) -> tuple[int, Sides]:
-        """Tries the vertex with most neighbours on either side, to beat ``best`` with its ``value``."""
+    def _branch(self, part: CutNetwork, best: Found, cutoff: int | None) -> Found:
+        """Tries the vertex with most neighbours on either side, to beat ``best``."""
         self.budget -= CUT_STEPS * len(part)
         hub = min(part.vertices(), key=lambda v: (-part.degree(v), repr(v)))
-        for side in (best[hub], not best[hub]):
+        bound, lower = best.lower, INFINITE
+        for side in (best.sides[hub], not best.sides[hub]):
             case = part.copy()
             case.fix(hub, side)
-            limit = value if cutoff is None else min(value, cutoff)
-            found, sides = self._solve(case, limit)
-            if found < limit:
-                value, best = found, {hub: side, **sides}
-            if value == bound:
-                break
-        return value, best
+            limit = best.cost if cutoff is None else min(best.cost, cutoff)
+            found = self._solve(case, limit)
+            lower = min(lower, found.lower)
+            if found.cost < limit:
+                best = Found(found.cost, bound, {hub: side, **found.sides})
+            if best.cost == bound:
+                return best
+        return best._replace(lower=max(bound, min(lower, best.cost)))
 
 
 def _size_and_name(open_part: tuple[CutNetwork, Sides, int]) -> tuple[int, str]:

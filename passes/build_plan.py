@@ -16,7 +16,7 @@ from .propagate import Problem
 
 
 def build_plan(
-    problem: Problem, labels: Labels, anchors: Anchors, baselines: Mapping[str, Cost], optimal: bool
+    problem: Problem, labels: Labels, anchors: Anchors, baselines: Mapping[str, Cost], gap: int | None
 ) -> Plan:
     """Freezes a labelling; see `Plan`."""
     decisions = {n.name: _decision(problem, labels, n) for n in problem.facts}
@@ -24,7 +24,7 @@ def build_plan(
     casts = [c for demand, uses in found.items() for c in _casts(problem, decisions, demand, uses)]
     widened, dtype_args = _in_kernel(problem, labels, anchors)
     cost = cost_of(problem, labels, anchors)
-    return Plan(decisions, tuple(casts), widened, dtype_args, problem.low_dtype, cost, baselines, optimal)
+    return Plan(decisions, tuple(casts), widened, dtype_args, problem.low_dtype, cost, baselines, gap)
 
 
 def _dtype(problem: Problem, low: bool) -> torch.dtype:

@@ -125,6 +125,13 @@ def node_terms(problem: Problem, node: Node) -> Iterator[tuple[Node | bool, int]
             yield problem.facts[slot.tensor].dtype == problem.low_dtype, elements
 
 
+def scale_above_traffic(problem: Problem) -> int:
+    """Returns a factor larger than any traffic, so that traffic decides nothing but ties."""
+    elements = sum(e for n in problem.facts for _, e in node_terms(problem, n))
+    casts = sum(problem.facts[t].elements * len(u) for t, u in problem.uses.items())
+    return 1 + FP32_BYTES * elements + 2 * CAST_BYTES * casts
+
+
 def _node_traffic(problem: Problem, labels: Labels, node: Node) -> int:
     return sum(
         elements * (LOW_BYTES if (owner if isinstance(owner, bool) else labels[owner]) else FP32_BYTES)

@@ -43,6 +43,7 @@ class Variable:
 
     Attributes:
         follows: Low only if all floating producers are low.
+        narrowable: Whether every consumer is low anyway, so that it need not follow.
         because: The node whose pin is the reason.
     """
 
@@ -51,6 +52,7 @@ class Variable:
     reason: str
     follows: bool = False
     because: Node | None = None
+    narrowable: bool = False
 
 
 @dataclass
@@ -120,7 +122,7 @@ class PropagatePins(Pass):
             problem.variables[node] = exact or listed
         _index_uses(problem)
         self._constrain(problem)
-        _force_followers(problem)
+        force_followers(problem)
         space.problem = problem
         return False
 
@@ -230,7 +232,7 @@ class PropagatePins(Pass):
                 continue
             if clear:
                 narrowable.add(node)
-                variable.follows = False
+                variable.follows, variable.narrowable = False, True
                 continue
             problem.variables[node] = Variable(
                 None,
@@ -269,7 +271,7 @@ def _is_low_anyway(user: Node, kind: SlotKind, problem: Problem, narrowable: set
     return problem.variables[user].pinned is True or user in narrowable
 
 
-def _force_followers(problem: Problem) -> None:
+def force_followers(problem: Problem) -> None:
     """Pins, in graph order, every follower of a float32 value."""
     for node, variable in problem.variables.items():
         if variable.pinned is not None or not variable.follows:

@@ -11,7 +11,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ampgraph import Policy
-from ampgraph.passes import ClassifyOps, PropagatePins, place, workspace
+from ampgraph.passes import ClassifyOps, PropagatePins, placement, workspace
 from ampgraph.passes.branch import Search
 from ampgraph.passes.classify import SlotKind
 from ampgraph.passes.costs import cost_of
@@ -190,12 +190,13 @@ def test_networks_with_choices_equal_brute_force_in_any_order(budget, monkeypatc
         search = Search(10**6)
         original = network.copy()
         found = search.solve(network)
-        assert search.optimal
+        assert found.cost == found.lower
+        found = found.sides
         assert found.keys() == set(vertices)
         assert original.cost(found) == least, seed
         assert all((h != SINK and found[h]) or not all(found[o] for o in opts) for h, opts in choices), seed
         shuffled, _, _ = random_network(seed, shuffle=random.Random(seed))
-        assert Search(10**6).solve(shuffled) == found, seed
+        assert Search(10**6).solve(shuffled).sides == found, seed
 
 
 def softmax_like(build, x, weight):
@@ -228,17 +229,16 @@ def test_a_chain_of_dependent_choices_is_proven_minimal():
 
 
 def test_past_the_limit_the_best_so_far_is_returned_and_not_called_optimal(monkeypatch):
-    monkeypatch.setattr(place, "MAX_WORK", 0)
+    monkeypatch.setattr(placement, "MAX_WORK", 0)
     limited = 0
     for seed in range(100):
         build, outputs = random_graph(seed, 9)
         problem = build.problem(outputs)
-        placement = place_optimally(problem, OBJECTIVES["traffic"])
-        value = cost_of(problem, placement.labels, placement.anchors).traffic
+        placed = place_optimally(problem, OBJECTIVES["traffic"])
+        value = cost_of(problem, placed.labels, placed.anchors).traffic
         least = brute_force(problem)["traffic"]
-        assert value >= least
-        assert value == least or not placement.optimal
-        limited += not placement.optimal
+        assert value - placed.gap <= least <= value
+        limited += not placed.optimal
     assert limited
 
 
