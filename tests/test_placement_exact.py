@@ -224,10 +224,9 @@ def test_the_default_objective_is_proven_and_equals_brute_force(level, block):
     assert held or level == "O1"
 
 
-@pytest.mark.parametrize("work", [0, 300])
-def test_past_the_limit_the_gap_is_true_and_no_alternative_is_better(monkeypatch, work):
+def test_past_the_limit_the_gap_is_true_and_no_alternative_is_better(monkeypatch):
     """One budget serves every cut of a plan; where it ends, neither the rule nor level O1 moves less."""
-    monkeypatch.setattr(within, "MAX_WORK", work)
+    monkeypatch.setattr(within, "MAX_WORK", 0)
     gaps = 0
     for seed in [10607, *range(60)]:
         steps = 11 if seed == 10607 else 6 + seed % 6

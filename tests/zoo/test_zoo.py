@@ -78,6 +78,7 @@ def test_model(name: str, mode: str, dtype: torch.dtype, level: str) -> None:
     autocast = subject.convert(AUTOCAST, dtype)
 
     check_bytes(subject, amp, autocast, dtype)
+    check_levels(subject, level, amp, dtype)
     run = subject.run_converted(amp)
     check_gradients(subject, run)
     mine, theirs = subject.errors(run), subject.errors(subject.run_converted(autocast))
@@ -90,6 +91,17 @@ def check_bytes(subject: Subject, amp, autocast, dtype: torch.dtype) -> None:
     """No more cast bytes than torch's CUDA autocast, no more modelled traffic than its rule."""
     assert activation_cast_bytes(amp.graph_module) <= subject.oracle(dtype).activation_cast_bytes
     assert amp.plan.cost.traffic <= autocast.plan.baselines["autocast"].traffic
+
+
+def check_levels(subject: Subject, level: str, amp, dtype: torch.dtype) -> None:
+    """Plans are proven minimal; O2 moves no more than O1, and neither more than the autocast rule."""
+    other = subject.convert(OPTIMAL["O1" if level == "O2" else "O2"], dtype)
+    first, second = (amp.plan, other.plan) if level == "O1" else (other.plan, amp.plan)
+    assert first.gap == second.gap == 0
+    assert second.cost.traffic <= first.cost.traffic
+    for plan in (first, second):
+        assert plan.cost.traffic <= plan.baselines["autocast"].traffic
+        assert plan.cost.activation_cast_bytes <= plan.baselines["autocast"].activation_cast_bytes
 
 
 def check_gradients(subject: Subject, run: Run) -> None:
