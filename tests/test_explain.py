@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import pickle
 
 import pytest
 import torch
@@ -203,3 +205,19 @@ def test_dynamic_shapes_count_with_their_hints() -> None:
 def test_refuses_what_is_not_converted(wrong: object) -> None:
     with pytest.raises(AmpGraphError, match=r"what ampgraph\.convert returns"):
         ampgraph.explain(wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("gap", "claim"),
+    [(0, "proven optimal"), (512, "within 512 B of the optimum"), (None, "not proven optimal")],
+)
+def test_the_proof_is_claimed_only_where_it_is_complete(gap, claim) -> None:
+    amp = attention()
+    plan = pickle.loads(pickle.dumps(dataclasses.replace(amp.plan, gap=gap)))
+    assert (plan.gap, plan.optimal) == (gap, gap == 0)
+    explanation = dataclasses.replace(ampgraph.explain(amp), gap=gap)
+    assert f"placement: {claim}" in str(explanation)
+    read = ampgraph.Explanation.from_dict(explanation.to_dict())
+    assert (read.gap, read.optimal) == (gap, gap == 0)
+    with pytest.raises(AmpGraphError, match="gap"):
+        ampgraph.Explanation.from_dict({**explanation.to_dict(), "gap": -1})
