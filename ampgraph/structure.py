@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import chain, repeat
 from operator import is_, itemgetter
+from typing import Any
 
 from torch import nn
 
@@ -19,7 +20,7 @@ class Structure:
 
     def __init__(self, source: nn.Module) -> None:
         self.modules = tuple(source.modules())
-        slots = [slots for m in self.modules for slots in (m._parameters, m._buffers)]
+        slots: list[dict[str, Any]] = [slots for m in self.modules for slots in (m._parameters, m._buffers)]
         children = [m._modules for m in self.modules]
         # Most are empty, and whether they still are takes one call for all.
         self._empty = [held for held in (*slots, *children) if not held]

@@ -94,7 +94,7 @@ def recorded(reads: Reads | None, is_capturing: Callable[[], bool]) -> Iterator[
     set_attribute, asked = nn.Module.__setattr__, torch.is_grad_enabled
     outer = vars(nn.Module).get("__getattribute__")  # a capture inside a capture
 
-    def watched_set(self: nn.Module, name: str, value: object) -> None:
+    def watched_set(self: nn.Module, name: str, value: Any) -> None:
         if name not in _OF_EVERY_MODULE and is_capturing():
             reads.note_set(self, name, value)
         set_attribute(self, name, value)
