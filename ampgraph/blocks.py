@@ -24,7 +24,7 @@ from .block_forward import BlockForward, converted_forward
 from .device import device_of
 from .errors import CaptureError, PolicyError, did_you_mean
 from .module import AmpModule
-from .options import Options
+from .options import AUTO, Options, check_capture
 from .policy import Policy
 from .scaler import LossScaler
 
@@ -68,8 +68,9 @@ def convert_blocks(
     dtype: torch.dtype | None = None,
     backend: str | Callable | None = None,
     mode: str | None = None,
+    capture: str = AUTO,
 ) -> Blocks:
-    """Converts submodules of a model in place; each is captured whole at its first call.
+    """Converts submodules of a model in place; each is captured at its first call.
 
     Args:
         model: The model; its blocks' ``forward`` is replaced, and nothing else.
@@ -79,6 +80,7 @@ def convert_blocks(
         dtype: The low dtype; fills in the policy's.
         backend: As for `ampgraph.convert`.
         mode: As for `ampgraph.convert`.
+        capture: As for `ampgraph.convert`; each block by itself.
 
     Returns:
         The blocks by module path, each with its graph and plan once it has run, and their common scaler.
@@ -98,6 +100,7 @@ def convert_blocks(
     paths = _matching(model, which if isinstance(which, tuple) else (which,))
     device = device_of(model)
     backend, mode = choose_backend(backend, mode, device)
+    check_capture(capture)
     policy = Policy.of(policy, dtype)
     policy = policy.replace(dtype=policy.low_dtype(device))
     policy.check_outputs("convert_blocks")
@@ -105,7 +108,7 @@ def convert_blocks(
     scaler = LossScaler(policy.active_loss_scale(), model, device)
     forwards = []
     for path in paths:
-        options = Options(policies[path], policy.low_dtype(), backend, mode)
+        options = Options(policies[path], policy.low_dtype(), backend, mode, capture=capture)
         forwards.append(BlockForward(_inside_wrappers(model, path), path, options, scaler))
     for forward in forwards:
         forward.install()

@@ -14,7 +14,7 @@ from .backends import choose_backend
 from .device import device_of, device_of_tensors
 from .errors import CaptureError, PolicyError
 from .module import AmpModule
-from .options import Options
+from .options import AUTO, JUST_IN_TIME, Options, check_capture
 from .policy import Policy
 from .program import convert_program
 from .ranks import check_wrappers
@@ -38,6 +38,7 @@ def convert(
     backend: str | Callable | None = ...,
     mode: str | None = ...,
     dynamic_shapes: Any = ...,
+    capture: str | None = ...,
 ) -> AmpModule: ...
 
 
@@ -51,13 +52,14 @@ def convert(
     backend: str | Callable | None = None,
     mode: str | None = None,
     dynamic_shapes: Any = None,
+    capture: str | None = None,
 ) -> AmpModule | ExportedProgram:
     """Converts a model to automatic mixed precision.
 
     Args:
         model: An ``nn.Module``, an ``fx.GraphModule`` or an ``ExportedProgram``; it is not changed.
-        args: Example positional arguments: capture the whole graph now. Without them the model is
-            captured at its first call, by ``torch.compile``'s front end.
+        args: Example positional arguments, to capture the model for now. Without them it is captured at its
+            first call.
         kwargs: Example keyword arguments.
         policy: A `Policy`, a level's name, a peer's (``"torch"``), a policy file's path, or None for O1 with
             the default lists; see `Policy.of`.
@@ -66,13 +68,17 @@ def convert(
             ``"inductor"`` where the parameters are on CUDA and Triton is there, else ``"eager"``.
         mode: ``torch.compile``'s mode, for inductor (``"reduce-overhead"``: CUDA graphs) and for backends of
             your own that take one.
-        dynamic_shapes: As for ``torch.export.export``; needs example inputs.
+        dynamic_shapes: As for ``torch.export.export``; not just in time.
+        capture: ``"ahead of time"``: the whole graph, by ``torch.export``, or an error.
+            ``"just in time"``: what ``torch.compile``'s front end captures at each first call.
+            ``"auto"``: ahead of time, and just in time from where that cannot be or would lose gradients; a
+            warning says why. Default: ``"auto"`` with example inputs, else ``"just in time"``.
 
     Returns:
         An `AmpModule`, or an ExportedProgram for an ExportedProgram.
 
     Raises:
-        PolicyError: The policy or its rules make no sense for this model.
+        PolicyError: The policy, its rules or another option make no sense for this model.
         CaptureError: The model cannot be captured; the message names the source line.
 
     Example:
@@ -81,26 +87,32 @@ def convert(
     """
     policy = Policy.of(policy, dtype)
     if isinstance(model, ExportedProgram):
-        if args is not None or kwargs is not None or dynamic_shapes is not None:
+        if any(given is not None for given in (args, kwargs, dynamic_shapes, capture)):
             raise CaptureError(
-                "an ExportedProgram is captured already: args, kwargs and dynamic_shapes do not apply."
+                "an ExportedProgram is captured already: args, kwargs, dynamic_shapes and capture do not "
+                "apply."
             )
         return convert_program(model, policy)
     source = _checked_model(model)
-    just_in_time = args is None and kwargs is None
-    check_wrappers(source, just_in_time)
+    has_examples = args is not None or kwargs is not None
+    if capture is None:
+        capture = AUTO if has_examples else JUST_IN_TIME
+    check_capture(capture)
+    check_wrappers(source, capture == JUST_IN_TIME)
     device = device_of(source, device_of_tensors((args, dict(kwargs or {}))))
     policy = policy.replace(dtype=policy.low_dtype(device))
     policy.check_outputs("convert")
     backend, mode = choose_backend(backend, mode, device)
     if args is not None and not isinstance(args, tuple):
         args = (args,)
-    if just_in_time and dynamic_shapes is not None:
-        raise CaptureError("dynamic_shapes needs example inputs: convert(model, args, dynamic_shapes=...).")
-    options = Options(policy, policy.low_dtype(), backend, mode, dynamic_shapes, just_in_time)
-    amp = AmpModule(source, options)
-    if not just_in_time:
-        amp._captures.find(args or (), dict(kwargs or {}))
+    if capture == JUST_IN_TIME and dynamic_shapes is not None:
+        raise CaptureError(
+            "dynamic_shapes is for a capture ahead of time: pass example inputs, "
+            'convert(model, args, dynamic_shapes=...), or capture="ahead of time".'
+        )
+    amp = AmpModule(source, Options(policy, policy.low_dtype(), backend, mode, dynamic_shapes, capture))
+    if has_examples and capture != JUST_IN_TIME:
+        amp._capture_now(args or (), dict(kwargs or {}))
     return amp
 
 

@@ -14,6 +14,21 @@ class CaptureError(AmpGraphError):
     """The model could not be turned into a graph; the model is unchanged."""
 
 
+class AheadOfTimeError(CaptureError):
+    """The model could not be captured ahead of time; just in time it may be.
+
+    Attributes:
+        is_known: Whether the cause is known to be the capture's own limits, and not the model or its inputs.
+    """
+
+    is_known = False
+
+    def because(self, is_known: bool) -> AheadOfTimeError:
+        """Returns this error, with `is_known` set."""
+        self.is_known = is_known
+        return self
+
+
 class NoGraphError(CaptureError, AttributeError):
     """A converted model has no such graph (yet); to ``hasattr`` and ``inspect`` that is no attribute."""
 

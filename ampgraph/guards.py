@@ -15,7 +15,7 @@ import torch
 from torch.fx import Node
 from torch.fx import traceback as fx_traceback
 
-from ._compat import is_exporting, keep_dynamo_out
+from ._compat import is_exporting, keep_dynamo_out, never_log_raised_errors
 from .warn import warn_user
 
 GUARD_KEY = "ampgraph_guard"
@@ -79,6 +79,12 @@ def warn_about_uncaptured_guards() -> Iterator[None]:
         yield
     finally:
         _running.active = before
+
+
+@cache
+def keep_errors_out_of_log() -> None:
+    """Keeps torch from logging errors that it also raises, while a just-in-time model runs."""
+    never_log_raised_errors(lambda: getattr(_running, "active", False))
 
 
 @cache

@@ -3,34 +3,41 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import inspect
 from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
 from torch import fx, nn
+from torch.utils._pytree import tree_leaves
 
 from ._compat import (
     apart_from_dynamo,
     compiled_by_dynamo,
     in_transform,
     is_any_autocast_enabled,
+    is_dynamo_error,
     is_exporting,
     no_ambient_autocast,
 )
 from .captures import Captures
 from .device import CPU, device_of
-from .errors import AmpGraphError, CaptureError
-from .guards import is_capturing, warn_about_uncaptured_guards
-from .options import Options
+from .errors import AheadOfTimeError, AmpGraphError, CaptureError
+from .guards import is_capturing, keep_errors_out_of_log, warn_about_uncaptured_guards
+from .options import AUTO, JUST_IN_TIME, Options
+from .own_error import own_error
 from .plan import Plan
 from .policy import Policy
 from .ranks import sharded_error
 from .scaler import LossScaler
 from .source_face import SourceFace
 from .stored import StoredLow
-from .variant import Timing
+from .variant import Timing, Variant
 from .warn import warn_user
+
+# As many things that a capture lost are named in an error.
+NAMED = 3
 
 
 class AmpModule(SourceFace):
@@ -164,6 +171,8 @@ class AmpModule(SourceFace):
     def _call(self, args: tuple, kwargs: dict[str, Any]) -> Any:
         if in_transform():
             variant = self._captures.find_known(args, kwargs)
+            if variant.lost:
+                raise self._lost_error(variant)
             with self._captures.gate:
                 return variant.run_in_transform(*args, **kwargs)
         self.scaler.note_wrapper()
@@ -172,7 +181,15 @@ class AmpModule(SourceFace):
         return self._call_captured(args, kwargs)
 
     def _call_captured(self, args: tuple, kwargs: dict[str, Any]) -> Any:
-        variant = self._captures.find(args, kwargs)
+        try:
+            variant = self._captures.find(args, kwargs)
+            if variant.lost and self._needs_gradients(args, kwargs):
+                raise self._lost_error(variant)
+        except AheadOfTimeError as error:
+            if not error.is_known and (own := self._own_error(args, kwargs)):
+                raise own from None
+            self._fall_back(error)
+            return self._call_compiled(args, kwargs)
         try:
             with self._captures.gate:
                 return variant.run(*args, **kwargs)
@@ -181,18 +198,70 @@ class AmpModule(SourceFace):
                 raise
             raise reason from error
 
+    def _capture_now(self, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Captures for example inputs ahead of time; where that cannot be, falls back if it may."""
+        try:
+            variant = self._captures.find(args, kwargs)
+            if variant.lost and self.options.capture != AUTO:
+                warn_user(f"{self._lost_error(variant)}")
+            elif variant.lost and self._needs_gradients(args, kwargs):
+                raise self._lost_error(variant)
+        except AheadOfTimeError as error:
+            if not error.is_known and self.options.capture == AUTO and self._own_error(args, kwargs):
+                raise  # nor can it be called
+            self._fall_back(error)
+
+    def _fall_back(self, error: AheadOfTimeError) -> None:
+        """Captures just in time from now on.
+
+        Raises:
+            AheadOfTimeError: ``error``, where that is not asked for or level O3 has given up float32 memory.
+        """
+        if self.options.capture != AUTO or self.stored_low:
+            raise error
+        with self._captures.gate.alone():
+            if "_compiled" in self.__dict__:
+                return  # another thread came first
+            options = dataclasses.replace(self.options, capture=JUST_IN_TIME, dynamic_shapes=None)
+            self.__dict__["options"] = options
+            self.__dict__["_captures"] = Captures(self.source, options, self.scaler, self._stored)
+            self.__dict__["_compiled"] = self._compile_just_in_time()
+        warn_user(f"{str(error).splitlines()[0]}; it is captured just in time instead, when it is called.")
+
+    def _own_error(self, args: tuple, kwargs: dict[str, Any]) -> Exception | None:
+        with self._captures.gate.alone(), self._stored.as_float32():
+            return own_error(self.source, args, kwargs)
+
+    def _needs_gradients(self, args: tuple, kwargs: dict[str, Any]) -> bool:
+        if not torch.is_grad_enabled():
+            return False
+        tensors = (x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor))
+        return any(t.requires_grad for t in (*self.source.parameters(), *tensors))
+
+    def _lost_error(self, variant: Variant) -> AheadOfTimeError:
+        name = type(self.source).__name__
+        lost = ", ".join(variant.lost[:NAMED]) + (" .." if len(variant.lost) > NAMED else "")
+        return AheadOfTimeError(
+            f"{name}: a capture ahead of time loses {lost}, and gradients would be wrong\n"
+            'Run it under torch.no_grad(), or convert with capture="auto" or "just in time".'
+        ).because(is_known=True)
+
     def _call_compiled(self, args: tuple, kwargs: dict[str, Any]) -> Any:
         if torch.is_grad_enabled():
             self.scaler.check_loop()
         try:
             with warn_about_uncaptured_guards():
                 result = self._compiled(*args, **kwargs)
-        except RuntimeError as error:
+        except Exception as error:
+            if not is_dynamo_error(error):
+                raise
             # Dynamo wraps what a backend raises.
             inner = getattr(error, "inner_exception", None)
-            if isinstance(inner, AmpGraphError):
-                raise inner from None
-            raise
+            if not isinstance(inner, AmpGraphError):
+                inner = self._own_error(args, kwargs)
+            if inner is None:
+                raise
+            raise inner from None
         self._warn_if_not_captured()
         return result
 
@@ -204,13 +273,14 @@ class AmpModule(SourceFace):
             return
         self.__dict__["_told"] = True
         warn_user(
-            f"{type(self.source).__name__} ran in its own dtypes: torch.compile captured no "
-            "graph of it. Convert with example inputs to capture it."
+            f"{type(self.source).__name__} ran in its own dtypes: torch.compile captured no graph of it. "
+            'ampgraph.convert(..., capture="ahead of time") says why it cannot be captured whole.'
         )
 
     def _compile_just_in_time(self) -> Callable:
         from .backends import make_backend
 
+        keep_errors_out_of_log()
         modules = tuple(name for name, _ in self.source.named_modules())
         captures = self._captures
         backend = make_backend(self.options, modules, captures.add, self.scaler, captures.shadows)

@@ -8,7 +8,10 @@ from typing import Any
 
 import torch
 
+from .errors import PolicyError, did_you_mean
 from .policy import Policy
+
+AUTO, AHEAD_OF_TIME, JUST_IN_TIME = CAPTURES = ("auto", "ahead of time", "just in time")
 
 
 @dataclass(frozen=True)
@@ -21,7 +24,7 @@ class Options:
         backend: A name or function that ``torch.compile`` takes; ``"eager"`` runs the graph as it is.
         mode: The backend's mode.
         dynamic_shapes: As for ``torch.export.export``; ahead of time only.
-        just_in_time: Whether Dynamo captures at each first call, for want of example inputs.
+        capture: One of `CAPTURES`. Auto becomes just in time at the first call that needs it.
     """
 
     policy: Policy
@@ -29,4 +32,21 @@ class Options:
     backend: str | Callable = "eager"
     mode: str | None = None
     dynamic_shapes: Any = None
-    just_in_time: bool = False
+    capture: str = AUTO
+
+    @property
+    def just_in_time(self) -> bool:
+        """Whether Dynamo captures, at each first call."""
+        return self.capture == JUST_IN_TIME
+
+
+def check_capture(capture: object) -> None:
+    """Raises for what is no way to capture.
+
+    Raises:
+        PolicyError: Names the legal ones.
+    """
+    if capture not in CAPTURES:
+        legal = ", ".join(map(repr, CAPTURES))
+        hint = did_you_mean(capture, CAPTURES) if isinstance(capture, str) else ""
+        raise PolicyError(f"capture={capture!r} is no way to capture a model; legal: {legal}.{hint}")

@@ -12,7 +12,7 @@ from torch import nn
 from torch.export import ExportedProgram
 
 from ._compat import wrap_grad_modes
-from .capture import capture_program
+from .capture import LOST_KEY, capture_program
 from .device import device_of_tensors
 from .errors import PolicyError
 from .module import AmpModule
@@ -22,6 +22,7 @@ from .passes.shadow import casts_of
 from .plan import META_KEY
 from .policy import Policy
 from .rewrite import rewrite
+from .warn import warn_user
 
 
 def export(
@@ -56,6 +57,9 @@ def export(
     if isinstance(model, AmpModule):
         policy = model.policy if policy is None else policy
         model = _source_of(model)
+    program = capture_program(model, args, kwargs, dynamic_shapes)
+    if lost := program.graph_module.meta[LOST_KEY]:
+        warn_user(f"{type(model).__name__}: the program has the forward alone, without {', '.join(lost)}.")
     chosen = Policy.of(policy, dtype)
     program = capture_program(model, args, kwargs, dynamic_shapes)
     stores_low = chosen.level == "O3" and not model.training

@@ -13,6 +13,7 @@ from torch import fx
 
 from ._compat import outside_transforms
 from .boundary import scale_gradients
+from .capture import LOST_KEY
 from .lowering import AotGraphs, compiled
 from .options import Options
 from .passes import ExplicitCasts, Pass, ReadShadows, ScaleLoss, run_passes
@@ -55,6 +56,7 @@ class Variant:
         state: The Python state that it was captured in; None for just-in-time graphs.
         writes: Which memory it writes that the caller sees, if any.
         aot: What AOTAutograd made of it, on a backend that tells.
+        lost: What the graph lacks of the model's backward, in words; with gradients it would be wrong.
     """
 
     graph_module: fx.GraphModule
@@ -69,10 +71,14 @@ class Variant:
     state: PythonState | None = None
     writes: Writes | None = None
     aot: AotGraphs = field(default_factory=AotGraphs)
+    lost: tuple[str, ...] = ()
     _graphs: dict[tuple[bool, bool], fx.GraphModule] = field(default_factory=dict)
     _runners: dict[tuple[bool, bool], Callable] = field(default_factory=dict)
     _explicit: fx.GraphModule | None = None
     _lock: threading.RLock = field(default_factory=threading.RLock, repr=False)
+
+    def __post_init__(self) -> None:
+        self.lost = self.lost or self.graph_module.meta.get(LOST_KEY, ())
 
     def fits(self, args: tuple, kwargs: dict[str, Any]) -> bool:
         """Whether the model still is what was captured, and the arguments share no other memory."""

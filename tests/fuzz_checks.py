@@ -71,7 +71,9 @@ def check_program(program: Program, level: str, backward: bool = True) -> str:
         captured.check_itself(expected, backward)
     except Exception as error:
         raise NotConvertible(f"{type(error).__name__}: {error}") from error
-    amp = ampgraph.convert(program.build(), program.inputs(), policy=policy_of(program, level))
+    amp = ampgraph.convert(
+        program.build(), program.inputs(), policy=policy_of(program, level), capture="ahead of time"
+    )
     actual = run(amp, program, backward)
     check_types(actual, expected, dict.fromkeys(amp.stored_low, program.low))
     check_casts(amp.graph_module, program.low)

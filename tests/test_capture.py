@@ -41,7 +41,7 @@ class Body(nn.Module):
 
 def convert(model, how, *args, **kwargs):
     if how == "ahead of time":
-        return ampgraph.convert(model, args, kwargs, dtype=BF16)
+        return ampgraph.convert(model, args, kwargs, dtype=BF16, capture="ahead of time")
     return ampgraph.convert(model, dtype=BF16)
 
 
@@ -397,7 +397,7 @@ def test_dynamic_shapes_need_examples():
 
 def test_wrong_shape_raises_as_the_model_does():
     amp = convert(nn.Linear(8, 8), "ahead of time", X)
-    with pytest.raises((AmpGraphError, RuntimeError), match=r"dim|shape|size|mat"):
+    with pytest.raises(RuntimeError, match=r"shapes cannot be multiplied \(4x9 and 8x8\)"):
         amp(torch.randn(4, 9))
     assert amp(X).shape == (4, 8)
 
@@ -766,7 +766,7 @@ def test_what_cannot_be_captured_is_a_capture_error_and_changes_nothing(name):
     model = Body(body)
     before = state_of(model)
     with pytest.raises(CaptureError) as error:
-        ampgraph.convert(model, args, dtype=BF16)
+        ampgraph.convert(model, args, dtype=BF16, capture="ahead of time")
     assert "Body" in str(error.value)
     after = state_of(model)
     assert all(torch.equal(v, after[0][k]) for k, v in before[0].items())
@@ -776,7 +776,7 @@ def test_what_cannot_be_captured_is_a_capture_error_and_changes_nothing(name):
 def test_capture_error_names_the_users_line_and_a_way_out():
     body, args = BROKEN["data-dependent branch"]
     with pytest.raises(CaptureError, match=r"test_capture\.py:\d+") as error:
-        ampgraph.convert(Body(body), args)
+        ampgraph.convert(Body(body), args, capture="ahead of time")
     assert "torch.cond" in str(error.value)
     assert "just in time" in str(error.value)
 
@@ -784,7 +784,7 @@ def test_capture_error_names_the_users_line_and_a_way_out():
 def test_a_failed_conversion_does_not_spoil_the_next():
     body, args = BROKEN["data-dependent branch"]
     with pytest.raises(CaptureError):
-        ampgraph.convert(Body(body), args)
+        ampgraph.convert(Body(body), args, capture="ahead of time")
     amp = ampgraph.convert(nn.Linear(8, 8), (X,), dtype=BF16)
     assert dtype_of(amp.graph_module, "linear") == [BF16]
     assert not torch.is_autocast_enabled("cpu")
@@ -800,7 +800,7 @@ def test_writes_to_buffers_during_a_failed_capture_are_undone():
 
     model = Body(body)
     with pytest.raises(CaptureError):
-        ampgraph.convert(model, (X,))
+        ampgraph.convert(model, (X,), capture="ahead of time")
     assert torch.equal(model.count, torch.zeros(8))
     assert type(model.count) is torch.Tensor
 

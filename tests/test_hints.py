@@ -71,7 +71,7 @@ def gradient(linear: nn.Module, x: torch.Tensor) -> torch.Tensor:
 )
 def test_capture_errors_say_what_helps(model: nn.Module, example: object, hint: str) -> None:
     with pytest.raises(CaptureError) as error:
-        ampgraph.convert(model, (example,))
+        ampgraph.convert(model, (example,), capture="ahead of time")
     assert hint in str(error.value).splitlines()[-1]
 
 

@@ -124,7 +124,7 @@ def test_exported_program_with_a_transform():
 
 def test_gradient_inside_is_refused_ahead_of_time():
     with pytest.raises(CaptureError, match=r"Gradients inside forward: .*just in time"):
-        ampgraph.convert(Model(gradient), (X,))
+        ampgraph.convert(Model(gradient), (X,), capture="ahead of time")
 
 
 def test_ops_of_a_transform_are_classified():

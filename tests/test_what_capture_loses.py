@@ -35,11 +35,194 @@ class Signed(nn.Module):
         return StraightThrough.apply(self.linear(x))
 
 
-def test_custom_backward_ahead_of_time_is_reported():
-    apply = torch.autograd.Function.__dict__["apply"]
-    with pytest.warns(UserWarning, match="only the forward of StraightThrough"):
-        ampgraph.convert(Signed(), (X,))
-    assert torch.autograd.Function.__dict__["apply"] is apply
+def test_custom_backward_ahead_of_time_is_right_or_refused():
+    model, patched = Signed(), [vars(torch.autograd.function._SingleLevelFunction), vars(torch.Tensor)]
+    before = [dict(names) for names in patched]
+    lost = r"Signed: .* loses the backward of StraightThrough \(Signed, .*test_what_capture_loses\.py:\d+\)"
+    with pytest.warns(UserWarning, match=lost):
+        amp = ampgraph.convert(model, (X,), capture="ahead of time")
+    assert [dict(names) for names in patched] == before
+    with torch.no_grad():
+        torch.testing.assert_close(amp(X), model(X))
+    with pytest.raises(ampgraph.CaptureError, match=lost):
+        amp(X)
+    model.requires_grad_(False)
+    amp(X)
+    with pytest.raises(ampgraph.CaptureError, match=lost):
+        amp(X.clone().requires_grad_())
+    with pytest.raises(ampgraph.CaptureError, match=lost):
+        torch.func.grad(lambda x: amp(x).sum())(X)
+
+
+def test_a_program_has_the_forward_alone_and_says_so():
+    with pytest.warns(UserWarning, match="without the backward of StraightThrough"):
+        ampgraph.export(Signed(), (X,))
+
+
+straight_through = StraightThrough.apply
+
+
+class Two(nn.Module):
+    """Two layers; ``between`` says what goes on between them."""
+
+    def __init__(self, between):
+        super().__init__()
+        self.a, self.b, self.between = nn.Linear(8, 8), nn.Linear(8, 8), between
+
+    def forward(self, x):
+        return self.b(self.between(self.a, x))
+
+
+class Scaled(torch.autograd.Function):
+    """Arguments that are no tensors, and a backward that cannot be differentiated."""
+
+    @staticmethod
+    def forward(ctx, x, factor, names):
+        ctx.factor = factor + len(names)
+        return x * 2
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad):
+        return grad * ctx.factor, None, None
+
+
+class ScaledInTwo(torch.autograd.Function):
+    @staticmethod
+    def forward(x):
+        return x.sin()
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, grad):
+        return 5 * grad
+
+
+def tensor_hook(layer, x):
+    x = layer(x)
+    if x.requires_grad:
+        x.register_hook(lambda grad: grad * 5)
+    return x.sin()
+
+
+def parameter_hook(layer, x):
+    if layer.weight.requires_grad:
+        layer.weight.register_hook(lambda grad: grad * 5)
+    return layer(x)
+
+
+def node_hook(layer, x):
+    x = layer(x)
+    if x.grad_fn is not None:
+        x.grad_fn.register_hook(lambda inputs, outputs: tuple(None if g is None else 5 * g for g in inputs))
+    return x
+
+
+def saved_hooks(layer, x):
+    with torch.autograd.graph.saved_tensors_hooks(lambda saved: saved * 3, lambda saved: saved):
+        return layer(x).sin()
+
+
+def in_a_checkpoint(layer, x):
+    return checkpoint(lambda x: Scaled.apply(layer(x), 3, "ab"), x, use_reentrant=False)
+
+
+LOSING = {
+    "bound apply": lambda layer, x: straight_through(layer(x)),
+    "once differentiable": lambda layer, x: Scaled.apply(layer(x), 3, "ab"),
+    "setup_context": lambda layer, x: ScaledInTwo.apply(layer(x)),
+    "several": lambda layer, x: ScaledInTwo.apply(Scaled.apply(layer(x), 1, ())),
+    "in a checkpoint": in_a_checkpoint,
+    "hook on a tensor": tensor_hook,
+    "hook on a parameter": parameter_hook,
+    "hook on a node": node_hook,
+    "saved tensors": saved_hooks,
+}
+
+
+def same_gradients(model, amp, rel=0.03):
+    """Both train alike, up to a low dtype."""
+    reference = copy.deepcopy(model)
+    for _ in range(2):
+        amp(X).square().sum().backward()
+        reference(X).square().sum().backward()
+    for (name, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
+        assert torch.linalg.norm(p.grad - q.grad) <= rel * q.grad.norm(), name
+
+
+@pytest.mark.parametrize("how", ["auto", "just in time"])
+@pytest.mark.parametrize("name", LOSING)
+def test_what_would_lose_gradients_trains_right(name, how, recwarn):
+    torch.manual_seed(0)
+    model = Two(LOSING[name])
+    amp = ampgraph.convert(model, (X,), capture=how, dtype=torch.bfloat16)
+    same_gradients(model, amp)
+    told = [str(w.message) for w in recwarn if "gradients would be wrong" in str(w.message)]
+    assert len(told) == (how == "auto")
+    assert all("just in time instead" in text and f"{__file__}:" in text for text in told)
+
+
+def test_backward_hooks_of_modules_keep_their_effect():
+    model = Two(lambda layer, x: layer(layer(x)))
+    model.b.register_full_backward_hook(lambda module, inputs, outputs: tuple(5 * g for g in inputs))
+    with pytest.warns(UserWarning, match="the backward hooks of module 'b'"):
+        amp = ampgraph.convert(model, (X,))
+    same_gradients(model, amp)
+
+
+@pytest.mark.parametrize(
+    "between",
+    [
+        lambda layer, x: layer(x) + (layer(x).clamp(-1, 1) - layer(x)).detach(),
+        lambda layer, x: checkpoint(lambda x: layer(x).sin(), x, use_reentrant=False),
+        lambda layer, x: layer(x) if layer(x).grad_fn is not None else x,
+    ],
+    ids=["detach", "checkpoint", "grad_fn is read"],
+)
+def test_what_loses_nothing_is_captured_ahead_of_time(between, recwarn):
+    model = Two(between)
+    amp = ampgraph.convert(model, (X,), dtype=torch.bfloat16)
+    same_gradients(model, amp)
+    assert not amp.options.just_in_time
+    assert not [w for w in recwarn if "gradients" in str(w.message)]
+
+
+def test_saving_on_the_cpu_loses_nothing():
+    class Offloaded(Two):
+        def forward(self, x):
+            with torch.autograd.graph.save_on_cpu():
+                return super().forward(x)
+
+    amp = ampgraph.convert(Offloaded(lambda layer, x: layer(x).sin()), (X,), dtype=torch.bfloat16)
+    same_gradients(amp.source, amp)
+    assert not amp.options.just_in_time
+
+
+def test_inference_stays_ahead_of_time_until_gradients_are_wanted():
+    model = Signed()
+    with torch.no_grad():
+        amp = ampgraph.convert(model, (X,), dtype=torch.bfloat16)
+        amp(X)
+    assert not amp.options.just_in_time
+    with pytest.warns(UserWarning, match="just in time instead"):
+        amp(X).sum().backward()
+    assert torch.equal(model.linear.bias.grad, torch.full((8,), 3.0))
+
+
+def test_blocks_that_would_lose_gradients_train_right():
+    torch.manual_seed(0)
+    model = nn.Sequential(Two(LOSING["once differentiable"]), Two(lambda layer, x: layer(x)))
+    reference = copy.deepcopy(model)
+    blocks = ampgraph.convert_blocks(model, Two, dtype=torch.bfloat16)
+    with pytest.warns(UserWarning, match="loses the backward of Scaled"):
+        model(X).square().sum().backward()
+    reference(X).square().sum().backward()
+    for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+        assert torch.linalg.norm(p.grad - q.grad) < 0.03 * q.grad.norm()
+    assert [block.options.just_in_time for block in blocks.values()] == [True, False]
 
 
 class ProductAndSum(torch.autograd.Function):

@@ -18,7 +18,6 @@ from .dynamo import (
 from .fake_tensors import (
     accept_real_constants,
     dtypes_of,
-    errors_raised_not_logged,
     evaluate,
     fake_mode_of,
     result_dtypes,
@@ -51,6 +50,13 @@ from .modes import (
     outside_transforms,
     path_inside_wrappers,
 )
+from .quiet import (
+    SingleLevelFunction,
+    errors_raised_not_logged,
+    is_dynamo_error,
+    never_log_raised_errors,
+    quiet_export,
+)
 from .version import VERSION
 
 __all__ = [
@@ -64,6 +70,7 @@ __all__ = [
     "HigherOrderOperator",
     "OpOverload",
     "OpOverloadPacket",
+    "SingleLevelFunction",
     "accept_real_constants",
     "active_data_parallel",
     "all_op_names",
@@ -82,6 +89,7 @@ __all__ = [
     "inductor_modes",
     "is_any_autocast_enabled",
     "is_batched",
+    "is_dynamo_error",
     "is_exporting",
     "is_in_backward",
     "is_module_tensor",
@@ -89,11 +97,13 @@ __all__ = [
     "keep_versions",
     "known_backends",
     "mark_as_input",
+    "never_log_raised_errors",
     "no_ambient_autocast",
     "no_saved_tensor_hooks",
     "outside_tracing",
     "outside_transforms",
     "path_inside_wrappers",
+    "quiet_export",
     "result_dtypes",
     "set_calling_convention",
     "size_hint",

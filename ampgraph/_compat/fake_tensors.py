@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import operator
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch._dispatch.python import enable_python_dispatcher
-from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import Graph, Node
 from torch.fx.experimental.proxy_tensor import py_sym_types
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from .modes import no_ambient_autocast, no_saved_tensor_hooks
+from .quiet import errors_raised_not_logged
 
 
 def fake_mode_of(graph: Graph) -> FakeTensorMode | None:
@@ -188,22 +187,3 @@ def accept_real_constants(mode: FakeTensorMode | None) -> Iterator[None]:
         yield
     finally:
         mode.allow_non_fake_inputs = before
-
-
-@contextlib.contextmanager
-def errors_raised_not_logged(is_here: Callable[[], bool]) -> Iterator[None]:
-    """Keeps fake tensors from logging, traceback and all, the errors that they raise as well.
-
-    Args:
-        is_here: Whether what is logged comes from the code inside; other threads log as ever.
-    """
-    logger = logging.getLogger(fake_tensor.__name__)
-
-    def keep(record: logging.LogRecord) -> bool:
-        return record.exc_info is None or not is_here()
-
-    logger.addFilter(keep)
-    try:
-        yield
-    finally:
-        logger.removeFilter(keep)

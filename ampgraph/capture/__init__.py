@@ -3,7 +3,16 @@
 from .ahead import capture_program, is_capturing_here
 from .arguments import distinct
 from .just_in_time import lower_dynamo_graph
+from .lost import LOST_KEY
 from .reads import Reads
 from .unlift import unlift
 
-__all__ = ["Reads", "capture_program", "distinct", "is_capturing_here", "lower_dynamo_graph", "unlift"]
+__all__ = [
+    "LOST_KEY",
+    "Reads",
+    "capture_program",
+    "distinct",
+    "is_capturing_here",
+    "lower_dynamo_graph",
+    "unlift",
+]

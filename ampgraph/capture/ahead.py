@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import sysconfig
 import threading
 import traceback
 from collections.abc import Iterator
@@ -16,24 +15,21 @@ from torch import fx, nn
 from torch.export import ExportedProgram, ShapesCollection
 from torch.fx import traceback as fx_traceback
 from torch.overrides import TorchFunctionMode
-from torch.utils.checkpoint import CheckpointFunction
 
-from .._compat import errors_raised_not_logged, no_ambient_autocast, no_saved_tensor_hooks
-from ..errors import CaptureError
-from ..warn import warn_user
+from .._compat import errors_raised_not_logged, no_ambient_autocast, no_saved_tensor_hooks, quiet_export
+from ..errors import AheadOfTimeError, CaptureError
 from .arguments import distinct
 from .batch_norm import with_cumulative_average
 from .inference_mode import traced_as_no_grad
+from .lost import LOST_KEY, noting_lost_backwards
 from .reads import Reads, recorded
+from .user_code import user_line
 
 # torch.fx.traceback keeps its state in globals.
 capture_lock = threading.RLock()
 _here = threading.local()
 
-_OURS = Path(__file__).parents[1]
-_TORCH = Path(torch.__file__).parent
-_PYTHON = Path(sysconfig.get_path("stdlib"))
-_JUST_IN_TIME = "or call ampgraph.convert(model) without example inputs to capture just in time"
+_JUST_IN_TIME = 'or capture it just in time: ampgraph.convert(model, capture="just in time")'
 _DATA_DEPENDENT = ("data-dependent", "data dependent", "DataDependent", "is_nonzero", "unbacked")
 _VALUE_SIZED = ("DynamicOutputShape", "DataDependentOutput")  # aten.linalg_lstsq, aten._ctc_loss
 # (part of the name or message of the error, function it came through or "", what helps); the first that fits.
@@ -99,6 +95,8 @@ def capture_program(
 
     Raises:
         CaptureError: The model cannot be captured for these inputs; names the user's source line.
+
+    What the graph lacks of the model's backward is in its ``meta``, under `LOST_KEY`.
     """
     if isinstance(model, torch.jit.ScriptModule):
         raise CaptureError(
@@ -110,19 +108,21 @@ def capture_program(
         if isinstance(dynamic_shapes, ShapesCollection):  # it knows tensors by their identity
             dynamic_shapes = dynamic_shapes.dynamic_shapes(model, args, kwargs)
         args, kwargs = distinct(args, kwargs)
-        watching = _warn_about_custom_functions(type(model).__name__)
+        watching, quiet = noting_lost_backwards(model, is_capturing_here), quiet_export(is_capturing_here)
         with (
             capturing(gradients),
+            quiet,
             traced_as_no_grad(is_capturing_here),
             with_cumulative_average(is_capturing_here),
             _DataIsDetach(reads),
-            watching,
+            watching as lost,
             recorded(reads, is_capturing_here),
         ):
             program = torch.export.export(model, args, kwargs, dynamic_shapes=dynamic_shapes, strict=False)
     except Exception as error:
         _check_arguments(model, args, kwargs, error)
-        raise CaptureError(_explain(model, error)) from error
+        raise AheadOfTimeError(_explain(model, error)).because(is_known=bool(_hint(error))) from error
+    program.graph_module.meta[LOST_KEY] = tuple(lost)
     for module in program.graph_module.modules():
         if isinstance(module, fx.GraphModule):
             _complete_users(module.graph)
@@ -185,35 +185,6 @@ def is_capturing_here() -> bool:
     return getattr(_here, "is_capturing", False)
 
 
-@contextlib.contextmanager
-def _warn_about_custom_functions(model: str) -> Iterator[None]:
-    """Says so when export inlines an ``autograd.Function`` of the user's and so drops its backward.
-
-    A reentrant checkpoint is one whose forward has no gradients at all: what it runs is inlined instead.
-    """
-    apply = torch.autograd.Function.__dict__["apply"]
-    seen: dict[str, None] = {}
-
-    def watched(cls: type, *args: Any, **kwargs: Any) -> Any:
-        if is_capturing_here() and not cls.__module__.startswith("torch."):
-            seen[cls.__qualname__] = None
-        if is_capturing_here() and cls is CheckpointFunction:
-            run, _, *values = args
-            return run(*values)
-        return apply.__get__(None, cls)(*args, **kwargs)
-
-    torch.autograd.Function.apply = classmethod(watched)  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        torch.autograd.Function.apply = apply  # type: ignore[method-assign]
-    if seen:
-        warn_user(
-            f"{model}: capture ahead of time takes only the forward of {', '.join(seen)}; gradients are then "
-            "those of that forward, not of the custom backward. Convert without example inputs to keep it."
-        )
-
-
 def _check_arguments(model: nn.Module, args: tuple, kwargs: dict[str, Any], error: Exception) -> None:
     """Raises where the capture failed because forward does not take these arguments."""
     if not isinstance(error, TypeError):
@@ -225,7 +196,7 @@ def _check_arguments(model: nn.Module, args: tuple, kwargs: dict[str, Any], erro
         given = [type(value).__name__ for value in args] + [
             f"{n}={type(v).__name__}" for n, v in kwargs.items()
         ]
-        raise CaptureError(
+        raise AheadOfTimeError(
             f"{type(model).__name__}.forward takes {signature}, but the example inputs are "
             f"({', '.join(given)}): {mismatch}."
         ) from error
@@ -248,18 +219,3 @@ def _hint(error: BaseException) -> str:
         if cause in f"{type(error).__name__}: {error}" and (not function or function in through):
             return f"\n{hint}"
     return ""
-
-
-def user_line(error: BaseException) -> str:
-    """Returns ``file:line (code)`` of the innermost frame outside torch, ampgraph and Python, or ``""``."""
-    for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        if not _is_users(Path(frame.filename)):
-            continue
-        return f"{frame.filename}:{frame.lineno}" + (f" ({frame.line})" if frame.line else "")
-    return ""
-
-
-def _is_users(path: Path) -> bool:
-    if path.suffix != ".py" or _TORCH in path.parents or _OURS in path.parents:
-        return False
-    return _PYTHON not in path.parents or bool({"site-packages", "dist-packages"}.intersection(path.parts))

@@ -114,7 +114,9 @@ class _Lowering(fx.Interpreter):
 
     def call_function(self, target: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         if is_custom_function(target):
-            raise NotImplementedError("a custom autograd.Function, whose backward tracing would lose")
+            raise NotImplementedError(
+                "a custom autograd.Function or a hook, whose backward tracing would lose"
+            )
         if getattr(target, "__name__", "") == "_get_data_attr":  # tracing does not see ``x.data``
             return args[0].detach()
         if target in INFERENCE_MODE_CALLS:

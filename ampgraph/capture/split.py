@@ -1,7 +1,7 @@
-"""Takes custom ``autograd.Function``s out of Dynamo's graphs, as graph breaks would.
+"""Takes custom ``autograd.Function``s and hooks on tensors out of Dynamo's graphs, as graph breaks would.
 
-Tracing would go through the forward of such a function and lose its backward. So the function stays a call,
-and what is before and after it are graphs of their own.
+Tracing would go through the forward of such a function and lose its backward, and it would lose hooks. So the
+function stays a call, and what is before and after it are graphs of their own.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ CompilePart = Callable[[fx.GraphModule, list], Callable]
 
 
 def is_custom_function(target: object) -> bool:
-    """Whether Dynamo calls a custom ``autograd.Function`` by this."""
-    return getattr(target, "__name__", "") == "autograd_function_apply"
+    """Whether Dynamo calls a custom ``autograd.Function`` by this, or registers a hook on a tensor."""
+    return getattr(target, "__name__", "") in ("autograd_function_apply", "register_hook")
 
 
 def compile_around_custom_functions(

@@ -138,9 +138,8 @@ class Subject:
             mock.patch.object(ampgraph.captures, "capture_program", self._capture),
             mock.patch.object(time, "perf_counter", time.process_time),
         ):
-            return ampgraph.convert(
-                self.module, self.args, self.kwargs, policy=policy, dtype=dtype, backend="eager"
-            )
+            how = {"backend": "eager", "capture": "ahead of time"}
+            return ampgraph.convert(self.module, self.args, self.kwargs, policy=policy, dtype=dtype, **how)
 
     def _capture(self, *given: Any) -> ExportedProgram:
         if not self._program:

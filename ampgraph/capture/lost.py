@@ -1,0 +1,146 @@
+"""Notices what a capture ahead of time loses of the backward.
+
+Tracing goes through the forward of a custom ``autograd.Function`` and takes its ops; its backward is in no
+graph. So it is with hooks on tensors inside forward, with backward hooks of modules, and with hooks that
+change what is saved for the backward.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import CheckpointFunction
+
+from .._compat import SingleLevelFunction
+from .user_code import frames, is_users
+
+# ``graph_module.meta`` of a captured graph holds under this key what it lost, in words.
+LOST_KEY = "ampgraph_lost"
+
+# Functions that torch applies while it traces; those of the model's own layers are elsewhere.
+_TRACING = ("torch._", "torch.fx.", "torch.export.", "torch.utils.checkpoint")
+_TENSOR_HOOKS = ("register_hook", "register_post_accumulate_grad_hook")
+
+
+@contextlib.contextmanager
+def noting_lost_backwards(model: nn.Module, is_capturing: Callable[[], bool]) -> Iterator[list[str]]:
+    """Yields a list that fills with what the capture inside loses of the model's backward.
+
+    A reentrant checkpoint is one whose forward has no gradients at all: what it runs is inlined instead.
+    """
+    names = {id(module): name for name, module in model.named_modules()}
+    found = [
+        f"the backward hooks of {_module(name, model)}"
+        for name, module in model.named_modules()
+        if module._backward_hooks or module._backward_pre_hooks
+    ]
+
+    def note(what: str) -> None:
+        text = f"{what}{_place(names, model)}"
+        if is_capturing() and torch.is_grad_enabled() and text not in found:
+            found.append(text)
+
+    def applied(original: Callable, cls: type, *args: Any, **kwargs: Any) -> Any:
+        if is_capturing() and cls is CheckpointFunction:
+            run, _, *values = args
+            return run(*values)
+        is_models = not cls.__module__.startswith(_TRACING) and cls.__name__ != "BackwardHookFunction"
+        tensors = (x for x in tree_leaves(args) if isinstance(x, torch.Tensor))
+        if is_models and any(x.is_floating_point() or x.is_complex() for x in tensors):
+            note(f"the backward of {cls.__qualname__}")
+        return super(SingleLevelFunction, cls).apply(*args, **kwargs)  # type: ignore[misc]
+
+    def hooked(original: Callable, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        note(f"{original.__name__}()")
+        return original(tensor, *args, **kwargs)
+
+    def entered(original: Callable, hooks: saved_tensors_hooks) -> Any:
+        # Checkpoints, and saving on the CPU, change nothing about what is saved.
+        if type(hooks) is not save_on_cpu and not type(hooks).__module__.startswith(_TRACING):
+            note(type(hooks).__name__)
+        return original(hooks)
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_patched(SingleLevelFunction, "apply", applied, classmethod))
+        for name in _TENSOR_HOOKS:
+            stack.enter_context(_patched(torch.Tensor, name, hooked))
+        stack.enter_context(_patched(saved_tensors_hooks, "__enter__", entered))
+        stack.enter_context(_WatchedNodes(note))
+        yield found
+
+
+class _WatchedNodes(TorchFunctionMode):
+    """Hands out ``x.grad_fn`` so that hooks on it are noted."""
+
+    _read = torch.Tensor.grad_fn.__get__  # type: ignore[attr-defined]
+
+    def __init__(self, note: Callable[[str], None]) -> None:
+        super().__init__()
+        self._note = note
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+        value = func(*args, **(kwargs or {}))
+        # Dynamo, which captures the bodies of torch.cond, cannot compare functions.
+        if value is None or torch.compiler.is_dynamo_compiling() or func != self._read:
+            return value
+        # Modes that torch has on top come between.
+        reader = next(f for f in frames() if f.f_code.co_name != "__torch_function__")
+        return _WatchedNode(value, self._note) if is_users(reader.f_code.co_filename) else value
+
+
+class _WatchedNode:
+    """A node of autograd's graph; asking it for a hook is noted."""
+
+    def __init__(self, node: Any, note: Callable[[str], None]) -> None:
+        self._node, self._note = node, note
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("register_hook", "register_prehook"):
+            self._note(f"grad_fn.{name}()")
+        return getattr(self._node, name)
+
+
+@contextlib.contextmanager
+def _patched(owner: type, name: str, function: Callable, kind: Callable = lambda f: f) -> Iterator[None]:
+    """Puts ``function``, with the original as its first argument, in the place of a method."""
+    own = owner.__dict__.get(name)
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def instead(*args: Any, **kwargs: Any) -> Any:
+        return function(original, *args, **kwargs)
+
+    setattr(owner, name, kind(instead))
+    try:
+        yield
+    finally:
+        if own is None:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, own)
+
+
+def _place(names: dict[int, str], model: nn.Module) -> str:
+    """Returns the user's line that runs now, and the innermost module around it."""
+    line = module = ""
+    for frame in frames():
+        if not line and is_users(frame.f_code.co_filename):
+            line = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        arguments = frame.f_code.co_varnames[: frame.f_code.co_argcount]
+        name = names.get(id(frame.f_locals.get(arguments[0]))) if arguments else None
+        if name is not None:
+            module = _module(name, model)
+            break
+    return f" ({', '.join(filter(None, (module, line)))})" if module or line else ""
+
+
+def _module(name: str, model: nn.Module) -> str:
+    return f"module {name!r}" if name else type(model).__name__

@@ -1,0 +1,44 @@
+"""`own_error`: what a model itself raises for the arguments that a capture failed on."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+
+def own_error(source: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Exception | None:
+    """Runs the source once and returns what it raises, or None; buffers and random numbers stay as they were.
+
+    A bad shape, for instance: the user's own line and the op's own message say more than a capture can.
+    """
+    args, kwargs = tree_map_only(Tensor, _copied, (args, kwargs))
+    try:
+        with _unchanged(source):
+            source(*args, **kwargs)
+    except Exception as error:
+        return error
+    return None
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    if not tensor.is_leaf:
+        return tensor.clone()
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
+
+@contextlib.contextmanager
+def _unchanged(source: nn.Module) -> Iterator[None]:
+    buffers = [(buffer, buffer.detach().clone()) for buffer in source.buffers()]
+    devices = {t.device for t in (*source.parameters(), *source.buffers()) if t.device.type == "cuda"}
+    with torch.random.fork_rng(devices=list(devices)):
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for buffer, before in buffers:
+                    buffer.copy_(before)

@@ -1,0 +1,218 @@
+"""One way in: `capture` says how a model is captured; what cannot be captured whole is captured in parts."""
+
+from __future__ import annotations
+
+import copy
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+import ampgraph
+
+X = torch.randn(3, 8, generator=torch.Generator().manual_seed(0))
+BF16 = torch.bfloat16
+SCALED = ampgraph.Policy(dtype=torch.float16, loss_scale=ampgraph.StaticLossScale(64.0))
+
+
+class Branching(nn.Module):
+    """Control flow that depends on values."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        x = self.a(x)
+        return self.b(x) if x.sum() > 0 else -self.b(x)
+
+
+class Normed(nn.Module):
+    """Writes a buffer before it uses its weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.a = nn.BatchNorm1d(8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.a(torch.cat([self.norm(x[:, :8]) + torch.rand(8), x[:, 8:]], 1))
+
+
+def messages(recwarn, part):
+    return [str(w.message) for w in recwarn if part in str(w.message)]
+
+
+def test_auto_falls_back_with_one_line_that_says_why(recwarn, caplog, capfd):
+    model = Branching()
+    amp = ampgraph.convert(model, (X,), dtype=BF16)
+    (told,) = messages(recwarn, "just in time")
+    assert told.startswith("Branching could not be captured at ")
+    assert f"{__file__}:" in told
+    assert "\n" not in told
+    torch.testing.assert_close(amp(X), model(X), rtol=0.05, atol=0.05)
+    amp(X).sum().backward()
+    assert len(messages(recwarn, "just in time")) == 1
+    assert all(p.grad is not None for p in model.parameters())
+    assert not [r for r in caplog.records if r.levelno >= logging.WARNING and r.name.startswith("torch")]
+    assert "def forward" not in "".join(capfd.readouterr())
+
+
+def test_a_failed_capture_leaves_torchs_log_and_output_as_they_were(capfd):
+    known = {n: log for n, log in logging.root.manager.loggerDict.items() if isinstance(log, logging.Logger)}
+    before = {name: list(log.filters) for name, log in known.items()}
+    with pytest.raises(ampgraph.CaptureError, match=r"torch\.cond"):
+        ampgraph.convert(Branching(), (X,), capture="ahead of time")
+    assert {name: log.filters for name, log in known.items()} == before
+    assert "def forward" not in "".join(capfd.readouterr())
+    with pytest.raises(Exception, match="data-dependent"):
+        torch.export.export(Branching(), (X,))
+    assert "def forward" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("capture", ["auto", "ahead of time"])
+def test_the_first_call_captures_ahead_of_time_without_examples(capture):
+    amp = ampgraph.convert(nn.Linear(8, 8), capture=capture, dtype=BF16)
+    assert not amp.graph_modules
+    assert amp(X).shape == (3, 8)
+    assert len(amp.graph_modules) == 1
+    assert amp.options.capture == capture
+    amp(X[:2])
+    assert len(amp.graph_modules) == 2
+
+
+def test_dynamic_shapes_without_examples():
+    batch = {0: torch.export.Dim("batch")}
+    amp = ampgraph.convert(nn.Linear(8, 8), capture="ahead of time", dynamic_shapes=(batch,))
+    amp(X)
+    amp(X[:2])
+    assert len(amp.graph_modules) == 1
+
+
+def test_just_in_time_with_examples_captures_at_the_first_call():
+    amp = ampgraph.convert(nn.Linear(8, 8), (X,), capture="just in time")
+    assert not amp.graph_modules
+    amp(X)
+    assert amp.options.just_in_time
+    assert len(amp.graph_modules) == 1
+
+
+@pytest.mark.parametrize(("capture", "near"), [("ahead of tme", "'ahead of time'"), ("jit", ""), (True, "")])
+def test_what_is_no_way_to_capture(capture, near):
+    legal = r"legal: 'auto', 'ahead of time', 'just in time'\."
+    for convert in (
+        lambda: ampgraph.convert(nn.Linear(8, 8), (X,), capture=capture),
+        lambda: ampgraph.convert_blocks(nn.Sequential(nn.Linear(8, 8)), "0", capture=capture),
+    ):
+        with pytest.raises(ampgraph.PolicyError, match=rf"capture={capture!r} .*{legal}.*{near}"):
+            convert()
+
+
+def test_what_the_model_itself_refuses_is_no_reason_to_fall_back():
+    for args in ((X[:, :5],), (X, X)):
+        with pytest.raises(ampgraph.CaptureError, match="Linear"):
+            ampgraph.convert(nn.Linear(8, 8), args)
+
+
+@pytest.mark.parametrize("how", ["auto", "ahead of time", "just in time"])
+def test_a_bad_shape_raises_the_models_own_error(how, caplog):
+    model = Normed()
+    amp = ampgraph.convert(model, (X,), capture=how, dtype=BF16)
+    amp(X)
+    with pytest.raises(RuntimeError) as expected:
+        copy.deepcopy(model)(torch.randn(3, 9))
+    caplog.clear()
+    with pytest.raises(RuntimeError) as found:
+        amp(torch.randn(3, 9))
+    assert type(found.value) is RuntimeError
+    assert (
+        str(found.value) == str(expected.value) == "mat1 and mat2 shapes cannot be multiplied (3x9 and 8x8)"
+    )
+    assert any(entry.name == "forward" and str(entry.path) == __file__ for entry in found.traceback)
+    assert not [r for r in caplog.records if r.levelno >= logging.WARNING]
+    assert amp.options.capture == how
+    assert amp(X).shape == (3, 8)
+
+
+def test_looking_for_the_models_own_error_changes_nothing():
+    model = Normed()
+    amp = ampgraph.convert(model, (X,), dtype=BF16)
+    state, random = copy.deepcopy(model.state_dict()), torch.get_rng_state()
+    with pytest.raises(RuntimeError, match="mat1 and mat2"):
+        amp(torch.cat([X, X[:, :1]], 1))
+    assert all(torch.equal(state[name], value) for name, value in model.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), random)
+
+
+@pytest.mark.parametrize("how", ["auto", "ahead of time", "just in time"])
+def test_a_wrong_number_of_arguments_raises_the_models_own_error(how):
+    amp = ampgraph.convert(nn.Linear(8, 8), (X,), capture=how)
+    with pytest.raises(TypeError, match="positional argument"):
+        amp(X, X)
+    assert amp.options.capture == how
+
+
+def test_an_error_that_forward_raises_comes_through():
+    class Checked(nn.Module):
+        def forward(self, x):
+            if x.shape[-1] != 8:
+                raise ValueError(f"eight features, not {x.shape[-1]}")
+            return x * 2
+
+    for capture in ("auto", "just in time"):
+        with pytest.raises(ValueError, match="eight features, not 5"):
+            ampgraph.convert(Checked(), (X,), capture=capture)(X[:, :5])
+
+
+def test_a_later_call_may_fall_back_too(recwarn):
+    class Trains(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a = nn.Linear(8, 8)
+
+        def forward(self, x):
+            x = self.a(x)
+            return x * 2 if self.training and x.sum() > 99 else x + x
+
+    model = Trains().eval()
+    amp = ampgraph.convert(model, (X,), policy=SCALED)
+    assert not messages(recwarn, "just in time")
+    amp.train()(X).sum().backward()
+    assert len(messages(recwarn, "just in time")) == 1
+    torch.testing.assert_close(model.a.bias.grad, torch.full((8,), 6.0))
+    assert amp.scaler.get_scale() == 64
+    again = copy.deepcopy(amp)
+    torch.testing.assert_close(again(X), amp(X))
+    assert again.options.just_in_time
+
+
+def test_stored_low_parameters_do_not_fall_back():
+    class Trains(Branching):
+        def forward(self, x):
+            return super().forward(x) if x.shape[0] == 2 else self.b(self.a(x))
+
+    amp = ampgraph.convert(Trains().eval(), (X,), policy="O3", dtype=BF16)
+    assert amp.stored_low
+    with pytest.raises(ampgraph.CaptureError, match="could not be captured"):
+        amp(X[:2])
+
+
+def test_blocks_fall_back_one_by_one(recwarn):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), Branching())
+    reference = copy.deepcopy(model)
+    blocks = ampgraph.convert_blocks(model, ("0", "1"), policy=SCALED)
+    model(X).sum().backward()
+    reference(X).sum().backward()
+    assert len(messages(recwarn, "just in time")) == 1
+    for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+        assert torch.linalg.norm(p.grad - q.grad) < 0.01 * q.grad.norm()
+    assert [block.options.just_in_time for block in blocks.values()] == [False, True]
+    assert all(block.scaler is blocks.scaler for block in blocks.values())
+
+
+def test_blocks_just_in_time():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    blocks = ampgraph.convert_blocks(model, "*", dtype=BF16, capture="just in time")
+    model(X)
+    assert all(block.options.just_in_time for block in blocks.values())
