@@ -13,6 +13,7 @@ import torch
 
 from .errors import AmpGraphError, did_you_mean
 from .oplists import PRESETS, OpClass, OpLists
+from .options import AUTO, CAPTURES
 from .policy import DTYPE_NAMES, LEVELS, OBJECTIVES, PLACEMENTS, RULE_VALUES, Policy
 from .terminal import COLOURS
 
@@ -177,6 +178,14 @@ def _command(commands: Any, name: str, summary: str, description: str, examples:
     )
     command.add_argument(
         "--train", action="store_true", help="capture in training mode; default: evaluation mode"
+    )
+    command.add_argument(
+        "--capture",
+        choices=CAPTURES,
+        type=lambda text: text.replace("-", " "),
+        default=AUTO,
+        metavar="WAY",
+        help="auto, ahead-of-time or just-in-time; default: auto",
     )
     command.add_argument("-q", "--quiet", action="store_true", help="no progress on standard error")
     return command

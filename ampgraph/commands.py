@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
+
 import ampgraph
 
 from .cli_options import UsageError, given, policy_of
@@ -165,17 +167,21 @@ def _flip(explanation: Explanation, name: str) -> dict[str, Any]:
 def _converted(options: argparse.Namespace, policy: Policy, notes: Notes) -> AmpModule:
     inputs = [parse_input(text) for text in options.input]
     spec = notes.timed(f"building {options.spec}", lambda: resolve(options.spec))
-    return notes.timed("converting", lambda: _convert(spec, policy, inputs, options.train))
+    return notes.timed("converting", lambda: _convert(spec, policy, inputs, options.train, options.capture))
 
 
-def _convert(spec: ModelSpec, policy: Policy, inputs: list, train: bool) -> AmpModule:
+def _convert(spec: ModelSpec, policy: Policy, inputs: list, train: bool, capture: str) -> AmpModule:
     model = spec.model.train(train)
     args, kwargs = build_inputs(inputs) if inputs else (spec.args, spec.kwargs)
     if args is None:
         raise SpecError(f"{spec.name} needs an example input, for instance --input {spec.example_input}")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # of libraries, about libraries
-        return convert(model, args, kwargs, policy=policy, backend="eager")
+        amp = convert(model, args, kwargs, policy=policy, backend="eager", capture=capture)
+        if amp.options.just_in_time:
+            with torch.no_grad():
+                amp(*args, **(kwargs or {}))
+        return amp
 
 
 def _reference(name: str) -> Explanation | Policy:

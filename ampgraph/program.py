@@ -57,11 +57,10 @@ def export(
     if isinstance(model, AmpModule):
         policy = model.policy if policy is None else policy
         model = _source_of(model)
+    chosen = Policy.of(policy, dtype)
     program = capture_program(model, args, kwargs, dynamic_shapes)
     if lost := program.graph_module.meta[LOST_KEY]:
         warn_user(f"{type(model).__name__}: the program has the forward alone, without {', '.join(lost)}.")
-    chosen = Policy.of(policy, dtype)
-    program = capture_program(model, args, kwargs, dynamic_shapes)
     stores_low = chosen.level == "O3" and not model.training
     return convert_program(program, chosen, explicit_casts, stores_low)
 

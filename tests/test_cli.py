@@ -140,10 +140,16 @@ def test_usage_errors(argv: list[str], message: str, capsys: pytest.CaptureFixtu
     assert out == ""
 
 
+def test_what_cannot_be_captured_whole_is_explained_in_parts(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.warns(UserWarning, match="could not be captured at .* just in time instead"):
+        assert main(["explain", OURS + "branches", "--input", "3"]) == 0
+    assert "Net" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        ([OURS + "branches", "--input", "3"], "could not be captured"),
+        ([OURS + "branches", "--input", "3", "--capture", "ahead-of-time"], "could not be captured"),
         ([OURS + "broken", "--input", "3"], "RuntimeError: no such file"),
         ([OURS + "tiny", "--input", "3x5"], "could not be captured"),
     ],
