@@ -331,7 +331,7 @@ def test_wrong_rows(options: list[str], message: str, capsys: pytest.CaptureFixt
 def test_quiet_says_nothing_but_errors(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(OURS + "with_inputs", "-q") == 0
     assert capsys.readouterr().err == ""
-    assert run(OURS + "branches", "--input", "3", "-q") == 1
+    assert run(OURS + "branches", "--input", "3", "-q", "--capture", "ahead-of-time") == 1
     assert "could not be captured" in capsys.readouterr().err
 
 

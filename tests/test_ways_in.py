@@ -212,7 +212,7 @@ def test_blocks_fall_back_one_by_one(recwarn):
 
 
 def test_blocks_just_in_time():
-    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-    blocks = ampgraph.convert_blocks(model, "*", dtype=BF16, capture="just in time")
+    model = nn.Sequential(nn.Linear(8, 8), Normed())
+    blocks = ampgraph.convert_blocks(model, Normed, dtype=BF16, capture="just in time")
     model(X)
     assert all(block.options.just_in_time for block in blocks.values())
