@@ -83,3 +83,23 @@ def test_of_many_edges_out_of_a_node_one_is_labelled() -> None:
     labels = re.findall(r'"exp" -> "\w+" \[label="([^"]*)" tooltip="([^"]*)"', text)
     assert [label.strip() for label, _ in labels] == ["f32[4]", "", "", ""]
     assert {tip for _, tip in labels} == {"f32[4]"}
+
+
+class Layers(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.h = torch.nn.ModuleList(torch.nn.TransformerEncoderLayer(8, 2, 8) for _ in range(4))
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        for layer in self.h:
+            x = layer(x, mask)
+        return x
+
+
+def test_what_every_layer_reads_runs_beside_them() -> None:
+    amp = ampgraph.convert(Layers(), (torch.randn(4, 1, 8), torch.zeros(4, 4)), dtype=torch.float16)
+    edges = re.findall(r'^ *"(\S+)" -> "(\S+)" \[([^\n]*)\];$', to_dot(amp, depth=1), re.MULTILINE)
+    beside = {(source, target) for source, target, style in edges if "port=" in style}
+    assert len(beside) == 4
+    assert {target for _, target in beside} == {f"[h.{i}]" for i in range(4)}
+    assert {source for source, _ in beside}.isdisjoint(target for _, target in beside)

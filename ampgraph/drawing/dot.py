@@ -202,6 +202,9 @@ class _Writer:
             label = ""
         tip = ("widened inside the kernel: " if arc.widened else "") + "\n".join(arc.types)
         style = {"label": f"  {label}" if label else "", "tooltip": tip, "labeltooltip": tip}
+        if self.readers[arc.source] > FAN and arc.target.startswith("["):
+            # What every layer reads runs beside their chain, not through it.
+            style |= {"tailport": "e", "headport": "e"} | ({"label": ""} if several else {})
         if arc.widened:
             style["style"] = "dashed"
             self._seen("dashed edge: widened\ninside the kernel", {"shape": "plaintext", "style": ""})
