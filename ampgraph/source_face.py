@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 from torch import nn
 
 from .errors import CaptureError
+from .special_methods import class_with_methods_of
 from .stand_in import is_method_of, rebound, stand_in
 
 _SHARED = (
@@ -32,6 +33,10 @@ class SourceFace(nn.Module):
 
     # Attributes in ``__dict__`` that hide the source's of the same name.
     _hides: ClassVar[tuple[str, ...]] = ("source",)
+
+    def __new__(cls, source: nn.Module, *args: Any, **kwargs: Any) -> SourceFace:
+        """Makes an object whose class has the special methods of the source's: ``len``, ``[]``, ``with``."""
+        return super().__new__(class_with_methods_of(type(source), cls))
 
     def __init__(self, source: nn.Module) -> None:
         self.__dict__["source"] = source

@@ -1,0 +1,58 @@
+"""The special methods of a source's class, on the class of the module that stands for it.
+
+Python looks up ``len(x)``, ``x[i]``, ``for y in x`` on the type of ``x``, where no ``__getattr__`` is asked.
+So a module that stands for an ``nn.Sequential`` has a class with that one's ``__len__``.
+"""
+
+from __future__ import annotations
+
+import types
+import weakref
+from typing import Any
+
+from torch import nn
+
+# What makes, copies, shows or runs an object, or finds its attributes, is the standing module's own affair.
+# fmt: off
+_OWN = frozenset((
+    "__init__", "__new__", "__del__", "__call__", "__class__", "__class_getitem__", "__init_subclass__",
+    "__subclasshook__", "__slots__", "__getattr__", "__getattribute__", "__setattr__", "__delattr__",
+    "__dir__", "__repr__", "__str__", "__format__", "__sizeof__", "__copy__", "__deepcopy__",
+    "__reduce__", "__reduce_ex__", "__getstate__", "__setstate__", "__getnewargs__", "__getnewargs_ex__",
+    "__prepare_scriptable__", "__torch_function__",
+))
+# fmt: on
+_made: weakref.WeakKeyDictionary[type, dict[type, type]] = weakref.WeakKeyDictionary()
+
+
+def class_with_methods_of(source: type[nn.Module], cls: type) -> type:
+    """Returns ``cls``, or a subclass that passes for it and has the source class's special methods."""
+    known = _made.setdefault(source, {})
+    if cls not in known:
+        members = {name: _member(name, value) for name, value in _special(source).items()}
+        passing = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+        known[cls] = type(cls)(cls.__name__, (cls,), {**passing, **members}) if members else cls
+    return known[cls]
+
+
+def _special(source: type) -> dict[str, Any]:
+    """Returns the functions with special names that a class adds to ``nn.Module``'s; None hides one."""
+    found: dict[str, Any] = {}
+    for base in reversed([base for base in source.__mro__ if base not in (nn.Module, object)]):
+        members = {n: v for n, v in vars(base).items() if n.startswith("__") and n.endswith("__")}
+        functions = {n: v for n, v in members.items() if v is None or isinstance(v, types.FunctionType)}
+        found |= {name: value for name, value in functions.items() if name not in _OWN}
+    if "__eq__" in found and found.get("__hash__") is None:  # torch itself keeps modules in sets
+        found["__hash__"] = object.__hash__
+    return found
+
+
+def _member(name: str, value: Any) -> Any:
+    if not isinstance(value, types.FunctionType):
+        return value
+
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return self.__getattr__(name)(*args, **kwargs)
+
+    method.__name__, method.__doc__ = name, value.__doc__
+    return method
