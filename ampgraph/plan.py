@@ -19,7 +19,7 @@ class Decision:
     Attributes:
         dtype: The node's floating dtype, or None where the pass has no say (integers, bool, float64 ...).
         by: Who decided: ``"source"``, ``"user cast"``, ``"guard"``, ``"rule"``, ``"hazard"``, ``"list"``,
-            ``"range"``, ``"kernel"``, ``"alias"``, ``"propagation"`` or ``"placement"``.
+            ``"range"``, ``"kernel"``, ``"alias"``, ``"what if"``, ``"propagation"`` or ``"placement"``.
         reason: One sentence for people.
         op_class: ``"white"``, ``"black"``, ``"gray"``, ``"clear"`` or None.
         because: Nodes whose dtype is the reason, nearest first.

@@ -56,9 +56,10 @@ def rewrite(
         _mark_parameters(graph_module, body, operands)
         rewrite(body, policy, low_dtype, check_rules=False)
     graph_module.meta[META_KEY] = Workspace()
-    if not any(low for _, low in pins) and not may_go_low(graph_module.graph, policy, low_dtype):
-        policy = policy.replace(level="O0")
-    run_passes(graph_module, default_pipeline(policy, low_dtype, tuple(modules), check_rules, pins), hook)
+    edits = any(low for _, low in pins) or may_go_low(graph_module.graph, policy, low_dtype)
+    run_passes(
+        graph_module, default_pipeline(policy, low_dtype, tuple(modules), check_rules, pins, edits), hook
+    )
     space = workspace(graph_module)
     if space.plan is None:
         raise PassError("the pipeline ended without a plan.")
@@ -91,7 +92,7 @@ def _may_go_low(node: fx.Node, policy: Policy, low_dtype: torch.dtype) -> bool:
     if isinstance(node.target, HigherOrderOperator):
         return True
     rule = policy.ops.lookup(node.target) if isinstance(node.target, OpOverload) else None
-    return rule is not None and rule.cls is not OpClass.BLACK
+    return rule is not None and (rule.cls is not OpClass.BLACK or policy.level == "O3")
 
 
 def _bodies(graph_module: fx.GraphModule) -> Iterator[tuple[fx.GraphModule, list[fx.Node]]]:

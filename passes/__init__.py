@@ -55,6 +55,7 @@ def default_pipeline(
     modules: tuple[str, ...] = (),
     check_rules: bool = True,
     pins: Pins = (),
+    edits: bool = True,
 ) -> tuple[Pass, ...]:
     """Returns the pipeline that `ampgraph.convert` runs on a captured graph.
 
@@ -64,13 +65,14 @@ def default_pipeline(
         modules: Module paths of the source model, which rules may name.
         check_rules: Whether a rule that matches nothing is an error.
         pins: See `PropagatePins`.
+        edits: Whether anything may go low; else the graph is planned, for the reasons, and stays as it is.
     """
     analysis = (
         ClassifyOps(policy.ops, low_dtype, policy.keep_io_dtypes),
         PropagatePins(policy, low_dtype, modules, check_rules, pins),
         PlaceCasts(policy, low_dtype),
     )
-    if policy.level == "O0":
+    if policy.level == "O0" or not edits:
         return analysis
     return (
         InlineRegions(low_dtype),

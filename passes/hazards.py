@@ -261,9 +261,9 @@ def _starts(facts: Facts, traces: Traces) -> Iterator[tuple[Node, Hazard]]:
 
 
 def _computes_positions(node: Node, fact: NodeFacts, trace: Trace) -> bool:
-    if trace.measured or trace.few or fact.owner is not node:
+    if trace.measured or fact.owner is not node or not fact.slots:
         return False
-    return fact.op_class is not OpClass.CLEAR and bool(fact.slots)
+    return fact.op_class is OpClass.WHITE or (fact.op_class is not OpClass.CLEAR and not trace.few)
 
 
 def _own_hazard(node: Node) -> str:

@@ -169,7 +169,7 @@ class PropagatePins(Pass):
         if not any(s.follow for s in fact.slots):
             return Variable(source_low, "source", "makes its values from no floating input")
         if (asked := dict(self.pins).get(node.name)) is not None:
-            return Variable(asked, "rule", "asked for")
+            return Variable(asked, "what if", "flipped, to see what changes")
         return self._wished(node, guarded_only)
 
     def _hazards(

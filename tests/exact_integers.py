@@ -19,6 +19,7 @@ from ampgraph.guards import FP16, FP32, guard_of
 from ampgraph.oplists import OpClass
 from ampgraph.passes.alias import AliasSets, written_args
 from ampgraph.plan import Plan
+from ampgraph.policy import LOW_DTYPES
 from ampgraph.replan import without_casts
 
 Values = dict[str, torch.Tensor]
@@ -41,23 +42,56 @@ def differing_in(
 
 def integers_fed_by_no_low_op(graph_module: fx.GraphModule, policy: Policy, low: torch.dtype) -> set[str]:
     """Returns the names of the integer and boolean nodes that must be equal."""
-    memory = AliasSets(graph_module.graph)
-    measured: set[fx.Node] = set()
-    fed: set[fx.Node] = set()
-    for node in graph_module.graph.nodes:
-        read = {memory.root(n) for n in node.all_input_nodes}
-        marks = [marked for marked in (measured, fed) if read & marked]
-        if node.op in ("placeholder", "get_attr"):
-            marks += [measured] if _is_measured(graph_module, node) else []
-        elif measured in marks and _is_low(node, policy, low):
-            marks.append(fed)
-        for marked in marks:
-            marked.update(memory.root(n) for n in (node, *written_args(node)))
+    memory, _, fed = _marked(graph_module, policy, low)
     return {
         n.name
         for n in graph_module.graph.nodes
         if n.op == "call_function" and memory.root(n) not in fed and _is_integer(n.meta.get("val"))
     }
+
+
+def positions(graph_module: fx.GraphModule, policy: Policy, low: torch.dtype) -> set[str]:
+    """Returns the names of the floating nodes that are computed from no float but buffers and constants."""
+    memory, measured, fed = _marked(graph_module, policy, low)
+    return {
+        n.name
+        for n in graph_module.graph.nodes
+        if n.op == "call_function"
+        and memory.root(n) not in measured | fed
+        and isinstance(value := n.meta.get("val"), torch.Tensor)
+        and value.is_floating_point()
+    }
+
+
+def _marked(
+    graph_module: fx.GraphModule, policy: Policy, low: torch.dtype
+) -> tuple[AliasSets, set[fx.Node], set[fx.Node]]:
+    """Returns the memory that is computed from floating inputs or parameters, and that a low op feeds.
+
+    What the source itself computes in a low dtype, and what is drawn, counts as fed.
+    """
+    memory = AliasSets(graph_module.graph)
+    measured: set[fx.Node] = set()
+    fed: set[fx.Node] = set()
+    for node in graph_module.graph.nodes:
+        read = {memory.root(n) for n in node.all_input_nodes}
+        marks = {name for name, marked in (("measured", measured), ("fed", fed)) if read & marked}
+        if node.op in ("placeholder", "get_attr"):
+            marks |= {"measured"} if _is_measured(graph_module, node) else set()
+        elif "measured" in marks and _is_low(node, policy, low):
+            marks.add("fed")
+        if _is_of_its_own(node):
+            marks |= {"measured", "fed"}
+        for name, marked in (("measured", measured), ("fed", fed)):
+            if name in marks:
+                marked.update(memory.root(n) for n in (node, *written_args(node)))
+    return memory, measured, fed
+
+
+def _is_of_its_own(node: fx.Node) -> bool:
+    values = [v for v in tree_leaves(node.meta.get("val")) if isinstance(v, torch.Tensor)]
+    drawn = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+    return drawn or any(v.dtype in LOW_DTYPES for v in values)
 
 
 def _is_measured(graph_module: fx.GraphModule, node: fx.Node) -> bool:

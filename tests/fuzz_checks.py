@@ -31,6 +31,7 @@ from ampgraph.rewrite import rewrite
 from ampgraph.variant import _copy
 
 from .brute_force import moved
+from .exact_integers import differing_integers
 from .helpers import graph_lines, problem_of
 from .random_modules import Program
 from .test_precision_property import autocast_bytes, fp32_reads_rounded, violations
@@ -78,6 +79,7 @@ def check_program(program: Program, level: str, backward: bool = True) -> str:
     check_types(actual, expected, dict.fromkeys(amp.stored_low, program.low))
     check_casts(amp.graph_module, program.low)
     check_again_changes_nothing(captured, level)
+    check_integers(amp, program)
     if level == "O1":
         check_against_autocast(captured)
     low = amp.plan.low_dtype
@@ -195,6 +197,14 @@ def check_casts(graph_module: fx.GraphModule, low: torch.dtype) -> None:
     for node in graph_module.graph.nodes:
         if is_inserted_cast(node):
             assert node.args[0].meta["val"].dtype in (torch.float32, low)
+
+
+def check_integers(amp: ampgraph.AmpModule, program: Program) -> None:
+    """Integers and booleans that no low op feeds, in between too, are the source's."""
+    if amp.stored_low:
+        return  # the source's graph cannot read parameters that are stored low
+    wrong, _ = differing_integers(amp, *program.inputs())
+    assert not wrong, f"no low op feeds {wrong}, yet their integers differ"
 
 
 def check_again_changes_nothing(captured: Captured, level: str) -> None:

@@ -221,3 +221,56 @@ def test_the_proof_is_claimed_only_where_it_is_complete(gap, claim) -> None:
     assert (read.gap, read.optimal) == (gap, gap == 0)
     with pytest.raises(AmpGraphError, match="gap"):
         ampgraph.Explanation.from_dict({**explanation.to_dict(), "gap": -1})
+
+
+# -- reasons ------------------------------------------------------------------------------------------------
+
+
+class Plain(nn.Module):
+    """Black ops only: nothing of it may go low below O3."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.exp().sum(-1)
+
+
+def decided(level: str, model: nn.Module | None = None) -> dict[str, tuple[str, str]]:
+    policy = ampgraph.Policy(level, dtype=LOW, loss_scale=ampgraph.NoLossScale())
+    amp = ampgraph.convert(model or Plain(), (torch.randn(4, 8),), policy=policy, backend="eager")
+    return {row.name: (row.by, row.reason) for row in ampgraph.explain(amp).nodes if row.kind == "op"}
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_where_nothing_may_go_low_the_lists_are_the_reason(level):
+    found = decided(level)
+    assert {by for by, _ in found.values()} == {"list"}
+    assert found["exp"][1].startswith("black: ")
+
+
+def test_o0_is_the_reason_at_o0_alone():
+    assert set(decided("O0").values()) == {("source", "O0 changes nothing")}
+
+
+def test_o3_runs_black_ops_low_whatever_is_beside_them():
+    class Beside(Plain):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x):
+            return super().forward(x) + self.linear(x).sum()
+
+    alone, beside = decided("O3"), decided("O3", Beside())
+    assert alone["exp"] == beside["exp"] == ("list", "O3 runs everything low")
+
+
+def test_where_nothing_may_go_low_the_graph_stays_as_it_was():
+    amp = ampgraph.convert(Plain(), (torch.randn(4, 8),), policy="O1", dtype=LOW, backend="eager")
+    assert amp.plan.casts == ()
+    assert all(d.dtype != LOW for d in amp.plan.decisions.values())
+    assert amp.plan.cost == amp.plan.baselines["fp32"]
+
+
+def test_a_flip_is_no_rule():
+    amp = ampgraph.convert(conv(), (torch.randn(2, 3, 8, 8),), policy="O1", dtype=LOW, backend="eager")
+    (change, *_) = [c for c in ampgraph.explain(amp).flip("conv2d").dtypes if c.node == "conv2d"]
+    assert change.reason == "what if: flipped, to see what changes"

@@ -125,7 +125,7 @@ def test_nodes_tell_the_new_plans_reasons() -> None:
     amp = converted("conv", POLICIES["O1"], "ahead of time")
     graph_module, plan = replanned(amp.graph_module, amp.plan, amp.policy, pins=(("conv2d", False),))
     (conv,) = [n for n in graph_module.graph.nodes if n.name == "conv2d"]
-    assert conv.meta["ampgraph"]["reason"] == plan["conv2d"].reason == "asked for"
+    assert conv.meta["ampgraph"]["reason"] == plan["conv2d"].reason == "flipped, to see what changes"
 
 
 def test_pins_stand_above_guards_rules_and_lists() -> None:
@@ -133,7 +133,7 @@ def test_pins_stand_above_guards_rules_and_lists() -> None:
     assert amp.plan["linear_2"].by == "guard"
     for name in ("linear_2", "linear", "exp_1", "sum_1"):
         plan = replanned(amp.graph_module, amp.plan, amp.policy, pins=((name, True),))[1]
-        assert (plan[name].dtype, plan[name].reason) == (LOW, "asked for")
+        assert (plan[name].dtype, plan[name].reason) == (LOW, "flipped, to see what changes")
 
 
 def test_pins_do_not_stand_above_what_cannot_be() -> None:

@@ -36,7 +36,7 @@ from tests.zoo.oracle import autocast_oracle
 # Like for like with torch.autocast, which leaves its outputs low. The loss is scaled here, alike for all.
 _LIKE_FOR_LIKE = {"keep_io_dtypes": False, "loss_scale": NoLossScale()}
 OPTIMAL = {level: Policy(level, **_LIKE_FOR_LIKE) for level in ("O1", "O2")}
-AUTOCAST = Policy("O1", ops=OpLists.torch(), placement="autocast", **_LIKE_FOR_LIKE)
+AUTOCAST = Policy("O1", ops=OpLists.torch(), placement="autocast", hazards=False, **_LIKE_FOR_LIKE)
 
 # How far a converted model may be from float32, in the relative 2-norm over all outputs or over all
 # gradients: FLOOR units of the low dtype (its eps), or so many times the error of torch's autocast on
