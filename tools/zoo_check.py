@@ -28,6 +28,7 @@ import torch  # noqa: E402
 import zoo_report  # noqa: E402
 
 from ampgraph import AmpModule  # noqa: E402
+from tests.exact_integers import differing_integers  # noqa: E402
 from tests.zoo import models as zoo  # noqa: E402
 from tests.zoo.measure import AUTOCAST, DRAWS, OPTIMAL, Subject, activation_cast_bytes, holds  # noqa: E402
 
@@ -56,8 +57,10 @@ def ampgraphs_part(subject: Subject) -> Record:
             record |= {"capture_s": subject.capture_seconds(), "nodes": len(amp.plan.decisions)}
         output_error, gradient_error = subject.errors(subject.run_converted(amp))
         errors = {"output_error": output_error, "gradient_error": gradient_error}
+        wrong, compared = differing_integers(amp, *subject.args, **subject.kwargs)
+        integers = {"wrong_integers": wrong, "integers": compared}
         seconds = subject.rewrite_seconds(OPTIMAL[level], DTYPES[name])
-        record[run] = {**of_plan(amp), "rewrite_s": seconds, **errors}
+        record[run] = {**of_plan(amp), "rewrite_s": seconds, **errors, **integers}
     return record
 
 

@@ -108,6 +108,8 @@ def _broken(record: Record) -> Iterable[str]:
             yield f"{level} {dtype} casts {own['cast_bytes']} bytes, autocast {allowed}"
         if own["traffic"] > theirs["traffic"]:
             yield f"{level} {dtype} moves {own['traffic']} bytes, autocast's rule {theirs['traffic']}"
+        if wrong := own.get("wrong_integers"):
+            yield f"{level} {dtype} has other integers than the source in {', '.join(wrong)}"
         share = own["rewrite_s"] / record["capture_s"]
         if share > REWRITE_BOUND and (record["mode"], dtype) == ("eval", "float16"):
             yield f"{level} {dtype} rewriting takes {share:.0%} of capture ({own['rewrite_s']:.2f} s)"

@@ -8,6 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.exact_integers import differing_integers
 from tests.zoo import models as zoo
 from tests.zoo.capturable import marks
 from tests.zoo.measure import AUTOCAST, OPTIMAL, Run, Subject, activation_cast_bytes, holds
@@ -79,6 +80,7 @@ def test_model(name: str, mode: str, dtype: torch.dtype, level: str) -> None:
 
     check_bytes(subject, amp, autocast, dtype)
     check_levels(subject, level, amp, dtype)
+    assert differing_integers(amp, *subject.args, **subject.kwargs)[0] == []
     run = subject.run_converted(amp)
     check_gradients(subject, run)
     mine, theirs = subject.errors(run), subject.errors(subject.run_converted(autocast))
