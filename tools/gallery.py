@@ -153,11 +153,11 @@ def training() -> None:
 
 
 def screenshot() -> None:
-    """Writes what the page of the Transformer block shows after a click on a cast."""
-    page = ampgraph.draw(converted("block", "O1"), ROOT / "out/gallery/block.html")
+    """Writes how the page of GPT-2 opens, after a click on its first block."""
+    page = ampgraph.draw(converted("gpt2", "O1"), ROOT / "out/gallery/gpt2.html")
     with Browser((1300, 820)) as browser:
         browser.open(page)
-        browser.click(".node.cast")
+        browser.click('.folded[data-key="transformer/h.0"]')
         browser.screenshot(FOLDER / "page.png")
 
 
