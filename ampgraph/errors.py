@@ -37,6 +37,10 @@ class PolicyError(AmpGraphError, ValueError):
     """A policy, an op list or a rule does not make sense."""
 
 
+class LoopError(AmpGraphError, RuntimeError):
+    """A training loop asks its loss scaler for what makes no sense at this point."""
+
+
 class PassError(AmpGraphError):
     """A pass broke its contract; names the pass."""
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,6 +34,7 @@ class StaticLossScale:
 
     def __post_init__(self) -> None:
         _check_positive(self, "value")
+        _check_scale(self, "value")
 
 
 @dataclass(frozen=True)
@@ -64,11 +68,18 @@ class DynamicLossScale:
     def __post_init__(self) -> None:
         for name in self.__dataclass_fields__:
             _check_positive(self, name)
+        for name in ("init_scale", "floor", "ceiling"):
+            _check_scale(self, name)
         for name in ("growth_interval", "hysteresis", "bad_steps_before_backoff"):
-            if not isinstance(getattr(self, name), int):
-                raise PolicyError(f"DynamicLossScale: {name}={getattr(self, name)!r} must be a whole number.")
-        if self.growth_factor < 1 or self.backoff_factor > 1:
-            raise PolicyError("DynamicLossScale: growth_factor must be at least 1, backoff_factor at most 1.")
+            if not isinstance(getattr(self, name), int) or getattr(self, name) >= 2**31:
+                raise PolicyError(
+                    f"DynamicLossScale: {name}={getattr(self, name)!r} must be a whole number below 2**31."
+                )
+        if not (as_float32(self.growth_factor) > 1 > as_float32(self.backoff_factor) > 0):
+            raise PolicyError(
+                f"DynamicLossScale: growth_factor={self.growth_factor!r} must be above 1 and backoff_factor="
+                f"{self.backoff_factor!r} between 0 and 1, in float32."
+            )
         if not self.floor <= self.init_scale <= self.ceiling:
             raise PolicyError(
                 f"DynamicLossScale: init_scale={self.init_scale} is outside floor={self.floor} .. "
@@ -125,7 +136,95 @@ def adapted(config: DynamicLossScale, scale: Tensor, counters: Tensor, bad: Tens
     return in_range(config, new), torch.stack(after).to(torch.int32)
 
 
+class SavedNumbers(NamedTuple):
+    """What a state dict says, checked."""
+
+    config: LossScale
+    scale: float
+    counters: list[int]
+    steps: int
+
+
+def checked_state(config: LossScale, state: Mapping[str, Any], counters: list[int]) -> SavedNumbers:
+    """Returns the numbers of a state dict of ours or of ``torch.amp.GradScaler``.
+
+    Args:
+        config: The numbers that the state may leave out.
+        state: The state dict.
+        counters: See `first_counters`; likewise.
+
+    Raises:
+        PolicyError: The state is empty, or a number is none that a scale can have.
+    """
+    if "scale" not in state:
+        what = f"has no 'scale', only {', '.join(map(repr, state))}" if state else "is empty"
+        raise PolicyError(f"the scaler's state {what}; was it saved by a scaler that was not enabled?")
+    scale = state["scale"]
+    # torch's own scale falls to 0 after 200 bad steps; the floor takes its place.
+    if not _is_number(scale) or not 0 <= as_float32(scale) < math.inf:
+        raise PolicyError(f"the scaler's state has scale={scale!r}, which must be a finite number.")
+    given = {name: state[name] for name in vars(config) if name in state}
+    config = dataclasses.replace(config, **given)
+    names = ("_growth_tracker", "_bad_tracker", "_hysteresis_left")
+    found = [
+        state.get("_growth_tracker", 0),
+        *(state.get(n, c) for n, c in zip(names[1:], counters[1:], strict=True)),
+    ]
+    steps = state.get("_steps", 0)
+    for name, value in zip((*names, "_steps"), (*found, steps), strict=True):
+        if not isinstance(value, int) or not 0 <= value < 2**31:
+            raise PolicyError(f"the scaler's state has {name}={value!r}, which must be a whole number.")
+    scale = as_float32(scale)
+    if isinstance(config, StaticLossScale) and scale == 0:
+        raise PolicyError(
+            "the scaler's state has scale=0.0, and a static scale has no floor to put in its place."
+        )
+    return SavedNumbers(config, scale, found, steps)
+
+
+def new_scale_of(value: float | Tensor, scale: Tensor) -> Tensor:
+    """Returns a scale that a loop gives, beside the present one; one on a GPU is not waited for.
+
+    Raises:
+        PolicyError: It is no positive, finite number of float32.
+    """
+    if isinstance(value, Tensor):
+        if value.numel() != 1 or not value.is_floating_point() or value.requires_grad:
+            raise PolicyError(
+                "update takes a number or a float tensor of one element that requires no gradient."
+            )
+        new = value.detach().reshape(()).to(scale.device, torch.float32, copy=True)
+        if value.device.type != "cpu":
+            return torch.where(new.isfinite() & (new > 0), new, scale)
+        value = float(value)
+    if not _is_number(value) or not _TINY <= as_float32(value) <= _HUGE:
+        raise PolicyError(f"update: new_scale={value!r} must be a positive, finite number of float32.")
+    return torch.tensor(float(value), dtype=torch.float32, device=scale.device)
+
+
+def as_float32(value: float) -> float:
+    """Returns the number that the device computes with."""
+    return float(torch.tensor(float(value), dtype=torch.float32))
+
+
+# Both a scale and its inverse are normal numbers of float32.
+_TINY, _HUGE = 2.0**-126, 2.0**126
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _check_scale(config: object, name: str) -> None:
+    value = getattr(config, name)
+    if not _TINY <= value <= _HUGE:
+        raise PolicyError(
+            f"{type(config).__name__}: {name}={value!r} must be between 2**-126 and 2**126, so that it and "
+            "its inverse are numbers of float32."
+        )
+
+
 def _check_positive(config: object, name: str) -> None:
     value = getattr(config, name)
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < math.inf:
+    if not _is_number(value) or not 0 < value < math.inf:
         raise PolicyError(f"{type(config).__name__}: {name}={value!r} must be a positive, finite number.")

@@ -3,15 +3,32 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 
-if TYPE_CHECKING:
-    from .scaler import LossScaler
+from .nested_optimizers import Inside, is_inside
+from .step_guard import StepGuard, Verdict
+from .step_undo import Undo
+from .step_wrappers import tell_wrapper
+
+
+class Scaler(Protocol):
+    """What a step asks of a loss scaler."""
+
+    guard: StepGuard
+
+    def skips(self) -> bool:
+        """Whether a step with non-finite gradients is left out."""
+
+    def update(self) -> None:
+        """Ends the round."""
+
+
+S = TypeVar("S", bound=Scaler)
 
 
 def stepping(optimizer: Optimizer) -> Optimizer:
@@ -23,15 +40,25 @@ def stepping(optimizer: Optimizer) -> Optimizer:
     return optimizer.optimizer if is_wrapper else optimizer  # type: ignore[attr-defined]
 
 
-def attached_step(optimizer: Optimizer) -> Callable:
+def parameters_of(optimizer: Optimizer) -> list[Tensor]:
+    """Returns the parameters of all groups."""
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def attached_step(optimizer: Optimizer, scalers_of: Callable[[Optimizer], Sequence[Scaler]]) -> Callable:
     """Returns a ``step`` for the optimizer that asks its scalers first, and updates them after a round."""
     original = optimizer.step
 
     def step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        scalers = self._amp_scalers  # type: ignore[attr-defined]
+        if is_inside(self):
+            return original(*args, **kwargs)
+        scalers = scalers_of(self)
+        for scaler in scalers:
+            if scaler.guard.has_stepped(self):
+                scaler.update()  # another attached optimizer rests: the round ends when this one comes again
         result = step_unless_bad(scalers, self, original, *args, **kwargs)
         for scaler in scalers:
-            if scaler.is_end_of_round():
+            if scaler.guard.is_end_of_round():
                 scaler.update()
         return result
 
@@ -41,7 +68,7 @@ def attached_step(optimizer: Optimizer) -> Callable:
 
 
 def step_unless_bad(
-    scalers: list[LossScaler], optimizer: Optimizer, take: Callable, *args: Any, **kwargs: Any
+    scalers: Sequence[Scaler], optimizer: Optimizer, take: Callable, *args: Any, **kwargs: Any
 ) -> Any:
     """Steps the optimizer unless a scaler that skips found an overflow.
 
@@ -55,35 +82,96 @@ def step_unless_bad(
     Returns:
         What ``take`` returned, or None for a skipped step.
     """
-    closure = args[0] if args else kwargs.get("closure")
-    if closure is not None:
-        closure = _evaluated(closure)
-        args, kwargs = (closure, *args[1:]), {k: v for k, v in kwargs.items() if k != "closure"}
-    on_device = getattr(optimizer, "_step_supports_amp_scaling", False)
-    bad = None
-    unseen = []
     for scaler in scalers:
-        flags, found = scaler.begin_step(optimizer)
-        if scaler.skips():
-            bad = found if bad is None else torch.maximum(bad, found.to(bad.device))
+        scaler.guard.begin(optimizer)
+    closure = args[0] if args else kwargs.get("closure")
+    if not callable(closure):
+        return _step_once(scalers, optimizer, take, args, kwargs)
+    args, kwargs = args[1:], {name: value for name, value in kwargs.items() if name != "closure"}
+    if _calls_its_closure_first_and_once(optimizer):
+        closure = _evaluated(closure)
+        return _step_once(scalers, optimizer, take, (closure, *args), kwargs)
+    return _step_or_undo(scalers, optimizer, take, closure, args, kwargs)
+
+
+# -- gradients that are there ------------------------------------------------------------------------
+
+
+def _step_once(
+    scalers: Sequence[Scaler], optimizer: Optimizer, take: Callable, args: tuple, kwargs: dict[str, Any]
+) -> Any:
+    on_device = getattr(optimizer, "_step_supports_amp_scaling", False)
+    verdicts = _verdicts(scalers, optimizer)
+    for scaler, verdict in verdicts:
+        scaler.guard.count(verdict)
         if on_device or not scaler.skips():
-            scaler.note(flags, found)
-        else:
-            unseen.append((scaler, flags, found))
+            scaler.guard.note(verdict)
+    bad = _any_bad(verdicts)
     if bad is not None and not on_device and float(bad) > 0:
-        for scaler, flags, found in unseen:
-            scaler.note(flags, found)
-            scaler.report()
-        optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers warn of a step left out
+        _report(verdicts)
+        _leave_out(optimizer)
         return None
-    if on_device and bad is not None:
-        result = _gated(optimizer, bad, take, args, kwargs)
-    else:
+    with Inside(optimizer):
+        if on_device and bad is not None:
+            return _gated(optimizer, bad, take, args, kwargs)
         result = take(*args, **kwargs)
-    if closure is not None:
-        for scaler in scalers:
-            scaler.count_rest(optimizer)
+    tell_wrapper(optimizer, skipped=False)
     return result
+
+
+def _verdicts(scalers: Sequence[S], optimizer: Optimizer) -> list[tuple[S, Verdict]]:
+    """Returns the verdict of each scaler whose share of the parameters has gradients."""
+    found = [(scaler, scaler.guard.verdict(optimizer, part)) for scaler, part in shares(scalers, optimizer)]
+    return [(scaler, verdict) for scaler, verdict in found if verdict is not None]
+
+
+def shares(scalers: Sequence[S], optimizer: Optimizer) -> Iterator[tuple[S, list[Tensor]]]:
+    """Yields the parameters of each scaler's model; those of none go to the first."""
+    rest = parameters_of(optimizer)
+    for index, scaler in reversed(list(enumerate(scalers))):
+        if index == 0:
+            yield scaler, rest
+            return
+        slots = scaler.guard.slots.of(rest)
+        yield scaler, [p for p, slot in zip(rest, slots, strict=True) if slot is not None]
+        rest = [p for p, slot in zip(rest, slots, strict=True) if slot is None]
+
+
+def _any_bad(verdicts: list[tuple[Scaler, Verdict]]) -> Tensor | None:
+    bad = None
+    for scaler, verdict in verdicts:
+        if scaler.skips():
+            bad = verdict.found if bad is None else torch.maximum(bad, verdict.found.to(bad.device))
+    return bad
+
+
+def _report(verdicts: list[tuple[Scaler, Verdict]]) -> None:
+    for scaler, verdict in verdicts:
+        if scaler.skips():
+            scaler.guard.note(verdict)
+            scaler.guard.overflows.last()
+
+
+def _leave_out(optimizer: Optimizer) -> None:
+    optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers warn of a step left out
+    tell_wrapper(optimizer, skipped=True)
+
+
+def _gated(optimizer: Optimizer, found: Tensor, take: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    optimizer.grad_scale, optimizer.found_inf = None, found  # type: ignore[attr-defined]
+    try:
+        return take(*args, **kwargs)
+    finally:
+        del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
+
+
+# -- closures ----------------------------------------------------------------------------------------
+
+
+def _calls_its_closure_first_and_once(optimizer: Optimizer) -> bool:
+    """Whether the closure's gradients are all that the step takes: so do torch's own, but for LBFGS."""
+    is_torchs = getattr(type(optimizer).step, "__module__", "").startswith("torch.optim.")
+    return is_torchs and not isinstance(optimizer, LBFGS)
 
 
 def _evaluated(closure: Callable) -> Callable:
@@ -97,9 +185,60 @@ def _evaluated(closure: Callable) -> Callable:
     return again
 
 
-def _gated(optimizer: Optimizer, found: Tensor, take: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-    optimizer.grad_scale, optimizer.found_inf = None, found  # type: ignore[attr-defined]
+class _BadEvaluationError(Exception):
+    """Leaves an optimizer's step at the first evaluation whose gradients are not finite."""
+
+
+class _Evaluations:
+    """A closure that judges its gradients at each call."""
+
+    def __init__(self, closure: Callable, scalers: Sequence[Scaler], optimizer: Optimizer):
+        self._closure, self._scalers, self._optimizer = closure, scalers, optimizer
+        self.calls, self.is_bad = 0, False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.calls += 1
+        result = self._closure(*args, **kwargs)
+        self.judge()
+        if self.is_bad:
+            raise _BadEvaluationError
+        return result
+
+    def judge(self) -> None:
+        """Judges the gradients that are there."""
+        verdicts = _verdicts(self._scalers, self._optimizer)
+        for scaler, verdict in verdicts:
+            scaler.guard.count(verdict)
+            if not scaler.skips():
+                scaler.guard.note(verdict)
+        bad = _any_bad(verdicts)
+        if bad is not None and float(bad) > 0:
+            self.is_bad = True
+            _report(verdicts)
+
+
+def _step_or_undo(
+    scalers: Sequence[Scaler],
+    optimizer: Optimizer,
+    take: Callable,
+    closure: Callable,
+    args: tuple,
+    kwargs: dict[str, Any],
+) -> Any:
+    """Takes a step that may call its closure often and change parameters between; all of it or nothing."""
+    undo = Undo(optimizer)
+    evaluations = _Evaluations(closure, scalers, optimizer)
+    result = None
     try:
-        return take(*args, **kwargs)
-    finally:
-        del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
+        with Inside(optimizer):
+            result = take(evaluations, *args, **kwargs)
+    except _BadEvaluationError:
+        pass  # told below, also where the optimizer caught it
+    if not evaluations.calls:
+        evaluations.judge()  # the step took the gradients that were there; it does not change them
+    if not evaluations.is_bad:
+        tell_wrapper(optimizer, skipped=False)
+        return result
+    undo()
+    _leave_out(optimizer)
+    return None

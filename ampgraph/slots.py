@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import Tensor, nn
@@ -38,6 +38,10 @@ class ParameterSlots:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state, _by_parameter=WeakIdKeyDictionary())
+
+    def items(self) -> Iterator[tuple[Tensor, int]]:
+        """Yields each parameter that has a slot, with its slot."""
+        yield from self._by_parameter.items()
 
     def of(self, parameters: Iterable[Tensor]) -> list[int | None]:
         """Returns the slot of each, None for what is no parameter of the model."""

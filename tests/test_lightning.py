@@ -199,7 +199,7 @@ def _data_parallel(rank: int) -> tuple[list[torch.Tensor], dict[str, Any], str]:
     module = task(framework)
     options = {"strategy": "ddp", "devices": SIZE, "use_distributed_sampler": False}
     trainer(framework, plugin, **options).fit(module, data(bad_batch=2 if rank == 1 else None))
-    return values(module), plugin.scaler.state_dict(), type(plugin.scaler._wrapper_group).__name__
+    return values(module), plugin.scaler.state_dict(), type(plugin.scaler.guard._wrapper_group).__name__
 
 
 @pytest.fixture

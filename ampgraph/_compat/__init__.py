@@ -23,6 +23,7 @@ from .fake_tensors import (
     result_dtypes,
     with_dtypes,
 )
+from .grad_scaler import is_scaled_by_grad_scaler
 from .graphs import (
     all_op_names,
     outside_tracing,
@@ -37,6 +38,7 @@ from .modes import (
     INFERENCE_MODE_CALLS,
     SET_GRAD_ENABLED,
     active_data_parallel,
+    after_backward,
     autocast_values,
     expects_uneven_inputs,
     in_transform,
@@ -73,6 +75,7 @@ __all__ = [
     "SingleLevelFunction",
     "accept_real_constants",
     "active_data_parallel",
+    "after_backward",
     "all_op_names",
     "aot_eager",
     "apart_from_dynamo",
@@ -93,6 +96,7 @@ __all__ = [
     "is_exporting",
     "is_in_backward",
     "is_module_tensor",
+    "is_scaled_by_grad_scaler",
     "keep_dynamo_out",
     "keep_versions",
     "known_backends",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch.amp import autocast_mode
@@ -122,3 +122,8 @@ def path_inside_wrappers(module: torch.nn.Module) -> str:
         names.append(name)
         module = getattr(module, name)
     return ".".join(names)
+
+
+def after_backward(function: Callable[[], None]) -> None:
+    """Calls a function when the backward that runs now, in whose hook this is called, has ended."""
+    torch.autograd.Variable._execution_engine.queue_callback(function)  # type: ignore[attr-defined]
