@@ -19,7 +19,8 @@ class ScaleState(nn.Module):
     Attributes:
         flags: What the last backward reported to the probe.
         was_reached: Whether a backward has reported.
-        delivered: The slots whose gradients boundaries check, since the flags were taken.
+        delivered: The slots whose gradients boundaries have checked since the flags were taken.
+        expected: The slots of each compiled graph that has run forward since then.
     """
 
     scale: Tensor
@@ -28,6 +29,7 @@ class ScaleState(nn.Module):
     flags: Tensor | None
     was_reached: bool
     delivered: set[int]
+    expected: list[frozenset[int]]
 
     def __init__(self, scale: float, size: int, device: torch.device):
         super().__init__()
@@ -38,6 +40,7 @@ class ScaleState(nn.Module):
         object.__setattr__(self, "flags", None)
         object.__setattr__(self, "was_reached", False)
         object.__setattr__(self, "delivered", set())
+        object.__setattr__(self, "expected", [])
         self.set(scale)
         self._set_probe(size)
 
@@ -64,10 +67,16 @@ class ScaleState(nn.Module):
         hook = self.probe.register_post_accumulate_grad_hook(lambda _: tell())
         object.__setattr__(self, "_hook", hook)
 
+    def expect(self, slots: frozenset[int]) -> None:
+        """Notes what a compiled graph's backward will check; it cannot tell when it runs."""
+        if not self.expected or self.expected[-1] is not slots:
+            self.expected.append(slots)
+
     def take_flags(self) -> tuple[Tensor, set[int]] | None:
         """Returns what the probe has received since it was asked last, and for which slots."""
-        flags, delivered = self.probe.grad, set(self.delivered)
+        flags, delivered = self.probe.grad, self.delivered.union(*self.expected)
         self.delivered.clear()
+        self.expected.clear()
         if flags is None:
             return None
         self.probe.grad = None

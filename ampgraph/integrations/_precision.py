@@ -94,7 +94,7 @@ class PrecisionMixin:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes over a scaler's state; torch's own plugin for float16 saves one that fits too."""
         self._state = state_dict
-        if self.blocks is not None:
+        if self.blocks is not None and state_dict:
             self.scaler.load_state_dict(state_dict)
 
 
