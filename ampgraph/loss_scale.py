@@ -75,7 +75,7 @@ class DynamicLossScale:
                 raise PolicyError(
                     f"DynamicLossScale: {name}={getattr(self, name)!r} must be a whole number below 2**31."
                 )
-        if not (as_float32(self.growth_factor) > 1 > as_float32(self.backoff_factor) > 0):
+        if not (math.inf > as_float32(self.growth_factor) > 1 > as_float32(self.backoff_factor) > 0):
             raise PolicyError(
                 f"DynamicLossScale: growth_factor={self.growth_factor!r} must be above 1 and backoff_factor="
                 f"{self.backoff_factor!r} between 0 and 1, in float32."
