@@ -191,7 +191,7 @@ def test_manual_optimization(packages) -> None:
     assert plugin.scaler.state_dict()["_steps"] == 6
 
 
-def _data_parallel(rank: int) -> tuple[list[torch.Tensor], dict[str, Any], str]:
+def _data_parallel(rank: int) -> tuple[list[torch.Tensor], dict[str, Any], bool]:
     os.environ.update(LOCAL_RANK=str(rank), WORLD_SIZE=str(SIZE), NODE_RANK="0")
     framework = importlib.import_module("lightning.pytorch")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
@@ -199,7 +199,7 @@ def _data_parallel(rank: int) -> tuple[list[torch.Tensor], dict[str, Any], str]:
     module = task(framework)
     options = {"strategy": "ddp", "devices": SIZE, "use_distributed_sampler": False}
     trainer(framework, plugin, **options).fit(module, data(bad_batch=2 if rank == 1 else None))
-    return values(module), plugin.scaler.state_dict(), type(plugin.scaler.guard._wrapper_group).__name__
+    return values(module), plugin.scaler.state_dict(), plugin.scaler.guard._wrapper is not None
 
 
 @pytest.fixture
@@ -210,9 +210,9 @@ def ranks() -> Iterator[Ranks]:
 
 
 def test_ranks_of_the_ddp_strategy_skip_together(ranks) -> None:
-    (mine, state, group), (theirs, other, _) = ranks.run(_data_parallel)
+    (mine, state, saw_wrapper), (theirs, other, _) = ranks.run(_data_parallel)
     assert all(map(torch.equal, mine, theirs))
     assert state == other
     assert state["_last_overflow"][0] == 3
     assert state["_steps"] == 6
-    assert group == "ProcessGroup"
+    assert saw_wrapper
