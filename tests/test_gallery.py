@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import html
 import importlib.util
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -59,3 +61,44 @@ def test_pictures_and_table_are_up_to_date(gallery: ModuleType, name: str, level
         svg = (FOLDER / f"{name}-{level}{suffix}.svg").read_text()
         assert heading in re.findall(r">([^<]+)</text>", svg), "run python tools/gallery.py"
         assert look.LOW.lower() in svg.lower()
+
+
+def labels(svg: str) -> list[tuple[str, float, float, float, float]]:
+    """Returns every text with its left, top, right and bottom, at half an em for a letter."""
+    found = []
+    for style, raw in re.findall(r"<text ([^>]*)>([^<]*)</text>", svg):
+        value = dict(re.findall(r'([\w-]+)="([^"]*)"', style))
+        words, size, x, y = html.unescape(raw), *(float(value[key]) for key in ("font-size", "x", "y"))
+        width = len(words) * size / 2
+        left = x - {"start": 0, "middle": width / 2, "end": width}[value.get("text-anchor", "start")]
+        indent = (len(words) - len(words.lstrip())) * size / 4
+        found.append((words.strip(), left + indent, y - 0.7 * size, left + width, y))
+    return [label for label in found if label[0]]
+
+
+def points(path: str) -> Iterator[tuple[float, float]]:
+    """Yields points on a path of cubic curves, 40 a curve."""
+    ends = [complex(*map(float, pair.split(","))) for pair in re.findall(r"[-\d.]+,[-\d.]+", path)]
+    for at in range(0, len(ends) - 3, 3):
+        a, b, c, d = ends[at : at + 4]
+        for step in range(41):
+            t, u = step / 40, 1 - step / 40
+            point = u**3 * a + 3 * u * u * t * b + 3 * u * t * t * c + t**3 * d
+            yield point.real, point.imag
+
+
+@pytest.mark.parametrize("picture", sorted(path.name for path in FOLDER.glob("*-O*.svg")))
+def test_no_edge_runs_through_a_label(picture: str) -> None:
+    svg = (FOLDER / picture).read_text()
+    edges = re.findall(r'class="edge">\s*<title>([^<]*)</title>(.*?)(?=<!--|</svg>)', svg, re.DOTALL)
+    assert len(edges) > 10
+    written = labels(svg)
+    crossed = {
+        (html.unescape(edge), words)
+        for edge, inside in edges
+        for path in re.findall(r'<path[^>]* d="([^"]*)"', inside)
+        for x, y in points(path)
+        for words, left, top, right, bottom in written
+        if left < x < right and top < y < bottom
+    }
+    assert not crossed
