@@ -1,14 +1,18 @@
 """What forward reads from Python: a change after the capture is captured again, or told."""
 
 import contextlib
+import threading
 import types
 from dataclasses import dataclass, field
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import ampgraph
+from ampgraph.capture import Reads
+from ampgraph.capture.ahead import capture_program
 from tests.helpers import close
 
 LOW = {"policy": "O1", "dtype": torch.bfloat16}
@@ -79,6 +83,81 @@ def test_a_changed_attribute_is_captured_again_once(what):
     close(amp(X), model(X))
     close(amp(X), model(X))
     assert len(amp.graph_modules) == 2
+
+
+REGIONS = {
+    "a branch": lambda inner, x: torch.cond(x.sum() > -1e4, inner, lambda y: y * 0.5, (x,)),
+    "a checkpoint": lambda inner, x: checkpoint(inner, x, use_reentrant=False),
+    "a map": lambda inner, x: torch.vmap(inner)(x),
+}
+READ_INSIDE = ("a number", "a property", "a config", "a tensor")
+
+
+class Inside(Scaled):
+    """Reads its attributes in a function that torch traces in a way of its own."""
+
+    def __init__(self, factor, region):
+        super().__init__(factor)
+        self.region = region
+
+    def forward(self, x):
+        return self.region(lambda y: Scaled.forward(self, y), x)
+
+
+@pytest.mark.parametrize("region", REGIONS)
+@pytest.mark.parametrize("what", READ_INSIDE)
+def test_what_is_read_inside_a_region_is_watched(what, region):
+    factor, change = FACTORS[what]
+    model = Inside(factor, REGIONS[region])
+    amp = ampgraph.convert(model, (X,), capture="ahead of time", **LOW)
+    close(amp(X), model(X))
+    change(model)
+    close(amp(X), model(X))
+    assert len(amp.graph_modules) == 2
+
+
+@pytest.mark.parametrize("region", REGIONS)
+def test_what_is_read_inside_a_region_is_watched_just_in_time(region):
+    factor, change = FACTORS["a flag"]  # torch.compile refuses another float in torch.cond
+    model = Inside(factor, REGIONS[region])
+    torch._dynamo.reset()
+    amp = ampgraph.convert(model, capture="just in time", **LOW)
+    close(amp(X), model(X))
+    change(model)
+    close(amp(X), model(X))
+
+
+def test_another_thread_reads_as_ever_during_a_capture_and_is_not_watched():
+    found = []
+
+    def read(module):
+        found.extend((module.temp, nn.Module.__getattribute__(module, "unread")))
+        return 2.0
+
+    def factor(module):
+        thread = threading.Thread(target=read, args=(module,))
+        thread.start()
+        thread.join()
+        return module.some["a"]
+
+    model = Scaled(factor)
+    reads = Reads(model)
+    capture_program(model, (X,), reads=reads)
+    assert found == [2.0, 1.0]
+    assert set(reads.paths().values()) == {"factor", "some", "act"}
+
+
+@pytest.mark.parametrize("region", REGIONS)
+def test_a_capture_that_fails_in_a_region_leaves_torch_as_it_was(region):
+    def refuses(module):
+        raise KeyError(module.temp)
+
+    model = Inside(refuses, REGIONS[region])
+    before = dict(vars(nn.Module)), torch.is_grad_enabled
+    with pytest.raises(ampgraph.CaptureError):
+        capture_program(model, (X,), reads=Reads(model))
+    assert (dict(vars(nn.Module)), torch.is_grad_enabled) == before
+    assert torch.is_grad_enabled is before[1]  # what stands in for it is equal to it
 
 
 def test_what_is_set_back_is_not_captured_again():

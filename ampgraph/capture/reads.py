@@ -134,8 +134,9 @@ class _WatchedGet:
     def __init__(self, outer: Any, reads: Reads, is_capturing: Callable[[], bool]) -> None:
         self._outer, self._reads, self._is_capturing = outer, reads, is_capturing
 
-    def __get__(self, module: nn.Module, owner: type | None = None) -> Callable[[str], Any]:
-        return functools.partial(self._get, module)
+    def __get__(self, module: nn.Module | None, owner: type | None = None) -> Callable[..., Any]:
+        # Dynamo, which captures the bodies of torch.cond, asks the class and gives the module as an argument.
+        return self._get if module is None else functools.partial(self._get, module)
 
     def _get(self, module: nn.Module, name: str) -> Any:
         value = self._outer.__get__(module)(name) if self._outer else object.__getattribute__(module, name)
