@@ -77,7 +77,7 @@ def make_backend(
             captured = time.perf_counter()
             plan = rewrite(lowered, options.policy, options.low_dtype, modules, check_rules=bool(modules))
         except (CaptureError, PassError) as error:
-            warn_user(f"ampgraph: a part of the model runs in its own dtypes: {error}")
+            warn_user(f"ampgraph: {options.named('a part of the model runs in its own dtypes')}: {error}")
             return _next_backend(options.backend, options.mode)(graph_module, inputs)
         drop_values(lowered)
         graphs = AotGraphs()
@@ -94,6 +94,7 @@ def make_backend(
         slots = _slots(inputs, scaling) if options.backend != "eager" else frozenset()
         extra = _Extra(scaling, shadows, tuple(masters.values()), slots)
         added = _add_boundary(bounded, inputs, extra, masters)
+        warn_about_float16_outputs(bounded.graph, options)
         compiled = compile_next(bounded, [*added, *inputs])
         return lambda *args: compiled(*extra.tensors(args), *args)
 
@@ -156,7 +157,6 @@ def _add_boundary(
         passes.append(boundary_pass(extra.scaler, values, (added[0], added[1], added[2])))
     if not run_passes(graph_module, tuple(passes)).modified:
         graph_module.recompile()  # for the new inputs
-    warn_about_float16_outputs(graph_module.graph)
     return [node.meta["val"] for node in graph_module.graph.find_nodes(op="placeholder")[: len(added)]]
 
 

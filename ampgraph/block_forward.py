@@ -24,6 +24,8 @@ from .stand_in import behind_the_scenes, over_dict_of
 # Where a module may have a forward besides its class. Accelerate's hooks put theirs into ``forward``, which
 # calls ``_old_forward``: a hook moves arguments and loads weights, and has to run at every call.
 _PLACES = ("_old_forward", "forward")
+# Makes an object without its constructor; pickle knows it by its name.
+_NEW_OBJECT: Callable = vars(copyreg)["__newobj__"]
 # What ``nn.Module.__call__`` runs besides forward.
 _HOOKS = tuple(name for name in vars(nn.Module()) if name.startswith(("_forward_", "_backward_")))
 
@@ -134,20 +136,25 @@ def _bare_class(converted: BlockForward) -> type[nn.Module]:
 
     def forward(self: nn.Module) -> Callable:
         if original is None:
-            return super(made, self).forward
-        is_bound = isinstance(original, types.MethodType) and original.__self__ is converted.block
-        return types.MethodType(original.__func__, self) if is_bound else original
+            forward: Callable = super(made, self).forward
+            return forward
+        if isinstance(original, types.MethodType) and original.__self__ is converted.block:
+            return types.MethodType(original.__func__, self)
+        return original
 
     def reduced(self: nn.Module, protocol: object) -> tuple:
         state = {name: value for name, value in vars(self).items() if value is not converted}
-        return copyreg.__newobj__, (cls,), state if original is None else {**state, "forward": original}
+        return _NEW_OBJECT, (cls,), state if original is None else {**state, "forward": original}
 
-    members = {name: property(lambda _, name=name: hooks[name]) for name in _HOOKS}
+    def hook_of(name: str) -> property:
+        return property(lambda _: hooks[name])
+
+    members: dict[str, Any] = {name: hook_of(name) for name in _HOOKS}
     members |= {
         "__call__": nn.Module.__call__,
         "__reduce_ex__": reduced,
         "_compiled_call_impl": property(lambda _: None),
         "forward": property(forward),
     }
-    made = behind_the_scenes(cls, members)
+    made: Any = behind_the_scenes(cls, members)
     return made

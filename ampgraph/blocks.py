@@ -108,7 +108,7 @@ def convert_blocks(
     scaler = LossScaler(policy.active_loss_scale(), model, device)
     forwards = []
     for path in paths:
-        options = Options(policies[path], policy.low_dtype(), backend, mode, capture=capture)
+        options = Options(policies[path], policy.low_dtype(), backend, mode, None, capture, path)
         forwards.append(BlockForward(_inside_wrappers(model, path), path, options, scaler))
     for forward in forwards:
         forward.install()

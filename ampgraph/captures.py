@@ -238,8 +238,8 @@ class Captures:
         self._told.update(lost)
         if lost:
             warn_user(
-                f"{self._name}: forward reads {', '.join(lost)} and sets it for the next call. A captured "
-                "graph keeps the value that it had at capture and sets nothing. Keep it in a buffer, or "
+                f"{self._options.named(self._name)}: forward reads {', '.join(lost)} and sets it for "
+                "the next call. A captured graph keeps the value that it had at capture and sets nothing. Keep it in a buffer, or "
                 "convert without example inputs."
             )
 
@@ -251,7 +251,7 @@ class Captures:
         log.warning(
             "%s was captured %d times for different shapes or values%s; pass dynamic_shapes to "
             "ampgraph.convert, and as tensors the numbers that change.",
-            self._name,
+            self._options.named(self._name),
             MANY_CAPTURES,
             f" ({', '.join(changed)})" if changed else "",
         )

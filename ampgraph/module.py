@@ -203,7 +203,7 @@ class AmpModule(SourceFace):
         try:
             variant = self._captures.find(args, kwargs)
             if variant.lost and self.options.capture != AUTO:
-                warn_user(f"{self._lost_error(variant)}")
+                warn_user(self.options.named(str(self._lost_error(variant))))
             elif variant.lost and self._needs_gradients(args, kwargs):
                 raise self._lost_error(variant)
         except AheadOfTimeError as error:
@@ -226,7 +226,8 @@ class AmpModule(SourceFace):
             self.__dict__["options"] = options
             self.__dict__["_captures"] = Captures(self.source, options, self.scaler, self._stored)
             self.__dict__["_compiled"] = self._compile_just_in_time()
-        warn_user(f"{str(error).splitlines()[0]}; it is captured just in time instead, when it is called.")
+        why = self.options.named(str(error).splitlines()[0])
+        warn_user(f"{why}; it is captured just in time instead, when it is called.")
 
     def _own_error(self, args: tuple, kwargs: dict[str, Any]) -> Exception | None:
         with self._captures.gate.alone(), self._stored.as_float32():
@@ -272,8 +273,9 @@ class AmpModule(SourceFace):
         if self._captures or "_told" in self.__dict__:
             return
         self.__dict__["_told"] = True
+        name = self.options.named(type(self.source).__name__)
         warn_user(
-            f"{type(self.source).__name__} ran in its own dtypes: torch.compile captured no graph of it. "
+            f"{name} ran in its own dtypes: torch.compile captured no graph of it. "
             'ampgraph.convert(..., capture="ahead of time") says why it cannot be captured whole.'
         )
 

@@ -25,6 +25,7 @@ class Options:
         mode: The backend's mode.
         dynamic_shapes: As for ``torch.export.export``; ahead of time only.
         capture: One of `CAPTURES`. Auto becomes just in time at the first call that needs it.
+        block: The path in the whole model of what is converted, for `convert_blocks`; else ``""``.
     """
 
     policy: Policy
@@ -33,6 +34,11 @@ class Options:
     mode: str | None = None
     dynamic_shapes: Any = None
     capture: str = AUTO
+    block: str = ""
+
+    def named(self, message: str) -> str:
+        """Returns a message for the user with the block's path in front."""
+        return f"{self.block}: {message}" if self.block else message
 
     @property
     def just_in_time(self) -> bool:

@@ -141,18 +141,21 @@ class StepGuard:
         if (wrapper := active_wrapper()) is not None:
             self._wrapper = weakref.ref(wrapper)
 
+    def _noted_wrapper(self) -> DistributedDataParallel | None:
+        return self._wrapper() if self._wrapper is not None else None
+
     def _is_uneven(self) -> bool:
         """Whether ranks may have run out of inputs, and so answer DistributedDataParallel alone.
 
         The gradients that it has averaged are the same on all that are left, and so is what they decide.
         """
-        wrapper = self._wrapper() if self._wrapper is not None else None
+        wrapper = self._noted_wrapper()
         return wrapper is not None and self.process_groups is None and expects_uneven_inputs(wrapper)
 
     def _groups(self, parameters: list[Tensor]) -> Sequence[ProcessGroup] | None:
         if self.process_groups is not None:
             return self.process_groups
         groups = groups_of(parameters)
-        if (wrapper := self._wrapper and self._wrapper()) is not None:
+        if (wrapper := self._noted_wrapper()) is not None:
             groups.append(wrapper.process_group)
         return groups or None

@@ -167,7 +167,7 @@ class Variant:
         object.__setattr__(graph_module, "_amp", self.scaler.state)
         object.__setattr__(graph_module, "_shadows", self.shadows)
         run_passes(graph_module, tuple(passes))
-        warn_about_float16_outputs(graph_module.graph)
+        warn_about_float16_outputs(graph_module.graph, self.options)
         return graph_module
 
 
@@ -204,13 +204,13 @@ def boundary_pass(
     return ScaleLoss(tuple(slots), size, state) if state else ScaleLoss(tuple(slots), size)
 
 
-def warn_about_float16_outputs(graph: fx.Graph) -> None:
+def warn_about_float16_outputs(graph: fx.Graph, options: Options) -> None:
     """Tells of outputs that are float16 in the source: nothing scales their gradients in time."""
     scaled = graph.find_nodes(op="call_function", target=scale_gradients)
     if any(node.args[1].meta["val"].dtype == torch.float16 for node in scaled):
         warn_user(
-            "ampgraph: the model returns a float16 tensor, so its gradient is float16 before the loss scale "
-            "is applied, and what is below 6e-8 is lost. Return float32, x.float(), or take the loss inside."
+            f"ampgraph: {options.named('the model')} returns a float16 tensor, so its gradient is float16 "
+            "before the loss scale is applied, and what is below 6e-8 is lost. Return float32, x.float(), or take the loss inside."
         )
 
 

@@ -204,7 +204,8 @@ def test_blocks_fall_back_one_by_one(recwarn):
     blocks = ampgraph.convert_blocks(model, ("0", "1"), policy=SCALED)
     model(X).sum().backward()
     reference(X).sum().backward()
-    assert len(messages(recwarn, "just in time")) == 1
+    (told,) = messages(recwarn, "just in time")
+    assert told.startswith("1: Branching could not be captured at ")
     for p, q in zip(model.parameters(), reference.parameters(), strict=True):
         assert torch.linalg.norm(p.grad - q.grad) < 0.01 * q.grad.norm()
     assert [block.options.just_in_time for block in blocks.values()] == [False, True]
@@ -216,3 +217,72 @@ def test_blocks_just_in_time():
     blocks = ampgraph.convert_blocks(model, Normed, dtype=BF16, capture="just in time")
     model(X)
     assert all(block.options.just_in_time for block in blocks.values())
+
+
+LAYERS = {
+    "linear": (lambda: nn.Linear(8, 8), X),
+    "attention": (lambda: nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True), X[None]),
+    "container": (lambda: nn.Sequential(nn.Linear(8, 8), nn.GELU()), X),
+}
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_blocks_just_in_time_of_torchs_own_layers(layer):
+    build, x = LAYERS[layer]
+    torch.manual_seed(0)
+    model = nn.Sequential(build(), build())
+    reference = copy.deepcopy(model)
+    blocks = ampgraph.convert_blocks(model, ("0", "1"), policy=SCALED, capture="just in time")
+    torch.testing.assert_close(model(x), reference(x), rtol=0.01, atol=0.01)
+    model(x).square().sum().backward()
+    reference(x).square().sum().backward()
+    for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad, rtol=0.02, atol=0.02)
+    assert [len(block.graph_modules) for block in blocks.values()] == [1, 1]
+    assert model(x[..., :2, :]).shape == x[..., :2, :].shape
+    copied = copy.deepcopy(model)
+    torch.testing.assert_close(copied(x), model(x))
+    blocks.restore()
+    torch.testing.assert_close(model(x), reference(x))
+
+
+def test_rules_reach_blocks_of_torchs_own_layers_just_in_time():
+    model = nn.Sequential(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)))
+    policy = ampgraph.Policy(dtype=BF16, rules={"0.1": "fp32"})
+    blocks = ampgraph.convert_blocks(model, "0", policy=policy, capture="just in time")
+    model(X)
+    rows = ampgraph.explain(blocks["0"]).nodes
+    assert [row.dtype for row in rows if "linear" in row.name] == ["bfloat16", "float32"]
+
+
+def test_a_block_just_in_time_takes_arguments_of_any_name():
+    class Named(nn.Linear):
+        def forward(self, x, *, function, model):
+            return super().forward(x) * function + model
+
+    model = nn.Sequential(Named(8, 8))
+    layer = copy.deepcopy(model[0])
+    ampgraph.convert_blocks(model, "0", dtype=BF16, capture="just in time")
+    expected = layer(X, function=2.0, model=X)
+    torch.testing.assert_close(model[0](X, function=2.0, model=X), expected, rtol=0.05, atol=0.05)
+
+
+@pytest.mark.parametrize("capture", ["auto", "just in time"])
+def test_warnings_name_the_block(capture, recwarn):
+    class Returns(nn.Linear):
+        def forward(self, x):
+            return super().forward(x).half()
+
+    class Opaque(nn.Linear):
+        @torch.compiler.disable
+        def forward(self, x):
+            return super().forward(x)
+
+    policy = ampgraph.Policy(dtype=torch.float16)
+    model = nn.ModuleDict({"a": Returns(8, 8), "b": Opaque(8, 8)})
+    ampgraph.convert_blocks(model, ("a", "b"), policy=policy, capture=capture)
+    model["a"](X).sum().backward()
+    assert messages(recwarn, "ampgraph: a: the model returns a float16 tensor")
+    if capture == "just in time":
+        model["b"](X)
+        assert messages(recwarn, "b: Opaque ran in its own dtypes")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from types import FunctionType
+from functools import partial
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -38,6 +39,8 @@ def compiled_by_dynamo(model: Module, backend: str | Callable, **given: Any) -> 
 def _compiled_apart(model: Module, backend: str | Callable, **given: Any) -> Callable:
     if VERSION >= (2, 13):
         apart = {"isolate_recompiles": True, "recompile_limit": RECOMPILE_LIMIT}
+        if _has_hidden_forward(model):
+            return _compiled_method(model, backend, **apart, **given)
         before = set(model.__dict__)
         compiled = torch.compile(model, backend=backend, **apart, **given)  # type: ignore[call-overload]
         # What is set on the result lands on the model: torch's mark, Lightning's arguments (the backend
@@ -48,19 +51,45 @@ def _compiled_apart(model: Module, backend: str | Callable, **given: Any) -> Cal
     # In torch 2.11 each call with fullgraph sets a switch of the process and sets it back; calls from several
     # threads leave it set, and then Dynamo skips code everywhere.
     given["fullgraph"] = False
+    if _has_hidden_forward(model):
+        return _guarding_parameters(_compiled_method(model, backend, **given))
     own = FunctionType(_call_module.__code__.replace(), globals())
-    compiled = torch.compile(own, backend=backend, **given)
+    return _guarding_parameters(partial(torch.compile(own, backend=backend, **given), model))
 
+
+def _guarding_parameters(compiled: Callable) -> Callable:
     def call(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
-            return compiled(model, *args, **kwargs)
+            return compiled(*args, **kwargs)
         with _parameter_guards:
-            return compiled(model, *args, **kwargs)
+            return compiled(*args, **kwargs)
 
     return call
 
 
-def _call_module(self: Module, *args: Any, **kwargs: Any) -> Any:
+def _has_hidden_forward(model: Module) -> bool:
+    """Whether the class has a property in front of the ``forward`` in the model's dict.
+
+    Dynamo guards on the one in the dict, and finds at once that calling the model gives another.
+    """
+    own = model.forward
+    return (
+        vars(model).get("forward", own) is not own and isinstance(own, MethodType) and own.__self__ is model
+    )
+
+
+def _compiled_method(model: Module, backend: str | Callable, **given: Any) -> Callable:
+    """Compiles the model's forward as a function of the model, which Dynamo then need not call."""
+    own = FunctionType(_call_method.__code__.replace(), globals())
+    compiled = torch.compile(own, backend=backend, **given)
+    return lambda *args, **kwargs: compiled(model, model.forward.__func__, *args, **kwargs)
+
+
+def _call_method(self: Module, function: Callable, /, *args: Any, **kwargs: Any) -> Any:
+    return function(self, *args, **kwargs)
+
+
+def _call_module(self: Module, /, *args: Any, **kwargs: Any) -> Any:
     return self(*args, **kwargs)
 
 

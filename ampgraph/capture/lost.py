@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -80,7 +81,7 @@ def noting_lost_backwards(model: nn.Module, is_capturing: Callable[[], bool]) ->
 class _WatchedNodes(TorchFunctionMode):
     """Hands out ``x.grad_fn`` so that hooks on it are noted."""
 
-    _read = torch.Tensor.grad_fn.__get__  # type: ignore[attr-defined]
+    _read = inspect.getattr_static(torch.Tensor, "grad_fn").__get__
 
     def __init__(self, note: Callable[[str], None]) -> None:
         super().__init__()
