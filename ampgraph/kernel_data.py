@@ -208,10 +208,12 @@ SHAPE_SLOTS: Mapping[str, tuple[str, ...]] = {
     "to.other": ("other",),
 }
 
-# Matrix products: the place of the argument whose last dimension is summed over.
-CONTRACTED: Mapping[str, int] = {
-    **dict.fromkeys(("matmul", "mm", "bmm", "mv", "linear", "inner", "linalg_matmul"), 0),
-    **dict.fromkeys(("addmm", "addmv", "baddbmm"), 1),
+# Matrix products: the places of arguments and their dimensions that are summed over.
+CONTRACTED: Mapping[str, tuple[tuple[int, int], ...]] = {
+    **dict.fromkeys(("matmul", "mm", "bmm", "mv", "linear", "inner", "linalg_matmul"), ((0, -1),)),
+    **dict.fromkeys(("addmm", "addmv", "baddbmm"), ((1, -1),)),
+    "addbmm": ((1, 0), (1, -1)),
+    "bilinear": ((0, -1), (1, -1)),
 }
 
 # A small error of the argument may change the result as a whole. Division has a rounding mode for that.

@@ -223,8 +223,8 @@ def shape_slots(target: OpOverload) -> tuple[str, ...]:
 
 
 @cache
-def contracted(target: OpOverload) -> int | None:
-    """Returns the argument of a matrix product whose last dimension is summed over; None for other ops."""
+def contracted(target: OpOverload) -> tuple[tuple[int, int], ...] | None:
+    """Returns (argument, dimension) of what a matrix product sums over; None for other ops."""
     return _row(kernel_data.CONTRACTED, target)
 
 

@@ -19,19 +19,19 @@ import operator
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import reduce
-from math import prod
 from typing import NamedTuple
 
 import torch
 from torch.fx import GraphModule, Node
 
 from ampgraph import op_facts
-from ampgraph._compat import OpOverload, size_hint
+from ampgraph._compat import OpOverload
 from ampgraph.oplists import OpClass
 
 from .alias import SOURCES, AliasSets, written_args
 from .arguments import argument, argument_name, tensor_arguments
 from .classify import Facts, NodeFacts, is_cast, tensors
+from .products import terms
 
 # Longer products are no coordinates: the weights of a frozen model may be buffers too.
 MOST_TERMS = 8
@@ -216,29 +216,8 @@ def is_position_product(node: Node, trace: Trace) -> bool:
     """Whether a matrix product computes positions from positions, of so few terms that low gains nothing."""
     if trace.measured or trace.moved:
         return False
-    terms = _terms(node)
-    return terms is not None and terms <= MOST_TERMS
-
-
-def _terms(node: Node) -> int | None:
-    """Returns how many products one element of a matrix product adds up; None for other ops."""
-    if (at := op_facts.contracted(node.target)) is not None:  # type: ignore[arg-type]
-        value = node.args[at].meta["val"]  # type: ignore[union-attr]
-        return size_hint(value.shape[-1]) if value.dim() else None
-    equation = argument(node, "equation")
-    return _terms_of(equation, node.args[1]) if isinstance(equation, str) else None  # type: ignore[arg-type]
-
-
-def _terms_of(equation: str, operands: list[Node]) -> int | None:
-    inputs, arrow, output = equation.replace(" ", "").partition("->")
-    if not arrow or "." in inputs:
-        return None
-    sizes = {
-        letter: size_hint(size)
-        for letters, node in zip(inputs.split(","), operands, strict=True)
-        for letter, size in zip(letters, node.meta["val"].shape, strict=True)
-    }
-    return prod(size for letter, size in sizes.items() if letter not in output)
+    added = terms(node)
+    return added is not None and added <= MOST_TERMS
 
 
 # -- what must stay exact --------------------------------------------------------------------------------

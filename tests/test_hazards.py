@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 import ampgraph
 from ampgraph import AmpModule, NoLossScale, OpLists, Policy
+from ampgraph.passes.products import terms
 from ampgraph.plan import Plan
 from ampgraph.replan import replanned
 
@@ -274,6 +275,91 @@ def test_a_converted_program_is_right_too():
     with torch.no_grad():
         error = (converted(*found.inputs) - found.expected[0]).norm() / found.expected[0].norm()
     assert error <= CLOSE[torch.bfloat16]
+
+
+# -- positions times frequencies, in every form that models write -------------------------------------------
+
+ANGLES = {
+    "einsum with an ellipsis": lambda t, f: torch.einsum("..., f -> ... f", t, f),
+    "einsum of a batch": lambda t, f: torch.einsum("... i , j -> ... i j", t[None], f)[0],
+    "einsum without an arrow": lambda t, f: torch.einsum("i , j", t, f),
+    "einsum with an ellipsis and no arrow": lambda t, f: torch.einsum("...n,nj", t[:, None], f[None]),
+    "einsum that sums": lambda t, f: torch.einsum("ik,kj->ij", t[:, None], f[None]),
+    "einsum of lists": lambda t, f: torch.einsum(t, [0], f, [1], [0, 1]),
+    "outer": torch.outer,
+    "ger": torch.ger,
+    "matmul": lambda t, f: t[:, None] @ f[None],
+    "mm": lambda t, f: torch.mm(t[:, None], f[None]),
+    "inner": lambda t, f: torch.inner(t[:, None], f[:, None]),
+    "linear": lambda t, f: F.linear(t[:, None], f[:, None]),
+    "linear with a bias": lambda t, f: F.linear(t[:, None], f[:, None], torch.zeros_like(f)),
+    "bilinear": lambda t, f: F.bilinear(t[:, None], torch.ones_like(t)[:, None], f[:, None, None]),
+    "tensordot of vectors": lambda t, f: torch.tensordot(t, f, dims=0),
+    "tensordot": lambda t, f: torch.tensordot(t[:, None], f[None], dims=1),
+    "tensordot by dimensions": lambda t, f: torch.tensordot(t[None], f[None], dims=([0], [0])),
+    "multi_dot": lambda t, f: torch.linalg.multi_dot([t[:, None], torch.ones(1, 1), f[None]]),
+    "addmm": lambda t, f: torch.addmm(torch.zeros_like(f), t[:, None], f[None]),
+    "bmm": lambda t, f: torch.bmm(t[None, :, None], f[None, None])[0],
+    "baddbmm": lambda t, f: torch.baddbmm(torch.zeros_like(f), t[None, :, None], f[None, None])[0],
+    "addbmm": lambda t, f: torch.addbmm(torch.zeros_like(f), t[None, :, None], f[None, None]),
+    "addr": lambda t, f: torch.addr(torch.zeros_like(f), t, f),
+    "kron": lambda t, f: torch.kron(t[:, None], f[None]),
+    "vecdot": lambda t, f: torch.linalg.vecdot(t[:, None, None], f[None, :, None]),
+    "cdist": lambda t, f: torch.cdist((t[:, None] * f).flatten()[:, None], torch.zeros(1, 1)).view(
+        -1, len(f)
+    ),
+    "dist": lambda t, f: t[:, None] * f + torch.dist(t, t + 1.0),
+}
+# Gray and black ops: at O1 the autocast rule itself leaves them in float32.
+LISTED_WHITE = [n for n in ANGLES if n not in ("outer", "ger", "addr", "kron", "cdist", "dist")]
+
+
+@cache
+def angles_of(name: str) -> Callable:
+    def rotary(self, y):
+        return rotate(y, ANGLES[name](positions(y).float(), self.frequencies))
+
+    return rotary
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("name", ANGLES)
+def test_angles_are_right_in_every_form(name, level):
+    for dtype in DTYPES:
+        assert case(angles_of(name)).error(policy_of(level, dtype)) <= CLOSE[dtype]
+
+
+@pytest.mark.parametrize("name", LISTED_WHITE)
+def test_without_the_analysis_every_product_is_spoilt(name):
+    for dtype in DTYPES:
+        assert case(angles_of(name)).error(policy_of("O1", dtype, hazards=False)) > SPOILT * CLOSE[dtype]
+
+
+EQUATIONS = {
+    "i,j->ij": (1, (4,), (5,)),
+    "i , j": (1, (4,), (5,)),
+    "ik,kj": (3, (4, 3), (3, 5)),
+    "...k,kj": (3, (2, 4, 3), (3, 5)),
+    "b...k,...kj->b...j": (3, (2, 4, 3), (4, 3, 5)),
+    "...k,k->k": (8, (2, 4, 3), (3,)),
+    "...,...->": (12, (3, 4), (4,)),
+    "ii": (4, (4, 4)),
+    "bi,bj->": (24, (2, 3), (2, 4)),
+    "i...,i...->...": (4, (4, 1), (4, 5)),
+}
+
+
+@pytest.mark.parametrize("equation", EQUATIONS)
+def test_how_many_products_an_einsum_adds_up(equation):
+    expected, *shapes = EQUATIONS[equation]
+    graph = fx.Graph()
+    operands = [graph.placeholder(f"x{i}") for i in range(len(shapes))]
+    for node, shape in zip(operands, shapes, strict=True):
+        node.meta["val"] = torch.ones(shape)
+    assert terms(graph.call_function(torch.ops.aten.einsum.default, (equation, operands))) == expected
+    # Of ones, every element of the result is the number of its products.
+    result = torch.einsum(equation, *(torch.ones(shape) for shape in shapes))
+    assert set(result.flatten().tolist()) == {expected}
 
 
 # -- precedence and reach ----------------------------------------------------------------------------------
