@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 # The attribute of the probe by which a boundary that runs in Python tells what it has checked.
 DELIVERED = "_amp_delivered"
+Slots = set[int]  # `set` is a method of the state
 STATE_NAMES = ("amp_scale", "amp_inverse", "amp_probe")
 
 
@@ -28,8 +29,9 @@ class ScaleState(nn.Module):
     probe: Tensor
     flags: Tensor | None
     was_reached: bool
-    delivered: set[int]
+    delivered: Slots
     expected: list[frozenset[int]]
+    _tell: Callable[[], None]
 
     def __init__(self, scale: float, size: int, device: torch.device):
         super().__init__()
@@ -72,7 +74,7 @@ class ScaleState(nn.Module):
         if not self.expected or self.expected[-1] is not slots:
             self.expected.append(slots)
 
-    def take_flags(self) -> tuple[Tensor, set[int]] | None:
+    def take_flags(self) -> tuple[Tensor, Slots] | None:
         """Returns what the probe has received since it was asked last, and for which slots."""
         flags, delivered = self.probe.grad, self.delivered.union(*self.expected)
         self.delivered.clear()

@@ -56,6 +56,9 @@ class LossScaler:
         guard: What decides of steps.
     """
 
+    _known: weakref.WeakSet[Optimizer]
+    _partners: list[LossScaler]
+
     def __init__(self, config: LossScale, model: nn.Module, device: torch.device):
         self.config = config
         self._slots = ParameterSlots(model)
@@ -318,8 +321,8 @@ class LossScaler:
         self.guard.overflows.restore(Overflow(last[0], tuple(last[1]), last[2]) if last else None)
 
     def _forget_optimizers(self) -> None:
-        self._known: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        self._partners: list[LossScaler] = []
+        self._known = weakref.WeakSet()
+        self._partners = []
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name not in ("_known", "_partners")}

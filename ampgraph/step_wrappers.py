@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import sys
 import weakref
+from types import FrameType
 from typing import Any
 
 from torch.optim import Optimizer
 
-_MOST_FRAMES = 32
 _WRAPPER = "_amp_wrapper"
 
 
@@ -19,25 +19,27 @@ def note_wrapper_of(optimizer: Optimizer, wrapper: Optimizer) -> None:
 
 
 def tell_wrapper(optimizer: Optimizer, skipped: bool) -> None:
-    """Sets what ``step_was_skipped`` of Accelerate's wrapper returns; schedulers and Trainers ask it."""
+    """Sets what ``step_was_skipped`` of Accelerate's wrapper returns; schedulers and Trainers ask it.
+
+    A wrapper made after `attach` is met when it calls a step that is skipped: nothing else knows of the two.
+    """
+    if skipped and (caller := _calling_wrapper(optimizer)) is not None:
+        note_wrapper_of(optimizer, caller)
     known = vars(optimizer).get(_WRAPPER)
     wrapper = known() if known is not None else None
-    if wrapper is None and skipped and "accelerate" in sys.modules:
-        wrapper = _calling_wrapper(optimizer)
-        if wrapper is not None:
-            note_wrapper_of(optimizer, wrapper)
     if wrapper is not None:
         wrapper._is_overflow = skipped
 
 
 def _calling_wrapper(optimizer: Optimizer) -> Any:
-    """Returns the wrapper whose ``step`` called that of the optimizer; only the wrapper knows of the two."""
-    frame = sys._getframe(1)
-    for _ in range(_MOST_FRAMES):
-        this = frame.f_locals.get("self")
-        if type(this).__name__ == "AcceleratedOptimizer" and this.optimizer is optimizer:
-            return this
-        if frame.f_back is None:
-            return None
+    """Returns the nearest of Accelerate's wrappers around this optimizer whose ``step`` runs now."""
+    module = sys.modules.get("accelerate.optimizer")
+    if module is None:
+        return None
+    code = module.AcceleratedOptimizer.step.__code__
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is code and frame.f_locals["self"].optimizer is optimizer:
+            return frame.f_locals["self"]
         frame = frame.f_back
     return None

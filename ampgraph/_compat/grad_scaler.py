@@ -1,32 +1,46 @@
-"""What can be seen of torch's own loss scaler from outside."""
+"""What can be seen of torch's own loss scaler from outside. Tried on torch 2.11 and 2.13."""
 
 from __future__ import annotations
 
 import itertools
 import sys
+import threading
 from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.amp import GradScaler
+
+_FACTORS = {"MulBackward0", "DivBackward0"}
+_MOST_FACTORS = 4
 
 
 def is_scaled_by_grad_scaler() -> bool:
-    """Whether the backward that runs now seems to begin at what ``GradScaler.scale`` returned.
+    """Whether the backward that runs now begins at what ``GradScaler.scale`` returned.
 
-    That is a product, called by code that holds a ``GradScaler`` which has scaled something. The product has
-    freed its factors by now.
+    That is a product, which has freed its factors by now. So the callers are asked: one of them holds a
+    ``GradScaler`` that has scaled something. Where one holds the loss too, the quotient decides; where none
+    does, whether one of them calls something that is named ``scale``.
     """
-    for frame in sys._current_frames().values():
+    for frame in _frames_of_threads():
         backward = _frame_of_backward(frame)
         if backward is None:
             continue
-        tensors = backward.f_locals["tensors"]
-        tensors = [tensors] if isinstance(tensors, torch.Tensor) else tensors
-        if any(type(t.grad_fn).__name__ == "MulBackward0" for t in tensors):
-            return any(s.is_enabled() and s._scale is not None for s in _scalers_in_sight(backward))
+        products = [t for t in _roots(backward) if _factors_of(t)]
+        if not products or _is_capturing(products):
+            return False
+        scalers = [s for s in _scalers_in_sight(backward) if s.is_enabled() and s._scale is not None]
+        return any(_has_scaled(s, t, backward) for s in scalers for t in products)
     return False
+
+
+def _frames_of_threads() -> list[FrameType]:
+    """Returns the frames of all threads, this one first: one calls backward, others may work for it."""
+    this = threading.get_ident()
+    frames = sys._current_frames()
+    return [frames[i] for i in sorted(frames, key=lambda i: i != this)]
 
 
 def _frame_of_backward(frame: FrameType | None) -> FrameType | None:
@@ -36,15 +50,65 @@ def _frame_of_backward(frame: FrameType | None) -> FrameType | None:
     return frame
 
 
-def _scalers_in_sight(frame: FrameType | None) -> Iterator[GradScaler]:
-    """Yields those that the callers hold by a name, or their objects by an attribute."""
-    while frame is not None:
-        for value in itertools.chain(list(frame.f_locals.values()), list(frame.f_globals.values())):
-            if issubclass(type(value), GradScaler):
+def _roots(backward: FrameType) -> list[Tensor]:
+    tensors = backward.f_locals["tensors"]
+    return [tensors] if isinstance(tensors, Tensor) else list(tensors)
+
+
+def _is_capturing(tensors: list[Tensor]) -> bool:
+    return any(t.is_cuda for t in tensors) and torch.cuda.is_current_stream_capturing()
+
+
+def _factors_of(product: Tensor) -> list[Any]:
+    """Returns the autograd nodes that a tensor is a multiple of, the nearest first."""
+    found: list[Any] = []
+    node: Any = product.grad_fn
+    while node is not None and type(node).__name__ in _FACTORS and len(found) < _MOST_FACTORS:
+        inputs = [n for n, _ in node.next_functions if n is not None]
+        if len(inputs) != 1:
+            break
+        node = inputs[0]
+        found.append(node)
+    return found
+
+
+def _has_scaled(scaler: GradScaler, product: Tensor, backward: FrameType) -> bool:
+    nodes, scale = _factors_of(product), scaler.get_scale()
+    # The loss, or a multiple of it.
+    held = [t for t in _in_sight(backward, Tensor) if any(t.grad_fn is node for node in nodes)]
+    quotients = [float(product.detach()) / float(t.detach()) for t in held if _is_number(t)]
+    if any(abs(q / scale - 1) < 0.01 for q in quotients):
+        return True
+    if quotients and len(nodes) == 1 and _is_number(product):
+        return False  # the only factor is another number
+    return any("scale" in frame.f_code.co_names for frame in _callers(backward))
+
+
+def _is_number(tensor: Tensor) -> bool:
+    return tensor.numel() == 1 and bool(tensor.isfinite()) and bool(tensor != 0)
+
+
+def _callers(frame: FrameType) -> Iterator[FrameType]:
+    """Yields the callers of a backward that are not torch's."""
+    caller = frame.f_back
+    while caller is not None:
+        if not caller.f_globals.get("__name__", "").startswith("torch."):
+            yield caller
+        caller = caller.f_back
+
+
+def _scalers_in_sight(backward: FrameType) -> Iterator[GradScaler]:
+    yield from dict.fromkeys(_in_sight(backward, GradScaler))
+
+
+def _in_sight(frame: FrameType, kind: type) -> Iterator[Any]:
+    """Yields what the callers hold by a name, or their objects by an attribute."""
+    for caller in _callers(frame):
+        for value in itertools.chain(list(caller.f_locals.values()), list(caller.f_globals.values())):
+            if issubclass(type(value), kind):
                 yield value
             else:
-                yield from (v for v in _attributes(value) if issubclass(type(v), GradScaler))
-        frame = frame.f_back
+                yield from (v for v in _attributes(value) if issubclass(type(v), kind))
 
 
 def _attributes(value: Any) -> list[Any]:

@@ -1,0 +1,316 @@
+"""A loop that forgets the scaler, or brings another, is told so by its second step; a right loop is not."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import ampgraph
+from ampgraph import DynamicLossScale, NoLossScale, Policy
+
+FLOAT16 = Policy(dtype=torch.float16, loss_scale=DynamicLossScale(init_scale=1024.0))
+DOUBLE = r"a torch\.amp\.GradScaler multiplies the loss"
+
+
+class Words(nn.Module):
+    """The first parameter has a row that no step changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.norm, self.out = nn.Embedding(16, 8, padding_idx=0), nn.LayerNorm(8), nn.Linear(8, 2)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.out(self.norm(self.words(ids)).mean(1))
+
+
+IDS = torch.tensor([[1, 2, 3, 0], [4, 5, 0, 0]])
+
+
+def converted(policy: Policy = FLOAT16, just_in_time: bool = False) -> ampgraph.AmpModule:
+    torch.manual_seed(0)
+    return ampgraph.convert(Words(), None if just_in_time else (IDS,), policy=policy)
+
+
+def loss_of(model: nn.Module) -> torch.Tensor:
+    return model(IDS).square().mean()
+
+
+@contextlib.contextmanager
+def told() -> Iterator[list[str]]:
+    messages: list[str] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield messages
+        messages += [str(w.message) for w in caught if "scale" in str(w.message)]
+
+
+def steps(amp: nn.Module, optimizer: Any, rounds: int = 2, batches: int = 1) -> None:
+    for _ in range(rounds):
+        for _ in range(batches):
+            loss_of(amp).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def by_hand(amp: nn.Module) -> None:
+    """Four rounds without any optimizer."""
+    for _ in range(4):
+        loss_of(amp).backward()
+        with torch.no_grad():
+            for p in (p for p in amp.parameters() if p.grad is not None):
+                p.sub_(p.grad, alpha=0.1)
+                p.grad = None
+
+
+OPTIMIZERS: dict[str, Callable] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.1),
+    "fused-sgd": lambda p: torch.optim.SGD(p, lr=0.1, fused=True),
+    "fused-adamw": lambda p: torch.optim.AdamW(p, lr=0.1, fused=True),
+}
+
+
+@pytest.mark.parametrize("just_in_time", [False, True])
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_a_forgotten_attach_is_told_by_the_second_step(kind, just_in_time) -> None:
+    amp = converted(just_in_time=just_in_time)
+    with told() as messages:
+        steps(amp, OPTIMIZERS[kind](amp.parameters()))
+    assert len(messages) == 1
+    assert "amp.scaler.attach(optimizer)" in messages[0]
+
+
+@pytest.mark.parametrize("batches", [1, 3])
+def test_a_forgotten_attach_is_told_with_frozen_parameters_and_micro_batches(batches) -> None:
+    amp = converted()
+    amp.words.requires_grad_(False)
+    amp.norm.requires_grad_(False)
+    with told() as messages:
+        steps(amp, torch.optim.SGD([p for p in amp.parameters() if p.requires_grad], lr=0.1), batches=batches)
+    assert len(messages) == 1
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_steps_by_hand_are_told(frozen) -> None:
+    amp = converted()
+    amp.words.requires_grad_(not frozen)
+    with told() as messages:
+        by_hand(amp)
+    assert len(messages) == 1
+    assert "the loop changes its parameters after every backward" in messages[0]
+
+
+def right_attached(amp: ampgraph.AmpModule, optimizer: torch.optim.Optimizer) -> None:
+    amp.scaler.attach(optimizer)
+    steps(amp, optimizer, rounds=4, batches=2)
+
+
+def right_stepped(amp: ampgraph.AmpModule, optimizer: torch.optim.Optimizer) -> None:
+    for _ in range(4):
+        amp.scaler.scale(loss_of(amp)).backward()
+        amp.scaler.step(optimizer)
+        amp.scaler.update()
+        optimizer.zero_grad()
+
+
+def right_evaluation(amp: ampgraph.AmpModule, optimizer: torch.optim.Optimizer) -> None:
+    amp.eval()
+    for _ in range(4):
+        loss_of(amp)
+        with torch.no_grad():
+            loss_of(amp)
+
+
+def right_gradients_alone(amp: ampgraph.AmpModule, optimizer: torch.optim.Optimizer) -> None:
+    for _ in range(4):
+        loss_of(amp).backward()
+
+
+def right_another_model_steps(amp: ampgraph.AmpModule, optimizer: torch.optim.Optimizer) -> None:
+    other = nn.Linear(8, 1)
+    its = torch.optim.SGD(other.parameters(), lr=0.1)
+    for _ in range(4):
+        (loss_of(amp) + other(torch.ones(1, 8)).sum()).backward()
+        its.step()
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize(
+    "loop",
+    [right_attached, right_stepped, right_evaluation, right_gradients_alone, right_another_model_steps],
+)
+def test_a_right_loop_is_told_nothing(loop, fused) -> None:
+    amp = converted()
+    with told() as messages:
+        loop(amp, torch.optim.AdamW(amp.parameters(), fused=fused))
+    assert messages == []
+
+
+def test_a_loop_without_a_loss_scale_is_told_nothing() -> None:
+    amp = converted(Policy(dtype=torch.float16, loss_scale=NoLossScale()))
+    with told() as messages:
+        steps(amp, torch.optim.SGD(amp.parameters(), lr=0.1), rounds=4)
+        by_hand(amp)
+        theirs = torch.amp.GradScaler("cpu")
+        theirs.scale(loss_of(amp)).backward()
+    assert messages == []
+
+
+def test_step_tells_of_an_optimizer_of_another_model_once() -> None:
+    amp, other = converted(), nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
+    loss_of(amp).backward()
+    with told() as messages:
+        for _ in range(2):
+            amp.scaler.step(optimizer)
+            amp.scaler.update()
+    messages = [m for m in messages if "amp.scaler.step" in m]
+    assert len(messages) == 1
+    assert "none of the 2 parameters of this SGD belongs to this model" in messages[0]
+
+
+# -- Hugging Face's Trainer ----------------------------------------------------------------------------
+
+
+def bert_trainer(folder: Any, **options: Any) -> Any:
+    """A Trainer with a tiny BERT, whose first parameter has a row that no step changes."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    torch.manual_seed(0)
+    model = transformers.BertForSequenceClassification(transformers.BertConfig(vocab_size=16, **sizes))
+    rows = [{"input_ids": torch.arange(i, i + 4), "labels": i % 2} for i in range(8)]
+    quiet = {"report_to": [], "disable_tqdm": True, "save_strategy": "no", "logging_strategy": "no"}
+    options = {"max_steps": 2, "per_device_train_batch_size": 2, "use_cpu": True, **quiet, **options}
+    return transformers.Trainer(
+        model, transformers.TrainingArguments(str(folder), **options), train_dataset=rows
+    )
+
+
+@pytest.mark.parametrize("optimizer", ["adamw_torch", "adamw_torch_fused"])
+@pytest.mark.parametrize("is_attached", [False, True])
+def test_a_trainer_with_bert(is_attached, optimizer, tmp_path) -> None:
+    trainer = bert_trainer(tmp_path, optim=optimizer)
+    blocks = ampgraph.convert_blocks(trainer.model, "", policy=FLOAT16)
+    if is_attached:
+        blocks.scaler.attach(trainer.create_optimizer())
+    with told() as messages:
+        trainer.train()
+    assert len(messages) == (0 if is_attached else 1)
+    assert all("amp.scaler.attach(optimizer)" in m for m in messages)
+
+
+# -- torch's GradScaler around a converted model -------------------------------------------------------
+
+
+class Holder:
+    """As Trainers do, holds the scaler by an attribute, and calls backward in a method."""
+
+    def __init__(self, **options: Any) -> None:
+        self.scaler = torch.amp.GradScaler("cpu", **options)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        self.scaler.scale(loss).backward()
+
+
+def left_over(amp: nn.Module) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=128.0)
+    loss = loss_of(amp)
+    scaler.scale(loss).backward()
+
+
+def left_over_unnamed(amp: nn.Module) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=128.0)
+    scaler.scale(loss_of(amp)).backward()
+
+
+def left_over_in_a_part(amp: nn.Module) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=128.0)
+    loss = loss_of(amp)
+    scaler.scale(loss / 4).backward()
+
+
+def left_over_divided(amp: nn.Module) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=128.0)
+    loss = loss_of(amp)
+    (scaler.scale(loss) / 4).backward()
+
+
+def left_over_in_an_object(amp: nn.Module) -> None:
+    Holder().backward(loss_of(amp))
+
+
+def left_over_of_several(amp: nn.Module) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=128.0)
+    torch.autograd.backward(scaler.scale([loss_of(amp), loss_of(amp)]))
+
+
+LEFT_OVER = [
+    left_over,
+    left_over_unnamed,
+    left_over_in_a_part,
+    left_over_divided,
+    left_over_in_an_object,
+    left_over_of_several,
+]
+
+
+@pytest.mark.parametrize("just_in_time", [False, True])
+@pytest.mark.parametrize("loop", LEFT_OVER)
+def test_a_grad_scaler_left_in_the_loop_is_named(loop, just_in_time) -> None:
+    amp = converted(just_in_time=just_in_time)
+    with pytest.warns(UserWarning, match=DOUBLE):
+        loop(amp)
+
+
+def times_two_beside_a_disabled(amp: nn.Module) -> None:
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    loss = scaler.scale(loss_of(amp))
+    (loss * 2.0).backward()
+
+
+def times_two_beside_an_unused(amp: nn.Module) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    loss = loss_of(amp)
+    (loss * 2.0).backward()
+    assert scaler.is_enabled()
+
+
+def times_two_beside_that_of_another_model(amp: nn.Module) -> None:
+    scaler, other = torch.amp.GradScaler("cpu"), nn.Linear(2, 1)
+    its_loss = other(torch.ones(1, 2)).sum()
+    scaler.scale(its_loss).backward()
+    loss = loss_of(amp)
+    (loss * 2.0).backward()
+
+
+def unscaled_beside_that_of_another_model(amp: nn.Module) -> None:
+    scaler, other = torch.amp.GradScaler("cpu"), nn.Linear(2, 1)
+    scaler.scale(other(torch.ones(1, 2)).sum()).backward()
+    loss_of(amp).backward()
+
+
+def weighted_with_a_disabled_holder(amp: nn.Module) -> None:
+    Holder(enabled=False).backward(loss_of(amp) * 0.5)
+
+
+@pytest.mark.parametrize(
+    "loop",
+    [
+        times_two_beside_a_disabled,
+        times_two_beside_an_unused,
+        times_two_beside_that_of_another_model,
+        unscaled_beside_that_of_another_model,
+        weighted_with_a_disabled_holder,
+    ],
+)
+def test_a_loss_times_a_number_is_no_grad_scaler(loop) -> None:
+    amp = converted()
+    with told() as messages:
+        loop(amp)
+    assert messages == []
