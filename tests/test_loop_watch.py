@@ -295,6 +295,16 @@ def unscaled_beside_that_of_another_model(amp: nn.Module) -> None:
     loss_of(amp).backward()
 
 
+def scaled_by_its_own_beside_that_of_another_model(amp: nn.Module) -> None:
+    scaler, other = torch.amp.GradScaler("cpu"), nn.Linear(2, 1)
+    scaler.scale(other(torch.ones(1, 2)).sum()).backward()
+    through(amp, amp.scaler)
+
+
+def through(amp: nn.Module, scaler: Any) -> None:
+    (scaler.scale(loss_of(amp)) / 2).backward()
+
+
 def weighted_with_a_disabled_holder(amp: nn.Module) -> None:
     Holder(enabled=False).backward(loss_of(amp) * 0.5)
 
@@ -306,6 +316,7 @@ def weighted_with_a_disabled_holder(amp: nn.Module) -> None:
         times_two_beside_an_unused,
         times_two_beside_that_of_another_model,
         unscaled_beside_that_of_another_model,
+        scaled_by_its_own_beside_that_of_another_model,
         weighted_with_a_disabled_holder,
     ],
 )

@@ -22,7 +22,7 @@ def is_scaled_by_grad_scaler() -> bool:
 
     That is a product, which has freed its factors by now. So the callers are asked: one of them holds a
     ``GradScaler`` that has scaled something. Where one holds the loss too, the quotient decides; where none
-    does, whether one of them calls something that is named ``scale``.
+    does, whether the nearest that calls something named ``scale`` holds the scaler.
     """
     for frame in _frames_of_threads():
         backward = _frame_of_backward(frame)
@@ -81,7 +81,8 @@ def _has_scaled(scaler: GradScaler, product: Tensor, backward: FrameType) -> boo
         return True
     if quotients and len(nodes) == 1 and _is_number(product):
         return False  # the only factor is another number
-    return any("scale" in frame.f_code.co_names for frame in _callers(backward))
+    nearest = next((f for f in _callers(backward) if "scale" in f.f_code.co_names), None)
+    return nearest is not None and any(scaler is held for held in _held(nearest, GradScaler))
 
 
 def _is_number(tensor: Tensor) -> bool:
@@ -101,14 +102,18 @@ def _scalers_in_sight(backward: FrameType) -> Iterator[GradScaler]:
     yield from dict.fromkeys(_in_sight(backward, GradScaler))
 
 
-def _in_sight(frame: FrameType, kind: type) -> Iterator[Any]:
-    """Yields what the callers hold by a name, or their objects by an attribute."""
-    for caller in _callers(frame):
-        for value in itertools.chain(list(caller.f_locals.values()), list(caller.f_globals.values())):
-            if issubclass(type(value), kind):
-                yield value
-            else:
-                yield from (v for v in _attributes(value) if issubclass(type(v), kind))
+def _in_sight(backward: FrameType, kind: type) -> Iterator[Any]:
+    for caller in _callers(backward):
+        yield from _held(caller, kind)
+
+
+def _held(frame: FrameType, kind: type) -> Iterator[Any]:
+    """Yields what a frame holds by a name, or its objects by an attribute."""
+    for value in itertools.chain(list(frame.f_locals.values()), list(frame.f_globals.values())):
+        if issubclass(type(value), kind):
+            yield value
+        else:
+            yield from (v for v in _attributes(value) if issubclass(type(v), kind))
 
 
 def _attributes(value: Any) -> list[Any]:
