@@ -12,7 +12,7 @@ from .advice import advise
 from .errors import AmpGraphError
 from .explanation import Explanation
 from .module import AmpModule
-from .module_path import module_path
+from .module_path import beside_users, module_stack
 from .oplists import OpLists
 from .passes import Pins
 from .plan import META_KEY, Cost, Plan
@@ -118,10 +118,11 @@ class Source:
     def explanation(self, graph: str = "") -> Explanation:
         """Reads the graph; ``graph`` says which of the model's it is."""
         graph_module, plan = self.graph_module, self.plan
-        casts = tuple(_cast_row(node, plan) for node in view.inserted_casts(graph_module))
+        modules = _modules(graph_module)
+        casts = tuple(_cast_row(node, plan, modules[node]) for node in view.inserted_casts(graph_module))
         widened = _widened(graph_module, plan)
         nodes = tuple(
-            _node_row(node, plan, tuple(widened.get(node.name, ())))
+            _node_row(node, plan, tuple(widened.get(node.name, ())), modules[node])
             for node in graph_module.graph.nodes
             if view.kind_of(node) != "cast"
         )
@@ -174,7 +175,16 @@ def _widened(graph_module: GraphModule, plan: Plan) -> dict[str, list[str]]:
     return found
 
 
-def _node_row(node: Node, plan: Plan, widens: tuple[str, ...]) -> NodeRow:
+def _modules(graph_module: GraphModule) -> dict[Node, str]:
+    """Returns the innermost module of every node; what ampgraph inserted stands beside its users."""
+    nodes = list(graph_module.graph.nodes)
+    moved = [node for node in nodes if view.kind_of(node) in ("cast", "clamp")]
+    stacks = {node: module_stack(node) for node in nodes}
+    found = beside_users(stacks, {node: list(node.users) for node in moved}, moved)
+    return {node: stack[-1] if stack else "" for node, stack in found.items()}
+
+
+def _node_row(node: Node, plan: Plan, widens: tuple[str, ...], module: str) -> NodeRow:
     decision = plan.decisions.get(node.name)
     meta = node.meta[META_KEY] if view.kind_of(node) == "clamp" else {}
     reads = dict.fromkeys(source.name for _, source in view.operands(node) if view.kind_of(source) == "cast")
@@ -183,7 +193,7 @@ def _node_row(node: Node, plan: Plan, widens: tuple[str, ...]) -> NodeRow:
         label=view.label_of(node),
         kind=view.kind_of(node),
         op=view.op_name(node),
-        module=module_path(node),
+        module=module,
         dtype=view.dtype_of(node),
         shape=view.shape_of(node),
         op_class=(decision.op_class or "") if decision else "",
@@ -196,7 +206,7 @@ def _node_row(node: Node, plan: Plan, widens: tuple[str, ...]) -> NodeRow:
     )
 
 
-def _cast_row(node: Node, plan: Plan) -> CastRow:
+def _cast_row(node: Node, plan: Plan, module: str) -> CastRow:
     source = view.cast_source(node)
     users = list(node.users)
     return CastRow(
@@ -211,7 +221,7 @@ def _cast_row(node: Node, plan: Plan) -> CastRow:
         users=tuple(view.label_of(user) for user in users),
         src_reason=_reason(source, plan),
         dst_reason="graph output keeps its dtype" if users[0].op == "output" else _reason(users[0], plan),
-        module=module_path(node),
+        module=module,
     )
 
 

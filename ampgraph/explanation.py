@@ -164,7 +164,7 @@ class Explanation:
     def low_share(self) -> float:
         """How much of the ops whose dtype ampgraph decides runs low, from 0 to 1."""
         ops = [n for n in self.nodes if n.is_float_op]
-        return sum(n.dtype == self.low_dtype for n in ops) / len(ops) if ops else 0.0
+        return sum(n.is_low(self.low_dtype) for n in ops) / len(ops) if ops else 0.0
 
     # -- questions -------------------------------------------------------------------------------
 

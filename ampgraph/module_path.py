@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch.fx import Node
@@ -13,6 +14,8 @@ _ITEM = re.compile(r"\[['\"]?([^'\"\]]*)['\"]?\]")
 _SELF = re.compile(r"^L\[['\"]?\w+['\"]?\]\.?|^L__self___?")
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 _TORCH = str(Path(torch.__file__).parent)
+K = TypeVar("K", bound=Hashable)
+Part = TypeVar("Part")
 
 
 def module_paths_of(node: Node) -> Iterator[str]:
@@ -25,6 +28,36 @@ def module_paths_of(node: Node) -> Iterator[str]:
 def module_path(node: Node) -> str:
     """Returns the innermost module's path, ``""`` for the root."""
     return next(module_paths_of(node), "")
+
+
+def module_stack(node: Node) -> tuple[str, ...]:
+    """Returns the paths of the modules around ``node``, outermost first, without the root's."""
+    return tuple(path for path in reversed(list(module_paths_of(node))) if path)
+
+
+def beside_users(
+    scopes: Mapping[K, tuple[Part, ...]], users: Mapping[K, Sequence[K]], moved: Iterable[K]
+) -> dict[K, tuple[Part, ...]]:
+    """Moves what belongs to no module (casts, parameters) to the innermost scope around all of its users.
+
+    Args:
+        scopes: Every node's scope, outermost part first; a graph's output has the whole graph's, ``()``.
+        users: The readers of each moved node.
+        moved: Nodes to move, in graph order: the users of one may be moved themselves.
+    """
+    result = dict(scopes)
+    for node in reversed(list(moved)):
+        if around := [result[user] for user in users[node]]:
+            result[node] = _common_prefix(around)
+    return result
+
+
+def _common_prefix(scopes: Sequence[tuple[Part, ...]]) -> tuple[Part, ...]:
+    first = min(scopes, key=len)
+    for depth, part in enumerate(first):
+        if any(scope[depth] != part for scope in scopes):
+            return first[:depth]
+    return first
 
 
 def clean_path(path: str) -> str:

@@ -49,7 +49,22 @@ class NodeRow:
     @property
     def is_float_op(self) -> bool:
         """Whether it is an op whose dtype ampgraph decides; the picking of one of several results is none."""
-        return self.kind == "op" and self.op != "getitem" and self.dtype in _MANAGED
+        return is_float_op(self.kind, self.op, self.dtype)
+
+    def is_low(self, low_dtype: str) -> bool:
+        """Whether its result, or one of several, has the low dtype."""
+        return low_dtype in self.dtype.split(",")
+
+
+def is_float_op(kind: str, op: str, dtype: str) -> bool:
+    """Whether ampgraph decides the dtype of what a node returns, or of one of several results.
+
+    Args:
+        kind: As in `NodeRow.kind`.
+        op: As in `NodeRow.op`.
+        dtype: As in `NodeRow.dtype`.
+    """
+    return kind == "op" and op != "getitem" and not set(_MANAGED).isdisjoint(dtype.split(","))
 
 
 @dataclass(frozen=True)
@@ -68,7 +83,7 @@ class CastRow:
         users: Labels of the nodes that share the cast.
         src_reason: Why the tensor has the dtype it has.
         dst_reason: Why the first user needs the other one.
-        module: Path of the innermost module around the first user.
+        module: Path of the innermost module around all users; ``""`` for a cast of an output.
     """
 
     name: str
@@ -133,7 +148,7 @@ def module_rows(nodes: Iterable[NodeRow], casts: Iterable[CastRow], low_dtype: s
     for node in nodes:
         for path in _prefixes(node.module) if node.is_float_op else ():
             counts[path][0] += 1
-            counts[path][1] += node.dtype == low_dtype
+            counts[path][1] += node.is_low(low_dtype)
     for cast in casts:
         for path in _prefixes(cast.module):
             counts[path][2] += 1

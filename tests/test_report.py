@@ -67,18 +67,22 @@ def test_operators_are_what_the_graph_has(case: str, level: str) -> None:
 
 
 def test_modules_are_what_the_graph_has(amp: ampgraph.AmpModule, explanation: Explanation) -> None:
+    """A cast is inside a module if all that reads it is: a shared one belongs to no single reader.
+
+    What a cast node says of its module is that of its first reader, or of the tensor of an output.
+    """
+
+    def is_inside(node: torch.fx.Node, path: str) -> bool:
+        return any(p == path for p, _ in (node.meta.get("nn_module_stack") or {}).values())
+
     found = {m.path: (m.ops, m.low, m.casts) for m in explanation.modules}
+    functions = [node for node in amp.graph_module.graph.nodes if node.op == "call_function"]
     for path in ("body", "body.0", "body.2", "body.2.0", "head"):
-        nodes = [
-            node
-            for node in amp.graph_module.graph.nodes
-            if node.op == "call_function"
-            and any(p == path for p, _ in (node.meta.get("nn_module_stack") or {}).values())
-        ]
-        ops = [node for node in nodes if not is_inserted(node)]
+        ops = [node for node in functions if not is_inserted(node) and is_inside(node, path)]
         low = [node for node in ops if node.meta["val"].dtype == LOW]
-        assert found[path] == (len(ops), len(low), len(nodes) - len(ops)), path
-    # Casts of the root's own code are in no module.
+        casts = [n for n in functions if is_inserted(n) and all(is_inside(user, path) for user in n.users)]
+        assert found[path] == (len(ops), len(low), len(casts)), path
+    # Casts of the root's own code, and of outputs, are in no module.
     inside = sum(m.casts for m in explanation.modules if "." not in m.path)
     outside = sum(not c.module for c in explanation.casts)
     assert inside + outside == explanation.totals.casts == counted(amp.graph_module)[0]

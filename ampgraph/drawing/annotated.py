@@ -10,6 +10,7 @@ from torch.fx import GraphModule, Node
 from .. import graph_view as view
 from ..errors import AmpGraphError, did_you_mean
 from ..module import AmpModule
+from ..module_path import beside_users
 from ..passes import Workspace
 from ..plan import META_KEY, Plan
 from .attributes import (
@@ -23,9 +24,9 @@ from .plumbing import with_plumbing
 from .scopes import (
     BODY,
     GRAPH,
+    MODULE,
     Part,
     Scope,
-    beside_users,
     module_scope,
     numbered_calls,
     scope_text,
@@ -147,7 +148,12 @@ def _annotated(graph_module: GraphModule, plan: Plan | None, name: str) -> Annot
     ops = {n for n, data in graph.nodes(data=True) if data["kind"] == "op"}
     scopes = with_guards(result.scopes, guards, ops)
     moved = [n for n, data in graph.nodes(data=True) if data["kind"] in ("parameter", "cast", "clamp")]
-    scopes = with_plumbing(graph, beside_users(graph, scopes, moved))
+    scopes = beside_users(scopes, {n: list(graph.successors(n)) for n in moved}, moved)
+    for node in moved:
+        if graph.nodes[node]["kind"] != "parameter":
+            modules = [part.module for part in scopes[node] if part.kind == MODULE]
+            graph.nodes[node]["module"] = modules[-1] if modules else ""
+    scopes = with_plumbing(graph, scopes)
     result.scopes = numbered_calls(graph, scopes)
     for node, scope in result.scopes.items():
         graph.nodes[node]["scope"] = scope_text(scope)

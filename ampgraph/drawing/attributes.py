@@ -9,7 +9,7 @@ from torch.fx import GraphModule, Node
 from .. import graph_view as view
 from ..boundary import ROLES, unscale_gradients
 from ..guards import guard_of
-from ..module_path import clean_path, module_paths_of
+from ..module_path import clean_path, module_stack
 from ..passes import ReadShadows, is_boundary
 from ..passes.boundary import BOUNDARY
 from ..plan import META_KEY, Plan
@@ -56,7 +56,7 @@ def called_modules(graph_module: GraphModule) -> dict[str, tuple[str, ...]]:
     """Returns, for every module that the graph's nodes were made in, the calls around it, outermost first."""
     called: dict[str, tuple[str, ...]] = {}
     for node in graph_module.graph.nodes:
-        paths = _stack(node)
+        paths = module_stack(node)
         for depth, path in enumerate(paths):
             called.setdefault(path, paths[: depth + 1])
     return called
@@ -66,7 +66,7 @@ def modules_around(node: Node, called: dict[str, tuple[str, ...]]) -> tuple[str,
     """Returns the paths of the modules around a node, outermost first; around its owner for a parameter."""
     parameter = _parameter_path(node)
     if not parameter:
-        return _stack(node)
+        return module_stack(node)
     owner = parameter.rpartition(".")[0]
     if not owner or owner in called:
         return called.get(owner, ())
@@ -86,10 +86,6 @@ def boundary_role(node: Node) -> str:
         return "shadow"
     call = node.args[0] if view.is_item(node) else node
     return "unscale" if call.target is unscale_gradients else "scale"  # type: ignore[union-attr]
-
-
-def _stack(node: Node) -> tuple[str, ...]:
-    return tuple(path for path in reversed(list(module_paths_of(node))) if path)
 
 
 def _kind(node: Node, plan: Plan | None) -> str:
@@ -125,7 +121,10 @@ def _parameter_path(node: Node) -> str:
 
 def _precision(dtype: str, plan: Plan | None) -> str:
     low = (view.dtype_name(plan.low_dtype),) if plan else LOW_DTYPES
-    return "low" if dtype in low else "fp32" if dtype == "float32" else "other"
+    dtypes = dtype.split(",")
+    if not set(low).isdisjoint(dtypes):
+        return "low"
+    return "fp32" if "float32" in dtypes else "other"
 
 
 def _reads_parameter(cast: Node) -> bool:

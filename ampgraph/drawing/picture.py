@@ -9,6 +9,7 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
 from ..errors import AmpGraphError, did_you_mean
+from ..rows import is_float_op
 from .annotated import Annotated
 from .scopes import MODULE, PLUMBING, Part, Scope, scope_text
 
@@ -23,7 +24,7 @@ class Counts:
     """What a box tells about its inside.
 
     Attributes:
-        ops: Ops with a floating-point result: neither casts nor what picks one of several results.
+        ops: Ops whose dtype ampgraph decides: neither casts nor what picks one of several results.
         low: Those whose result is low.
         exact: Ops without a floating-point result.
         casts: Casts.
@@ -212,11 +213,12 @@ def _count(box: Box, graph: nx.DiGraph, highlighted: frozenset[str]) -> None:
 
 
 def _count_node(data: dict, highlighted: bool) -> Counts:
-    is_op, is_float = data["kind"] == "op" and data["op"] != "getitem", "float" in data["dtype"]
+    is_ours = is_float_op(data["kind"], data["op"], data["dtype"])
+    is_op = data["kind"] == "op" and data["op"] != "getitem"
     return Counts(
-        ops=is_op and is_float,
-        low=is_op and is_float and data["precision"] == "low",
-        exact=is_op and not is_float,
+        ops=is_ours,
+        low=is_ours and data["precision"] == "low",
+        exact=is_op and "float" not in data["dtype"],
         casts=data["kind"] == "cast",
         cast_bytes=data["bytes"],
         highlighted=highlighted,

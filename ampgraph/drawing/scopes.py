@@ -81,26 +81,6 @@ def with_guards(scopes: Mapping[str, Scope], guards: Mapping[str, str], ops: set
     return {name: guarded(name) for name in scopes}
 
 
-def beside_users(graph: nx.DiGraph, scopes: Mapping[str, Scope], moved: Iterable[str]) -> dict[str, Scope]:
-    """Moves nodes that belong to nobody (parameters, casts) to the innermost scope around all users.
-
-    A shared cast stays with a source further inside, or the source's module would be left and entered again.
-    """
-    result = dict(scopes)
-    order = {name: number for number, name in enumerate(graph)}
-    for name in sorted(moved, key=order.__getitem__, reverse=True):
-        users = [result[user] for user in graph.successors(name)]
-        if not users:
-            continue
-        common = _common_prefix(users)
-        inner = [
-            scopes[source] for source in graph.predecessors(name) if not graph.nodes[name]["is_parameter"]
-        ]
-        inner = [scope for scope in inner if len(users) > 1 and scope[: len(common)] == common]
-        result[name] = inner[0] if inner else common
-    return result
-
-
 def numbered_calls(graph: nx.DiGraph, scopes: Mapping[str, Scope]) -> dict[str, Scope]:
     """Splits modules and regions that data leaves and comes back to, so that each part can be drawn as one
     box of an acyclic picture: the second call of a module becomes ``relu@2``.
@@ -132,11 +112,3 @@ def numbered_calls(graph: nx.DiGraph, scopes: Mapping[str, Scope]) -> dict[str, 
         calls[name], reached[name] = tuple(own), seen
         result[name] = tuple(part._replace(call=call) for part, call in zip(scope, own, strict=True))
     return result
-
-
-def _common_prefix(scopes: list[Scope]) -> Scope:
-    first = min(scopes, key=len)
-    for depth, part in enumerate(first):
-        if any(scope[depth] != part for scope in scopes):
-            return first[:depth]
-    return first
