@@ -171,6 +171,27 @@ def test_a_module_with_nothing_to_convert_is_told_so(packages) -> None:
         trainer(framework, integration.AmpGraphPrecision()).fit(Bare(), data())
 
 
+def test_a_training_step_that_returns_none_takes_no_step(packages) -> None:
+    framework, integration = packages
+    seen: list[list[torch.Tensor]] = []
+
+    class Choosy(type(task(framework))):
+        def training_step(self, batch: list[torch.Tensor], index: int) -> torch.Tensor | None:
+            seen.append(values(self))
+            return None if index == 2 else super().training_step(batch, index)
+
+        def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+            """Without gradients there is no norm."""
+
+    module, plugin = Choosy(), integration.AmpGraphPrecision(policy=FLOAT16)
+    trainer(framework, plugin).fit(module, data())
+    seen.append(values(module))
+    same = [all(map(torch.equal, a, b)) for a, b in itertools.pairwise(seen)]
+    assert same == [False, False, True, False, False, False]
+    assert plugin.scaler.state_dict()["_steps"] == 5
+    assert plugin.scaler.get_scale() == 2048.0  # five good steps, and no overflow
+
+
 def test_manual_optimization(packages) -> None:
     framework, integration = packages
 
