@@ -45,7 +45,7 @@ from .variant import (
 )
 from .warn import warn_user
 
-Record = Callable[[fx.GraphModule, Plan, AotGraphs, Timing], None]
+Record = Callable[[fx.GraphModule, Plan, AotGraphs, Timing, Sequence[Any]], None]
 
 
 def make_backend(
@@ -60,8 +60,8 @@ def make_backend(
     Args:
         options: See `ampgraph.options.Options`.
         modules: Module paths that rules may name.
-        record: Called with each rewritten graph, its plan, what AOTAutograd is about to make of it, and
-            what making it took.
+        record: Called with each rewritten graph, its plan, what AOTAutograd is about to make of it,
+            what making it took, and its inputs.
         scaler: Owner of the loss scale; None for no loss scaling.
         shadows: Low copies of parameters; None for casts in the graph.
     """
@@ -82,7 +82,7 @@ def make_backend(
         drop_values(lowered)
         graphs = AotGraphs()
         if record:
-            record(lowered, plan, graphs, Timing(captured - start, time.perf_counter() - captured))
+            record(lowered, plan, graphs, Timing(captured - start, time.perf_counter() - captured), inputs)
         compile_next = _next_backend(backend_for(options.backend, graphs), options.mode)
         scales = scaler is not None and scaler.is_enabled() and has_low(plan) and torch.is_grad_enabled()
         masters = _masters(lowered, inputs, shadows) if shadows is not None else {}

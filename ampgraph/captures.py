@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch.export import Dim, ExportedProgram, ShapesCollection
 from torch.utils._pytree import tree_leaves
 
 from .capture import Reads, capture_program, distinct, unlift
+from .coverage import CoverageWatch
 from .device import device_of
 from .errors import CaptureError, NoGraphError
 from .gate import gate_of
@@ -50,6 +51,7 @@ class Captures:
     Attributes:
         shadows: Low copies of its parameters, at levels that have them.
         gate: Keeps calls and captures apart.
+        watch: Follows what is captured just in time.
     """
 
     def __init__(self, source: nn.Module, options: Options, scaler: LossScaler, stored: StoredLow) -> None:
@@ -62,6 +64,7 @@ class Captures:
         self._current: Variant | None = None
         self._current_flags: Flags = ()
         self._told: set[str] = set()
+        self.watch = CoverageWatch(source, options)
 
     def __iter__(self) -> Iterator[Variant]:
         """All so far; with graph breaks, one call runs several."""
@@ -118,8 +121,16 @@ class Captures:
             "with such tensors (under vmap those of one sample)."
         )
 
-    def add(self, graph_module: fx.GraphModule, plan: Plan, aot: AotGraphs, timing: Timing) -> None:
-        """Notes a graph that was captured just in time."""
+    def add(
+        self,
+        graph_module: fx.GraphModule,
+        plan: Plan,
+        aot: AotGraphs,
+        timing: Timing,
+        inputs: Sequence[Any] = (),
+    ) -> None:
+        """Notes a graph that was captured just in time, and which parameters are among its inputs."""
+        self.watch.add(inputs)
         self._scaler.move(device_of(self._source))  # it may have been converted without values
         type(graph_module).__name__ = self._name  # every graph module has its own class
         variant = Variant(graph_module, plan, self._options, self._scaler, timing=timing, aot=aot)
@@ -239,8 +250,8 @@ class Captures:
         if lost:
             warn_user(
                 f"{self._options.named(self._name)}: forward reads {', '.join(lost)} and sets it for "
-                "the next call. A captured graph keeps the value that it had at capture and sets nothing. Keep it in a buffer, or "
-                "convert without example inputs."
+                "the next call. A captured graph keeps the value that it had at capture and sets nothing. "
+                "Keep it in a buffer, or convert without example inputs."
             )
 
     def _warn_if_many(self, flags: Flags) -> None:

@@ -9,6 +9,7 @@ from torch.fx import GraphModule, Node
 
 from . import graph_view as view
 from .advice import advise
+from .coverage import Coverage
 from .errors import AmpGraphError
 from .explanation import Explanation
 from .module import AmpModule
@@ -48,9 +49,8 @@ def explain(amp: AmpModule | GraphModule) -> Explanation:
     """
     if isinstance(amp, AmpModule):
         modules = tuple(name for name, _ in amp.source.named_modules())
-        source = Source(
-            amp.graph_module, amp.plan, amp.policy, view.graph_name(amp), modules, _stores_low(amp)
-        )
+        name, stores_low = view.graph_name(amp), _stores_low(amp)
+        source = Source(amp.graph_module, amp.plan, amp.policy, name, modules, stores_low, amp.coverage)
         return source.explanation(graph=_position(amp))
     graph_module, plan = view.rewritten(amp)
     return Source(graph_module, plan, _policy_of(graph_module), view.graph_name(amp)).explanation()
@@ -76,6 +76,7 @@ class Source:
         model: Name of the model that it came from.
         modules: Module paths that rules may name.
         stores_low: Whether level O3 stores its parameters low.
+        coverage: How much of the model the graphs hold.
     """
 
     graph_module: GraphModule
@@ -84,6 +85,7 @@ class Source:
     model: str
     modules: tuple[str, ...] = ()
     stores_low: bool = False
+    coverage: Coverage | None = None
 
     def under(self, policy: Policy | str | PathLike[str]) -> Explanation:
         """See `Explanation.under`."""
@@ -113,7 +115,8 @@ class Source:
         planned = replanned(
             self.graph_module, self.plan, policy, self.modules, check_rules, pins, self.stores_low
         )
-        return Source(*planned, policy, self.model, self.modules, self.stores_low).explanation()
+        source = Source(*planned, policy, self.model, self.modules, self.stores_low, self.coverage)
+        return source.explanation()
 
     def explanation(self, graph: str = "") -> Explanation:
         """Reads the graph; ``graph`` says which of the model's it is."""
@@ -146,6 +149,7 @@ class Source:
             gap=plan.gap,
             advice=advise(graph_module, plan),
             keeps_low_copies=self.policy.level in ("O2", "O3"),
+            coverage=self.coverage,
             replanner=self,
         )
 

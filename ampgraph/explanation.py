@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from . import report
 from .advice import Advice
+from .coverage import Coverage
 from .errors import AmpGraphError, did_you_mean
 from .rows import CastRow, ModuleRow, NodeRow, Totals, module_rows, operator_counts
 
@@ -53,6 +54,7 @@ class Explanation:
         advice: Rules of hardware that low ops miss.
         keeps_low_copies: Whether a converted model casts its parameters once per update (shadow weights) and
             not, as the totals count them, in every forward.
+        coverage: How much of a model captured just in time its graphs hold; None ahead of time.
         replanner: What `under`, `flip` and `peers` ask; None for what was read from a file.
     """
 
@@ -69,6 +71,7 @@ class Explanation:
     gap: int | None
     advice: tuple[Advice, ...] = ()
     keeps_low_copies: bool = False
+    coverage: Coverage | None = None
     replanner: Replanner | None = field(default=None, repr=False, compare=False)
 
     @property
@@ -116,7 +119,9 @@ class Explanation:
 
     def to_dict(self) -> dict[str, Any]:
         """Returns plain dicts, lists, strings, integers and booleans; bytes are integers."""
-        rows = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("replanner", "bodies")}
+        left_out = ("coverage", "replanner", "bodies")
+        rows: dict[str, Any] = {"coverage": self.coverage}
+        rows |= {f.name: getattr(self, f.name) for f in fields(self) if f.name not in left_out}
         rows |= {"optimal": self.optimal, "modules": self.modules, "operators": self.operators}
         rows["bodies"] = {name: body.to_dict() for name, body in self.bodies.items()}
         return json.loads(json.dumps(rows, default=asdict))
@@ -137,6 +142,7 @@ class Explanation:
             plain["nodes"] = tuple(NodeRow(**_tuples(row)) for row in data["nodes"])
             plain["casts"] = tuple(CastRow(**_tuples(row)) for row in data["casts"])
             plain["advice"] = tuple(Advice(**row) for row in data["advice"])
+            plain["coverage"] = data["coverage"] and Coverage.from_dict(data["coverage"])
             plain["totals"] = Totals(**data["totals"])
             plain["baselines"] = {name: Totals(**row) for name, row in data["baselines"].items()}
             plain["bodies"] = {name: cls.from_dict(body) for name, body in data["bodies"].items()}

@@ -22,6 +22,7 @@ from ._compat import (
     no_ambient_autocast,
 )
 from .captures import Captures
+from .coverage import Coverage
 from .device import CPU, device_of
 from .errors import AheadOfTimeError, AmpGraphError, CaptureError
 from .guards import is_capturing, keep_errors_out_of_log, warn_about_uncaptured_guards
@@ -116,6 +117,11 @@ class AmpModule(SourceFace):
         ``node.meta["ampgraph"]["boundary"]`` tells its ``"scale"``, ``"unscale"`` and ``"finite check"``.
         """
         return self._captures.current.aot.get("backward", self.options.backend)
+
+    @property
+    def coverage(self) -> Coverage | None:
+        """How much of the source the graphs hold; None where each is captured whole, ahead of time."""
+        return self._captures.watch.coverage() if self.options.just_in_time else None
 
     @property
     def plan(self) -> Plan:
@@ -250,6 +256,8 @@ class AmpModule(SourceFace):
     def _call_compiled(self, args: tuple, kwargs: dict[str, Any]) -> Any:
         if torch.is_grad_enabled():
             self.scaler.check_loop()
+        watch = self._captures.watch
+        before = watch.before_call()
         try:
             with warn_about_uncaptured_guards():
                 result = self._compiled(*args, **kwargs)
@@ -263,6 +271,7 @@ class AmpModule(SourceFace):
             if inner is None:
                 raise
             raise inner from None
+        watch.after_call(before)
         self._warn_if_not_captured()
         return result
 

@@ -115,7 +115,11 @@ def _nameless(reason: str) -> str:
 
 def text(explanation: Explanation, extent: Extent) -> str:
     """Returns the report as plain text; see `Explanation.table`."""
-    parts = [_title(explanation), *(s.text() for s in _sections(explanation, extent))]
+    parts = [
+        *_coverage(explanation),
+        _title(explanation),
+        *(s.text() for s in _sections(explanation, extent)),
+    ]
     inner = extent.of_body()
     parts += [f"== {name} ==\n{text(body, inner)}" for name, body in explanation.bodies.items()]
     return "\n\n".join(parts)
@@ -124,10 +128,19 @@ def text(explanation: Explanation, extent: Extent) -> str:
 def markdown(explanation: Explanation, extent: Extent, body: str = "") -> str:
     """Returns the report as Markdown, see `Explanation.to_markdown`; ``body`` goes before the title."""
     title, *policy = _title(explanation).splitlines()
-    parts = [f"# {body}{title}".replace("<", "&lt;"), *(f"`{line}`" for line in policy)]
+    parts = [
+        f"# {body}{title}".replace("<", "&lt;"),
+        *_coverage(explanation),
+        *(f"`{line}`" for line in policy),
+    ]
     parts += [s.markdown() for s in _sections(explanation, extent)]
     parts += [markdown(b, extent.of_body(), f"{name}: ") for name, b in explanation.bodies.items()]
     return "\n\n".join(parts)
+
+
+def _coverage(explanation: Explanation) -> Iterator[str]:
+    if explanation.coverage is not None:
+        yield printable(str(explanation.coverage))
 
 
 def _title(explanation: Explanation) -> str:

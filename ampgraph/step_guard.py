@@ -67,7 +67,7 @@ class StepGuard:
 
     def __getstate__(self) -> dict[str, object]:
         # A copy has no optimizers yet, and no peers.
-        nothing = {"_attached": [], "_stepped": [], "_unscaled": []}
+        nothing: dict[str, list] = {"_attached": [], "_stepped": [], "_unscaled": []}
         return {**vars(self), **nothing, "process_groups": None, "_wrapper": None}
 
     # -- rounds ----------------------------------------------------------------------------------

@@ -210,7 +210,8 @@ def warn_about_float16_outputs(graph: fx.Graph, options: Options) -> None:
     if any(node.args[1].meta["val"].dtype == torch.float16 for node in scaled):
         warn_user(
             f"ampgraph: {options.named('the model')} returns a float16 tensor, so its gradient is float16 "
-            "before the loss scale is applied, and what is below 6e-8 is lost. Return float32, x.float(), or take the loss inside."
+            "before the loss scale is applied, and what is below 6e-8 is lost. Return float32, x.float(), or "
+            "take the loss inside."
         )
 
 

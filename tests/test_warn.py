@@ -68,7 +68,7 @@ def loop_without_scaler():
 @pytest.mark.parametrize(
     ("case", "where", "text"),
     [
-        (custom_backward, custom_backward, "only the forward of Straight"),
+        (custom_backward, custom_backward, "a capture ahead of time loses the backward of Straight"),
         (nothing_captured, nothing_captured, "captured no graph"),
         (break_inside_a_guard, Broken.forward, "runs outside the captured graph"),
         (foreign_optimizer, foreign_optimizer, "is it the optimizer of another"),

@@ -4,6 +4,7 @@ from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from .dynamo import (
+    BreakLog,
     aot_eager,
     apart_from_dynamo,
     compiled_by_dynamo,
@@ -67,6 +68,7 @@ __all__ = [
     "INFERENCE_MODE_CALLS",
     "SET_GRAD_ENABLED",
     "VERSION",
+    "BreakLog",
     "FakeTensor",
     "FakeTensorMode",
     "HigherOrderOperator",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from functools import partial
 from types import FunctionType, MethodType
@@ -82,7 +83,12 @@ def _compiled_method(model: Module, backend: str | Callable, **given: Any) -> Ca
     """Compiles the model's forward as a function of the model, which Dynamo then need not call."""
     own = FunctionType(_call_method.__code__.replace(), globals())
     compiled = torch.compile(own, backend=backend, **given)
-    return lambda *args, **kwargs: compiled(model, model.forward.__func__, *args, **kwargs)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        forward: Any = model.forward
+        return compiled(model, forward.__func__, *args, **kwargs)
+
+    return call
 
 
 def _call_method(self: Module, function: Callable, /, *args: Any, **kwargs: Any) -> Any:
@@ -116,6 +122,54 @@ class _ParameterGuards:
 
 
 _parameter_guards = _ParameterGuards()
+
+
+# Breaks at which no op is left out: Dynamo's words for them, in torch 2.11 and 2.13.
+_NO_OPS = (
+    "generic_jump",
+    "Data-dependent branching",
+    "Data dependent operator",
+    "Dynamic shape operator",
+    "Tensor.item()",
+    "_local_scalar_dense",
+    "torch._dynamo.graph_break()",
+    "`print`",
+)
+
+
+class BreakLog:
+    """Where Dynamo has broken graphs, in this process; another thread's compilations may be among them."""
+
+    def __init__(self) -> None:
+        from torch._dynamo.output_graph import graph_break_reasons
+        from torch._dynamo.utils import get_compilation_metrics
+
+        self._reasons, self._metrics = graph_break_reasons, get_compilation_metrics
+
+    def mark(self) -> tuple[int, float]:
+        """Returns how many graph breaks there were so far, and the time."""
+        return len(self._reasons), time.time()
+
+    def since(self, count: int, start: float) -> list[tuple[str, str, bool]]:
+        """Returns ``file:line``, reason and whether ops may be left out, of what came after a mark."""
+        found = []
+        for broken in self._reasons[count:]:
+            line = broken.user_stack[-1] if broken.user_stack else None
+            where = f"{line.filename}:{line.lineno}" if line else ""
+            runs_ops = not any(words in broken.reason for words in _NO_OPS)
+            found.append((where, _first_line(broken.reason), runs_ops))
+        for frame in self._metrics():
+            if frame.fail_type is None or (frame.start_time_us or 0) < start * 1e6:
+                continue
+            # Nothing of a frame that cannot be broken is captured, but what it calls.
+            where = f"{frame.fail_user_frame_filename}:{frame.fail_user_frame_lineno}"
+            found.append((where, _first_line(frame.fail_reason or frame.fail_type), True))
+        return found
+
+
+def _first_line(reason: str) -> str:
+    line = reason.strip().partition("\n")[0]
+    return "branch on a tensor's value" if line.startswith("generic_jump") else line
 
 
 def keep_dynamo_out(function: Callable) -> None:
