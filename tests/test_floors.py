@@ -1,0 +1,92 @@
+"""The rooms of the package: who may import whom, no circles, one name for one file."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections import Counter
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# From the ground up. A file imports from its own floor or from below, never from above.
+FLOORS = (
+    ("_compat", "errors"),
+    ("plan", "marks", "origin", "guards"),
+    ("ops",),
+    ("policy",),
+    ("training",),
+    ("passes",),
+    ("capture",),
+    ("runtime",),
+    ("report",),
+    ("drawing",),
+    ("module",),
+    ("convert", "export", "blocks", "testing"),
+    ("ampgraph",),
+    ("integrations", "cli", "__main__", "pytest_plugin"),
+)
+FLOOR_OF = {room: height for height, rooms in enumerate(FLOORS) for room in rooms}
+
+
+@pytest.fixture(scope="module")
+def tool() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("import_graph", ROOT / "tools" / "import_graph.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_every_file_has_a_floor(tool: ModuleType) -> None:
+    rooms = {tool.room_of(module) for module in tool.import_graph()}
+    assert rooms == set(FLOOR_OF), "name the new room in FLOORS and in docs/architecture.md"
+
+
+def test_no_file_imports_from_above(tool: ModuleType) -> None:
+    upward = [
+        f"{importer} -> {imported}"
+        for importer, imported in tool.import_graph().edges
+        if FLOOR_OF[tool.room_of(imported)] > FLOOR_OF[tool.room_of(importer)]
+    ]
+    assert not upward
+
+
+def test_no_circles(tool: ModuleType) -> None:
+    assert tool.circles(tool.import_graph()) == []
+
+
+def test_analysis_and_placement_do_not_import_passes(tool: ModuleType) -> None:
+    """What the passes know and reckon with stands below them."""
+    lower = ("ampgraph.passes.analysis", "ampgraph.passes.placement")
+    for importer, imported in tool.import_graph().edges:
+        if importer.startswith(lower) and imported.startswith("ampgraph.passes"):
+            assert imported.startswith(lower), f"{importer} imports {imported}"
+
+
+def test_no_two_files_share_a_name() -> None:
+    files = [path.name for folder in ("ampgraph", "passes") for path in (ROOT / folder).rglob("*.py")]
+    shared = {name for name, count in Counter(files).items() if count > 1}
+    assert shared <= {"__init__.py", "__main__.py"}
+
+
+def test_few_files_at_the_top() -> None:
+    assert len(list((ROOT / "ampgraph").glob("*.py"))) <= 13
+
+
+def test_the_tool_finds_a_circle(tool: ModuleType, tmp_path: Path) -> None:
+    """A check that cannot fail would be none."""
+    for folder in ("ampgraph", "passes"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "ampgraph/__init__.py").write_text("")
+    (tmp_path / "ampgraph/a.py").write_text("from .b import y\n")
+    (tmp_path / "ampgraph/b.py").write_text(
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from .a import x\n"
+    )
+    (tmp_path / "passes/__init__.py").write_text("def late():\n    from ampgraph import a\n")
+    graph = tool.import_graph(tmp_path)
+    assert tool.circles(graph) == [["ampgraph.a", "ampgraph.b"]]
+    assert ("ampgraph.passes", "ampgraph.a") in graph.edges
