@@ -11,15 +11,15 @@ from .blocks import convert_blocks
 from .convert import convert
 from .drawing import draw, to_model_explorer, to_networkx
 from .errors import AmpGraphError, CaptureError, PassError, PolicyError, VerifyError
-from .explain import explain
-from .explanation import Explanation
+from .export import export
 from .guards import fp16_guard, fp32_guard
-from .loss_scale import DynamicLossScale, NoLossScale, StaticLossScale
 from .module import AmpModule
-from .oplists import OpLists
+from .ops.lists import OpLists
 from .plan import Cast, Decision, Plan
-from .policy import Policy
-from .program import export
+from .policy.loss_scale import DynamicLossScale, NoLossScale, StaticLossScale
+from .policy.policy import Policy
+from .report.explain import explain
+from .report.explanation import Explanation
 
 __version__ = "0.1.0"
 

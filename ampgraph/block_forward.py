@@ -14,12 +14,12 @@ import torch
 from torch import nn
 
 from ._compat import apart_from_dynamo, is_exporting
-from .device import device_of
 from .errors import AmpGraphError
 from .module import AmpModule
-from .options import Options
-from .scaler import LossScaler
-from .stand_in import behind_the_scenes, over_dict_of
+from .proxy.bound_proxy import behind_the_scenes, over_dict_of
+from .runtime.device import device_of
+from .runtime.options import Options
+from .training.scaler import LossScaler
 
 # Where a module may have a forward besides its class. Accelerate's hooks put theirs into ``forward``, which
 # calls ``_old_forward``: a hook moves arguments and loads weights, and has to run at every call.

@@ -19,14 +19,14 @@ import torch
 from torch import nn
 
 from ._compat import path_inside_wrappers
-from .backends import choose_backend
 from .block_forward import BlockForward, converted_forward
-from .device import device_of
 from .errors import CaptureError, PolicyError, did_you_mean
 from .module import AmpModule
-from .options import AUTO, Options, check_capture
-from .policy import Policy
-from .scaler import LossScaler
+from .policy.policy import Policy
+from .runtime.device import device_of
+from .runtime.dynamo_backend import choose_backend
+from .runtime.options import AUTO, Options, check_capture
+from .training.scaler import LossScaler
 
 Which = str | type
 

@@ -10,14 +10,14 @@ import torch
 from torch import nn
 from torch.export import ExportedProgram
 
-from .backends import choose_backend
-from .device import device_of, device_of_tensors
 from .errors import CaptureError, PolicyError
+from .export import convert_program
 from .module import AmpModule
-from .options import AUTO, JUST_IN_TIME, Options, check_capture
-from .policy import Policy
-from .program import convert_program
-from .ranks import check_wrappers
+from .policy.policy import Policy
+from .runtime.device import device_of, device_of_tensors
+from .runtime.dynamo_backend import choose_backend
+from .runtime.options import AUTO, JUST_IN_TIME, Options, check_capture
+from .training.distributed import check_wrappers
 
 
 @overload

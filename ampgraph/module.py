@@ -21,20 +21,20 @@ from ._compat import (
     is_exporting,
     no_ambient_autocast,
 )
-from .captures import Captures
-from .coverage import Coverage
-from .device import CPU, device_of
 from .errors import AheadOfTimeError, AmpGraphError, CaptureError
 from .guards import is_capturing, keep_errors_out_of_log, warn_about_uncaptured_guards
-from .options import AUTO, JUST_IN_TIME, Options
-from .own_error import own_error
 from .plan import Plan
-from .policy import Policy
-from .ranks import sharded_error
-from .scaler import LossScaler
-from .source_face import SourceFace
-from .stored import StoredLow
-from .variant import Timing, Variant
+from .policy.policy import Policy
+from .proxy.module_proxy import SourceFace
+from .report.coverage import Coverage
+from .runtime.captured_graph import Timing, Variant
+from .runtime.device import CPU, device_of
+from .runtime.graph_cache import Captures
+from .runtime.low_storage import StoredLow
+from .runtime.options import AUTO, JUST_IN_TIME, Options
+from .runtime.own_error import own_error
+from .training.distributed import sharded_error
+from .training.scaler import LossScaler
 from .warn import warn_user
 
 # As many things that a capture lost are named in an error.
@@ -289,7 +289,7 @@ class AmpModule(SourceFace):
         )
 
     def _compile_just_in_time(self) -> Callable:
-        from .backends import make_backend
+        from .runtime.dynamo_backend import make_backend
 
         keep_errors_out_of_log()
         modules = tuple(name for name, _ in self.source.named_modules())

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from .errors import PolicyError, did_you_mean
-from .loss_scale import DynamicLossScale, LossScale, NoLossScale, StaticLossScale
-from .oplists import PRESETS, OpClass, OpLists
-from .policy import LEVELS, Policy
+from .ops.lists import PRESETS, OpClass, OpLists
+from .policy.loss_scale import DynamicLossScale, LossScale, NoLossScale, StaticLossScale
+from .policy.policy import LEVELS, Policy
 
 _LOSS_SCALES: dict[str, type] = {
     "none": NoLossScale,

@@ -17,14 +17,14 @@ from fnmatch import fnmatchcase
 import torch
 from torch.fx import GraphModule, Node
 
-from . import graph_view as view
-from .cast_text import SHOWN, cast_lines, excerpt, left_out
-from .closeness import assert_close_to_fp32
 from .errors import PolicyError, did_you_mean
 from .module import AmpModule
-from .module_path import module_paths_of
+from .origin import module_paths_of
 from .plan import Plan
-from .policy import DTYPE_NAMES
+from .policy.policy import DTYPE_NAMES
+from .report import graph_view as view
+from .report.cast_map import SHOWN, cast_lines, excerpt, left_out
+from .report.numerics import assert_close_to_fp32
 
 __all__ = ["assert_casts", "assert_close_to_fp32", "assert_dtype", "assert_no_casts_between", "cast_map"]
 

@@ -21,7 +21,7 @@ from ampgraph.errors import AmpGraphError, PassError
 from ampgraph.plan import META_KEY, Plan
 
 if TYPE_CHECKING:
-    from ampgraph.policy import Policy
+    from ampgraph.policy.policy import Policy
 
     from .classify import Facts
     from .propagate import Problem

@@ -18,15 +18,15 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch.fx import GraphModule, Node
 
-from ampgraph import op_facts
 from ampgraph._compat import OpOverload, size_hint
-from ampgraph.oplists import OpClass, OpLists
-from ampgraph.policy import LOW_DTYPES
+from ampgraph.ops import kernels
+from ampgraph.ops.lists import OpClass, OpLists
+from ampgraph.policy.policy import LOW_DTYPES
 
-from .alias import returned_views, strided_memory, viewed, written_args, written_memory
-from .arguments import argument, argument_name, tensor_arguments
+from .analysis.alias import returned_views, strided_memory, viewed, written_args, written_memory
+from .analysis.arguments import argument, argument_name, tensor_arguments
+from .analysis.low_dtype_probe import run_low
 from .base import Pass, workspace
-from .low_run import run_low
 
 _CASTS_LIKE = (torch.ops.aten.type_as.default, torch.ops.aten.to.other)
 _CASTS = ("aten.to", "aten._to_copy", "prims.convert_element_type")
@@ -171,7 +171,7 @@ class ClassifyOps(Pass):
         """Notes what the op cannot do low, or leaves float32, when it reads low where it may."""
         if fact.owner is not node or fact.dtype != torch.float32 or not fact.op_class or not fact.moves_data:
             return
-        if op_facts.is_opaque(node.target) or not has_kernel(node, self.low_dtype):  # type: ignore[arg-type]
+        if kernels.is_opaque(node.target) or not has_kernel(node, self.low_dtype):  # type: ignore[arg-type]
             return
         operands = (slot.tensor for slot in fact.slots if slot.kind in _DECIDED)
         fact.refuses_low, fact.wide_results = run_low(node, operands, self.low_dtype)
@@ -189,7 +189,7 @@ class ClassifyOps(Pass):
     def _slot(self, node: Node, fact: NodeFacts, path: tuple[int | str, ...], tensor: Node) -> Slot:
         kind = self._kind(node, fact, path, tensor)
         follow = kind in _DECIDED
-        if follow and (names := op_facts.follow_slots(node.target)) is not None:
+        if follow and (names := kernels.follow_slots(node.target)) is not None:
             follow = argument_name(node, path) in names
         return Slot(path, tensor, kind, follow)
 
@@ -199,26 +199,26 @@ class ClassifyOps(Pass):
             return SlotKind.KEEP if self.keep_io_dtypes else SlotKind.ANY
         if not isinstance(target, OpOverload) or _is_sequence(tensor) or fact.reads_sparse:
             return SlotKind.KEEP
-        if op_facts.is_opaque(target):
+        if kernels.is_opaque(target):
             return SlotKind.KEEP
         name = argument_name(node, path)
         if fact.keeps_memory and target in _CASTS_LIKE:
             return SlotKind.KEEP
-        if is_cast(node) or target in _CASTS_LIKE or name in op_facts.any_slots(target):
+        if is_cast(node) or target in _CASTS_LIKE or name in kernels.any_slots(target):
             return SlotKind.ANY
-        if name in op_facts.fp32_slots(target) or _holds_statistics(node, name, tensor):
+        if name in kernels.fp32_slots(target) or _holds_statistics(node, name, tensor):
             return SlotKind.KEEP
         if written := written_args(node):
-            return SlotKind.ANY if op_facts.promotes(target) and tensor not in written else SlotKind.KEEP
+            return SlotKind.ANY if kernels.promotes(target) and tensor not in written else SlotKind.KEEP
         if fact.dtype is None:
             return SlotKind.ANY if self._only_tells(node, fact) else SlotKind.KEEP
         if fact.fixed_dtype is not None:
-            return SlotKind.ANY if op_facts.dtype_arg(target) and _takes_dtype(node) else SlotKind.KEEP
+            return SlotKind.ANY if kernels.dtype_arg(target) and _takes_dtype(node) else SlotKind.KEEP
         if self._mixes(node, fact, path, tensor):
             return SlotKind.KEEP
-        if op_facts.promotes(target):
+        if kernels.promotes(target):
             return SlotKind.ANY if _is_bystander(node, path, tensor) else SlotKind.PROMOTED
-        if op_facts.dtype_arg(target) and _takes_dtype(node):
+        if kernels.dtype_arg(target) and _takes_dtype(node):
             return SlotKind.DTYPE_ARG
         return SlotKind.COMPUTE
 
@@ -227,7 +227,7 @@ class ClassifyOps(Pass):
 
         Matrix products never do, whatever FakeTensor lets pass.
         """
-        if fact.op_class is OpClass.WHITE or op_facts.wants_one_dtype(node.target):  # type: ignore[arg-type]
+        if fact.op_class is OpClass.WHITE or kernels.wants_one_dtype(node.target):  # type: ignore[arg-type]
             return False
         wide = tensor.meta["val"].dtype == torch.float32 and fact.dtype == self.low_dtype
         return wide and not _is_bystander(node, path, tensor)
@@ -239,7 +239,7 @@ class ClassifyOps(Pass):
         if any(v.dtype.is_floating_point or v.dtype.is_complex for v in tensors(node)):
             return False
         managed = [t for _, t in tensor_arguments(node) if self._dtype(t)]
-        return op_facts.promotes(node.target) or len(managed) == 1
+        return kernels.promotes(node.target) or len(managed) == 1
 
 
 def tensors(node: Node) -> list[torch.Tensor]:
@@ -256,7 +256,7 @@ def is_dense(tensor: torch.Tensor) -> bool:
 
 def _holds_statistics(node: Node, name: str, tensor: Node) -> bool:
     """Whether an argument of a CPU norm stays float32 beside a low input; CUDA's kernels want one dtype."""
-    if name not in op_facts.statistics_slots(node.target) or not _is_on_cpu(node):  # type: ignore[arg-type]
+    if name not in kernels.statistics_slots(node.target) or not _is_on_cpu(node):  # type: ignore[arg-type]
         return False
     return tensors(tensor)[0].dtype == torch.float32
 
@@ -270,7 +270,7 @@ def saves_large_statistics(node: Node, low_dtype: torch.dtype) -> bool:
 
     The CPU kernels save their statistics in the dtype of weight and bias, the CUDA kernels in float32.
     """
-    if not op_facts.statistics_slots(node.target) or not _is_on_cpu(node):  # type: ignore[arg-type]
+    if not kernels.statistics_slots(node.target) or not _is_on_cpu(node):  # type: ignore[arg-type]
         return False
     eps = argument(node, "eps")
     return isinstance(eps, float) and 0 < eps < torch.finfo(low_dtype).max ** -2
@@ -280,12 +280,12 @@ def has_kernel(node: Node, low_dtype: torch.dtype) -> bool:
     """Whether an ATen op has a kernel for ``low_dtype`` on the device of its tensors."""
     found = [*tensors(node), *(t for n in node.all_input_nodes for t in tensors(n))]
     device = found[0].device.type if found else ""
-    return not op_facts.fp32_only(node.target, device, low_dtype)  # type: ignore[arg-type]
+    return not kernels.fp32_only(node.target, device, low_dtype)  # type: ignore[arg-type]
 
 
 def is_cast(node: Node) -> bool:
     """Whether the node is an explicit dtype conversion (one that names its dtype)."""
-    if not isinstance(node.target, OpOverload) or op_facts.packet_name(node.target) not in _CASTS:
+    if not isinstance(node.target, OpOverload) or kernels.packet_name(node.target) not in _CASTS:
         return False
     return argument(node, "dtype") is not None
 
@@ -329,7 +329,7 @@ def _is_sequence(node: Node) -> bool:
 
 def _takes_dtype(node: Node) -> bool:
     """Whether the op's backward, too, computes in float32 when its dtype argument says so."""
-    name, values = op_facts.dtype_arg_needs(node.target) or ("", ())  # type: ignore[arg-type]
+    name, values = kernels.dtype_arg_needs(node.target) or ("", ())  # type: ignore[arg-type]
     return not name or argument(node, name) in values
 
 

@@ -9,12 +9,12 @@ from typing import ClassVar
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from ampgraph import op_facts
 from ampgraph._compat import OpOverload, size_hint
+from ampgraph.ops import kernels
 from ampgraph.plan import Cast, Use
 
-from .alias import written_args
-from .arguments import argument, tensor_arguments
+from .analysis.alias import written_args
+from .analysis.arguments import argument, tensor_arguments
 from .base import Pass
 from .classify import is_cast
 from .insert_casts import after, insert_cast, is_inserted_cast, refresh_metadata, set_argument
@@ -58,7 +58,7 @@ class ExplicitCasts(Pass):
         low = self._low_operands(node)
         if not low or any(tensor in written_args(node) for _, tensor in low):
             return False
-        name = op_facts.dtype_arg(node.target)
+        name = kernels.dtype_arg(node.target)
         by_argument = name is not None and argument(node, name) == torch.float32
         return by_argument or any(self._is(t, torch.float32) for _, t in tensor_arguments(node))
 

@@ -29,10 +29,10 @@ from ampgraph._compat import (
     fake_mode_of,
 )
 from ampgraph.guards import FP32, LISTS, guard_of, set_guard
-from ampgraph.op_facts import may_convert, promotes
-from ampgraph.policy import LOW_DTYPES
+from ampgraph.ops.kernels import may_convert, promotes
+from ampgraph.policy.policy import LOW_DTYPES
 
-from .alias import viewed, written_args
+from .analysis.alias import viewed, written_args
 from .base import Pass
 
 _SET_GRAD, _AUTOCAST = "wrap_with_set_grad_enabled", "wrap_with_autocast"

@@ -9,7 +9,6 @@ from typing import Any, ClassVar
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from ampgraph import op_facts
 from ampgraph._compat import (
     SET_GRAD_ENABLED,
     HigherOrderOperator,
@@ -19,6 +18,7 @@ from ampgraph._compat import (
     with_dtypes,
 )
 from ampgraph.errors import PassError
+from ampgraph.ops import kernels
 from ampgraph.plan import META_KEY, Cast
 
 from .base import Pass, workspace
@@ -123,7 +123,7 @@ def _stays_as_it_was(node: Node) -> bool:
     """Whether the node reads and returns the source's dtypes whatever the plan."""
     if isinstance(node.target, HigherOrderOperator):
         return True
-    return isinstance(node.target, OpOverload) and op_facts.is_opaque(node.target)
+    return isinstance(node.target, OpOverload) and kernels.is_opaque(node.target)
 
 
 def after(graph: Graph, node: Node) -> Node:

@@ -15,13 +15,13 @@ from typing import ClassVar
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from ampgraph import op_facts
 from ampgraph._compat import FakeTensorMode, OpOverload, evaluate, fake_mode_of, result_dtypes
+from ampgraph.ops import kernels
 from ampgraph.plan import META_KEY
 
-from .alias import SOURCES, AliasSets, overlaps_itself, written_args, written_memory
+from .analysis.alias import SOURCES, AliasSets, overlaps_itself, written_args, written_memory
+from .analysis.grad_modes import without_gradients
 from .base import Pass
-from .grad_modes import without_gradients
 from .insert_casts import is_inserted_cast, set_named_argument
 
 aten = torch.ops.aten
@@ -94,7 +94,7 @@ def _functional(node: Node) -> OpOverload | None:
     name = node.target._schema.name.split("::")[1]  # type: ignore[union-attr]
     if not name.endswith("_") or node.target.namespace != "aten":  # type: ignore[union-attr]
         return None
-    if not op_facts.has_functional_form(node.target):  # type: ignore[arg-type]
+    if not kernels.has_functional_form(node.target):  # type: ignore[arg-type]
         return None
     packet = getattr(aten, name[:-1], None)
     functional = getattr(packet, node.target._overloadname, None) if packet else None  # type: ignore[union-attr]
@@ -143,7 +143,7 @@ def _let_casts_copy(graph: Graph) -> bool:
         n
         for n in graph.nodes
         if isinstance(n.target, OpOverload)
-        and op_facts.may_convert(n.target)
+        and kernels.may_convert(n.target)
         and not is_inserted_cast(n)
         and not written.isdisjoint((n, n.args[0]))
         and n.meta["val"].dtype != n.args[0].meta["val"].dtype

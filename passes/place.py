@@ -14,16 +14,16 @@ import torch
 from torch.fx import GraphModule
 
 from ampgraph.plan import META_KEY, Cost
-from ampgraph.policy import Policy
+from ampgraph.policy.policy import Policy
 
 from .base import Pass, workspace
-from .build_plan import build_plan
-from .costs import FP32_BYTES, cost_of, node_terms, scale_above_traffic
-from .cut_network import Weigher
 from .insert_casts import is_inserted_cast
-from .placement import Placement, autocast_rule, place_optimally
+from .placement.build_network import Weigher
+from .placement.build_plan import build_plan
+from .placement.cost_model import FP32_BYTES, cost_of, node_terms, scale_above_traffic
+from .placement.labelling import Placement, autocast_rule, place_optimally
+from .placement.within import place_within
 from .propagate import Problem
-from .within import place_within
 
 
 @dataclass(frozen=True)

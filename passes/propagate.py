@@ -22,19 +22,19 @@ from typing import ClassVar
 import torch
 from torch.fx import GraphModule, Node
 
-from ampgraph import op_facts
 from ampgraph._compat import OpOverload
 from ampgraph.errors import PolicyError, did_you_mean
 from ampgraph.guards import FP16, FP32, LISTS, guard_of
-from ampgraph.module_path import module_paths_of
-from ampgraph.oplists import OpClass
-from ampgraph.policy import Policy
+from ampgraph.ops import kernels
+from ampgraph.ops.lists import OpClass
+from ampgraph.origin import module_paths_of
+from ampgraph.policy.policy import Policy
 
-from .arguments import argument
+from .analysis.arguments import argument
+from .analysis.hazards import Hazard, find_hazards
+from .analysis.ranges import find_range_pins
 from .base import Pass, Pins, workspace
 from .classify import Facts, NodeFacts, SlotKind, has_kernel
-from .hazards import Hazard, find_hazards
-from .ranges import find_range_pins
 
 
 @dataclass
@@ -156,13 +156,13 @@ class PropagatePins(Pass):
             return Variable(source_low, "kernel", "reads a sparse or nested tensor")
         if fact.reads_other_low:
             return Variable(source_low, "kernel", "reads another low dtype, with which this one widens")
-        if op_facts.is_opaque(node.target):
+        if kernels.is_opaque(node.target):
             return Variable(source_low, "kernel", "FakeTensor cannot tell what it yields from other dtypes")
         if not has_kernel(node, self.low_dtype):
             return Variable(False, "kernel", "no low-precision kernel")
         if fact.refuses_low:
             return Variable(False, "kernel", fact.refuses_low)
-        if (sparse := op_facts.sparse_gradient_arg(node.target)) and argument(node, sparse):
+        if (sparse := kernels.sparse_gradient_arg(node.target)) and argument(node, sparse):
             return Variable(source_low, "kernel", "the gradient of its weight is sparse")
         if range_reason:
             return Variable(False, "range", range_reason)
@@ -226,7 +226,7 @@ class PropagatePins(Pass):
         for node in reversed(list(problem.variables)):
             variable, fact = problem.variables[node], problem.facts[node]
             rounds = variable.by == "list" and fact.op_class is OpClass.BLACK and variable.pinned is False
-            rounds = rounds and isinstance(node.target, OpOverload) and op_facts.rounds_once(node.target)
+            rounds = rounds and isinstance(node.target, OpOverload) and kernels.rounds_once(node.target)
             clear = variable.pinned is None and fact.op_class is OpClass.CLEAR
             if not (rounds or clear) or not _consumers_are_low(node, problem, narrowable):
                 continue

@@ -8,13 +8,13 @@ from typing import ClassVar
 import torch
 from torch.fx import GraphModule, Node
 
-from ampgraph import op_facts
 from ampgraph._compat import FakeTensorMode, OpOverload, dtypes_of, fake_mode_of, result_dtypes
 from ampgraph.errors import VerifyError
-from ampgraph.module_path import module_path, user_line
+from ampgraph.ops import kernels
+from ampgraph.origin import module_path, user_line
 from ampgraph.plan import Plan
 
-from .arguments import argument
+from .analysis.arguments import argument
 from .base import Pass, workspace
 from .classify import Facts, is_cast, tensors
 from .insert_casts import is_inserted, is_inserted_cast
@@ -55,7 +55,7 @@ class Verify(Pass):
 
 def _check_metadata(node: Node, mode: FakeTensorMode | None) -> None:
     """Asks FakeTensor itself: ``meta["val"]`` must have the dtypes that the op yields from its arguments."""
-    if not isinstance(node.target, OpOverload) or "val" not in node.meta or op_facts.is_opaque(node.target):
+    if not isinstance(node.target, OpOverload) or "val" not in node.meta or kernels.is_opaque(node.target):
         return
     recorded = dtypes_of(node.meta["val"])
     if recorded != (found := result_dtypes(node, mode)):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ampgraph._torchvision import allow_torchvision
+from ampgraph.cli.torchvision_shim import allow_torchvision
 
 # Lightning imports torchvision, and xdist's controller, which reads the workers' warnings, Lightning.
 allow_torchvision()

@@ -16,11 +16,11 @@ from torch.utils._pytree import tree_leaves
 
 from ampgraph import AmpModule, Policy
 from ampgraph.guards import FP16, FP32, guard_of
-from ampgraph.oplists import OpClass
-from ampgraph.passes.alias import AliasSets, written_args
+from ampgraph.ops.lists import OpClass
+from ampgraph.passes.analysis.alias import AliasSets, written_args
 from ampgraph.plan import Plan
-from ampgraph.policy import LOW_DTYPES
-from ampgraph.replan import without_casts
+from ampgraph.policy.policy import LOW_DTYPES
+from ampgraph.report.replan import without_casts
 
 Values = dict[str, torch.Tensor]
 

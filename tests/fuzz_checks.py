@@ -24,11 +24,11 @@ from ampgraph import NoLossScale, Policy
 from ampgraph.capture import capture_program
 from ampgraph.capture.unlift import unlift
 from ampgraph.passes import InlineRegions, is_inserted_cast, run_passes
-from ampgraph.passes.alias import viewed, written_args
+from ampgraph.passes.analysis.alias import viewed, written_args
+from ampgraph.passes.pipeline import rewrite
 from ampgraph.passes.place import autocast_rule, place_within
-from ampgraph.policy import LOW_DTYPES
-from ampgraph.rewrite import rewrite
-from ampgraph.variant import _copy
+from ampgraph.policy.policy import LOW_DTYPES
+from ampgraph.runtime.captured_graph import _copy
 
 from .brute_force import moved
 from .exact_integers import differing_integers

@@ -97,7 +97,7 @@ def exported_fails(case: Case) -> str | None:
 def _check(case: Case, level: str) -> str:
     rules = {"low": "low"} if case.model.through_low else {}
     policy = Policy(level=level, dtype=case.low, rules=rules, loss_scale=NoLossScale())
-    with mock.patch("ampgraph.captures.capture_program", _capture_once):
+    with mock.patch("ampgraph.runtime.graph_cache.capture_program", _capture_once):
         amp = ampgraph.convert(
             case.model, tuple(leaves_of(case, case.inputs)), policy=policy, capture="ahead of time"
         )

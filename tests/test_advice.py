@@ -9,7 +9,7 @@ from torch import nn
 
 import ampgraph
 from ampgraph import Policy
-from ampgraph.advice import Advice
+from ampgraph.report.advice import Advice
 
 from .helpers import Fn
 
@@ -99,7 +99,7 @@ def test_equal_advice_is_one_row_of_the_report() -> None:
 def test_devices(
     capability: tuple[int, int], dtype: torch.dtype, message: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from ampgraph.advice import _device
+    from ampgraph.report.advice import _device
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)

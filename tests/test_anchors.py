@@ -11,12 +11,13 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ampgraph import Policy
-from ampgraph.passes import ClassifyOps, PropagatePins, placement, workspace
-from ampgraph.passes.branch import Search
+from ampgraph.passes import ClassifyOps, PropagatePins, workspace
 from ampgraph.passes.classify import SlotKind
-from ampgraph.passes.costs import cost_of
-from ampgraph.passes.mincut import INFINITE, SINK, SOURCE, CutNetwork
 from ampgraph.passes.place import place_optimally
+from ampgraph.passes.placement import labelling
+from ampgraph.passes.placement.branch_and_bound import Search
+from ampgraph.passes.placement.cost_model import cost_of
+from ampgraph.passes.placement.min_cut import INFINITE, SINK, SOURCE, CutNetwork
 
 aten = torch.ops.aten
 LOW = torch.bfloat16
@@ -140,7 +141,7 @@ def _allowed(problem, node, low):
 @pytest.mark.parametrize("way", ["eliminate", "branch"])
 def test_equals_brute_force(level, block, way, monkeypatch):
     if way == "branch":
-        monkeypatch.setattr("ampgraph.passes.branch.elimination_order", lambda *_: None)
+        monkeypatch.setattr("ampgraph.passes.placement.branch_and_bound.elimination_order", lambda *_: None)
     anchored = 0
     for seed in range(block * 20, block * 20 + 20):
         build, outputs = random_graph(seed, 5 + seed % 5)
@@ -178,7 +179,7 @@ def random_network(seed, rename=lambda v: v, shuffle=None):
 @pytest.mark.parametrize("budget", [10**6, -1], ids=["eliminate", "branch"])
 def test_networks_with_choices_equal_brute_force_in_any_order(budget, monkeypatch):
     if budget < 0:
-        monkeypatch.setattr("ampgraph.passes.branch.elimination_order", lambda *_: None)
+        monkeypatch.setattr("ampgraph.passes.placement.branch_and_bound.elimination_order", lambda *_: None)
     for seed in range(400):
         network, arcs, choices = random_network(seed)
         vertices = list(network.vertices())
@@ -229,7 +230,7 @@ def test_a_chain_of_dependent_choices_is_proven_minimal():
 
 
 def test_past_the_limit_the_best_so_far_is_returned_and_not_called_optimal(monkeypatch):
-    monkeypatch.setattr(placement, "MAX_WORK", 0)
+    monkeypatch.setattr(labelling, "MAX_WORK", 0)
     limited = 0
     for seed in range(100):
         build, outputs = random_graph(seed, 9)

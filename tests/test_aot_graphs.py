@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import ampgraph
-from ampgraph.boundary import non_finite
+from ampgraph.training.gradient_boundary import non_finite
 
 aten = torch.ops.aten
 X = torch.randn(5, 8, generator=torch.Generator().manual_seed(0))

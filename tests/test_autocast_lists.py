@@ -8,7 +8,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
 from ampgraph._compat import VERSION
-from ampgraph.oplists import OpClass, OpLists
+from ampgraph.ops.lists import OpClass, OpLists
 from tests.autocast_entries import CPU_ONLY, RUNS_IN, Entry, entries
 
 CUDA, CPU = list(entries("cuda")), list(entries("cpu"))

@@ -15,9 +15,9 @@ import torch
 
 import ampgraph
 from ampgraph import OpLists, Policy
-from ampgraph.cli import main
-from ampgraph.model_spec import SpecError, build_inputs, parse_input, resolve
-from ampgraph.terminal import wants_colour
+from ampgraph.cli.main import main
+from ampgraph.cli.model_spec import SpecError, build_inputs, parse_input, resolve
+from ampgraph.cli.terminal import wants_colour
 
 OWN = """
 import torch

@@ -13,9 +13,10 @@ import pytest
 import torch
 
 import ampgraph
-from ampgraph import AmpGraphError, Policy, commands
-from ampgraph.cli import main
-from ampgraph.model_spec import SpecError, parse_input
+from ampgraph import AmpGraphError, Policy
+from ampgraph.cli import commands
+from ampgraph.cli.main import main
+from ampgraph.cli.model_spec import SpecError, parse_input
 
 MODELS = """
 import sys

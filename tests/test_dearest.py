@@ -8,11 +8,11 @@ import pytest
 import torch
 
 import ampgraph
-from ampgraph import graph_view
 from ampgraph.drawing import to_dot
 from ampgraph.drawing.annotated import annotated
 from ampgraph.drawing.dearest import LISTED, dearest_casts, ranks
 from ampgraph.drawing.picture import picture
+from ampgraph.report import graph_view
 
 from .drawn_models import masked
 from .test_layers import Deep

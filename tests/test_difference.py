@@ -12,7 +12,7 @@ from torch import nn
 
 import ampgraph
 from ampgraph import AmpGraphError, Explanation, OpLists, Policy, PolicyError
-from ampgraph.comparison import compare_policies
+from ampgraph.report.comparison import compare_policies
 from ampgraph.testing import cast_map
 
 from .test_explain import attention

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 import ampgraph
-from ampgraph import graph_view
-from ampgraph.drawing import can_render, look, notebook_svg, render, to_dot
+from ampgraph.drawing import can_render, notebook_svg, render, styles, to_dot
 from ampgraph.drawing.annotated import annotated
 from ampgraph.drawing.picture import fitting, picture
 from ampgraph.errors import AmpGraphError
+from ampgraph.report import graph_view
 
 from .drawn_models import Layer, stack, trained
 
@@ -53,7 +53,7 @@ def test_text_needs_nothing_else(amp: ampgraph.AmpModule, tmp_path: Path, no_ren
 def test_casts_have_their_shape_and_bytes(amp: ampgraph.AmpModule) -> None:
     drawn = statements(to_dot(amp))
     casts = ampgraph.explain(amp).casts
-    purple = {n for n, style in drawn.items() if style.get("fillcolor") == look.CAST and "_legend" not in n}
+    purple = {n for n, style in drawn.items() if style.get("fillcolor") == styles.CAST and "_legend" not in n}
     assert purple == {cast.name for cast in casts}
     for cast in casts:
         style = drawn[cast.name]
@@ -63,9 +63,9 @@ def test_casts_have_their_shape_and_bytes(amp: ampgraph.AmpModule) -> None:
 
 def test_nodes_have_colour_and_reason(amp: ampgraph.AmpModule) -> None:
     drawn = statements(to_dot(amp))
-    assert drawn["linear"]["fillcolor"] == look.LOW
-    assert drawn["linear_2"]["fillcolor"] == look.FP32
-    assert drawn["gt"]["fillcolor"] == look.OTHER
+    assert drawn["linear"]["fillcolor"] == styles.LOW
+    assert drawn["linear_2"]["fillcolor"] == styles.FP32
+    assert drawn["gt"]["fillcolor"] == styles.OTHER
     assert "white: matrix product" in drawn["linear"]["tooltip"]
     assert "guard" in drawn["linear_2"]["tooltip"]
 
@@ -90,7 +90,7 @@ def test_modules_guards_and_bodies_are_nested(amp: ampgraph.AmpModule) -> None:
 def test_boundary_is_marked() -> None:
     amp = ampgraph.convert(Layer(), (torch.randn(2, 8),), dtype=torch.float16)
     drawn = statements(to_dot(amp.training_graph))
-    assert drawn["scale_gradients"]["fillcolor"] == look.BOUNDARY
+    assert drawn["scale_gradients"]["fillcolor"] == styles.BOUNDARY
     assert drawn["unscale_gradients"]["label"].endswith("(unscale)")
 
 
@@ -121,7 +121,7 @@ def test_folded_modules_tell_what_is_inside(amp: ampgraph.AmpModule) -> None:
     casts = [c for c in ampgraph.explain(amp).casts if c.name in inside(amp, "layers.0")]
     size = graph_view.human_bytes(sum(c.bytes for c in casts))
     assert drawn["[layers.0]"]["label"] == rf"layers.0\n4 of 5 ops low\n{len(casts)} casts, {size}"
-    assert drawn["[layers.0]"]["fillcolor"] == f"{look.LOW};0.800:{look.FP32}"
+    assert drawn["[layers.0]"]["fillcolor"] == f"{styles.LOW};0.800:{styles.FP32}"
     assert drawn["[[fp32_guard]/tail]"]["label"] == r"tail\n0 of 5 ops low"
     assert drawn["[layers.0] -> [[fp32_guard]/tail]"]["label"].strip() == "f32[2, 8]"
     assert "linear" not in drawn
@@ -170,11 +170,12 @@ def test_edges_between_neighbours_are_left_out() -> None:
 
 def test_highlight(amp: ampgraph.AmpModule) -> None:
     drawn = statements(to_dot(amp, highlight=["linear_1", "relu*"]))
-    bright = {n for n, style in drawn.items() if style.get("color") == look.HIGHLIGHT and "_legend" not in n}
+    highlighted = {n for n, style in drawn.items() if style.get("color") == styles.HIGHLIGHT}
+    bright = {n for n in highlighted if "_legend" not in n}
     assert bright == {"linear_1", "relu", "relu_1", "relu_2", "relu_3"}
-    assert drawn["linear"]["fillcolor"] != look.LOW
+    assert drawn["linear"]["fillcolor"] != styles.LOW
     drawn = statements(to_dot(amp, highlight="casts"))
-    assert {n for n, s in drawn.items() if s.get("color") == look.HIGHLIGHT and "_legend" not in n} == {
+    assert {n for n, s in drawn.items() if s.get("color") == styles.HIGHLIGHT and "_legend" not in n} == {
         cast.name for cast in ampgraph.explain(amp).casts
     }
     assert (
@@ -223,9 +224,9 @@ def test_forward_and_backward_side_by_side() -> None:
     assert kept
     alone = statements(to_dot(amp, graph="backward"))
     assert {n.name for n in backward.graph.nodes} <= set(alone)
-    purple = {n for n, s in alone.items() if s.get("fillcolor") == look.CAST and "_legend" not in n}
+    purple = {n for n, s in alone.items() if s.get("fillcolor") == styles.CAST and "_legend" not in n}
     assert {alone[n]["shape"] for n in purple} == {"trapezium", "invtrapezium"}
-    assert alone["_foreach_mul"]["fillcolor"] == look.BOUNDARY
+    assert alone["_foreach_mul"]["fillcolor"] == styles.BOUNDARY
 
 
 def test_names_are_quoted() -> None:
@@ -272,7 +273,7 @@ def test_every_route_draws_everything(amp: ampgraph.AmpModule, route: str) -> No
     titles = set(re.findall(r"<title>([^<]+)</title>", svg))
     assert set(ampgraph.to_networkx(amp)) <= titles
     # The legend shows one cast as well.
-    assert svg.lower().count(look.CAST.lower()) == len(ampgraph.explain(amp).casts) + 1
+    assert svg.lower().count(styles.CAST.lower()) == len(ampgraph.explain(amp).casts) + 1
     assert function(to_dot(amp), "png").startswith(b"\x89PNG")
     assert function(to_dot(amp), "pdf").startswith(b"%PDF")
 

@@ -12,7 +12,7 @@ from types import ModuleType
 
 import pytest
 
-from ampgraph.drawing import look
+from ampgraph.drawing import styles
 from ampgraph.drawing.annotated import annotated
 from ampgraph.drawing.picture import picture
 
@@ -57,10 +57,10 @@ def test_pictures_and_table_are_up_to_date(gallery: ModuleType, name: str, level
     for suffix, options in gallery.GALLERY[name].pictures.items():
         shown = picture(annotated(amp), **options)
         graph = shown.graph.graph
-        heading = look.title(graph["name"], graph["low_dtype"], shown.root.counts, shown.focus)
+        heading = styles.title(graph["name"], graph["low_dtype"], shown.root.counts, shown.focus)
         svg = (FOLDER / f"{name}-{level}{suffix}.svg").read_text()
         assert heading in re.findall(r">([^<]+)</text>", svg), "run python tools/gallery.py"
-        assert look.LOW.lower() in svg.lower()
+        assert styles.LOW.lower() in svg.lower()
 
 
 def labels(svg: str) -> list[tuple[str, float, float, float, float]]:

@@ -12,7 +12,7 @@ from torch import nn
 
 import ampgraph
 from ampgraph import DynamicLossScale, Policy
-from ampgraph.gradient_flags import MARK
+from ampgraph.training.gradient_flags import MARK
 
 INF = float("inf")
 FLOAT16 = Policy(dtype=torch.float16, loss_scale=DynamicLossScale(init_scale=1024.0))

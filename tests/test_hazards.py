@@ -16,9 +16,9 @@ from torch.utils._pytree import tree_leaves
 
 import ampgraph
 from ampgraph import AmpModule, NoLossScale, OpLists, Policy
-from ampgraph.passes.products import terms
+from ampgraph.passes.analysis.products import terms
 from ampgraph.plan import Plan
-from ampgraph.replan import replanned
+from ampgraph.report.replan import replanned
 
 from .exact_integers import differing_in
 from .helpers import Fn

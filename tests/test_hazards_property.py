@@ -10,7 +10,7 @@ import torch
 from torch.fx import Node
 
 from ampgraph import Policy
-from ampgraph.oplists import OpClass
+from ampgraph.ops.lists import OpClass
 from ampgraph.passes.place import autocast_rule
 from ampgraph.passes.propagate import Problem
 

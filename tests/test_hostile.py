@@ -15,7 +15,7 @@ from torch import nn
 
 import ampgraph
 from ampgraph import OpLists, Policy, PolicyError
-from ampgraph.cli import main
+from ampgraph.cli.main import main
 
 from .test_policy_file import POLICIES
 

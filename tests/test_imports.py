@@ -66,7 +66,7 @@ print(json.dumps([n for n in {HEAVY} if n in sys.modules and n not in before]))
     "imports",
     [
         "import ampgraph; ampgraph.testing, ampgraph.drawing, ampgraph.convert, ampgraph.passes",
-        "import ampgraph.backends",  # the entry point of torch.compile
+        "import ampgraph.runtime.dynamo_backend",  # the entry point of torch.compile
         "import ampgraph.cli; ampgraph.cli.parser()",
     ],
 )

@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 import ampgraph
-from ampgraph import AmpGraphError, Explanation, report
-from ampgraph.layers import Repeat, is_repeated, repeats, times
+from ampgraph import AmpGraphError, Explanation
+from ampgraph.report import text
+from ampgraph.report.layers import Repeat, is_repeated, repeats, times
 
 
 def found(*paths: str) -> list[str]:
@@ -72,7 +73,7 @@ def lines(text: str, heading: str) -> list[str]:
 
 
 def test_equal_layers_are_shown_once(explanation: Explanation) -> None:
-    assert [str(repeat) for repeat in report.repeated_layers(explanation)] == ["h.1 .. h.2 (2x)"]
+    assert [str(repeat) for repeat in text.repeated_layers(explanation)] == ["h.1 .. h.2 (2x)"]
     whole, short = explanation.table(all_layers=True), explanation.table(all_layers=False)
     assert "h.2.up" in whole
     assert "h.2.up" not in short
@@ -87,7 +88,7 @@ def test_equal_layers_are_shown_once(explanation: Explanation) -> None:
 
 def test_large_graphs_are_short_by_default(explanation: Explanation, monkeypatch: pytest.MonkeyPatch) -> None:
     assert str(explanation) == explanation.table(all_layers=True)
-    monkeypatch.setattr(report, "LARGE", len(explanation.nodes) - 1)
+    monkeypatch.setattr(text, "LARGE", len(explanation.nodes) - 1)
     assert str(explanation) == explanation.table(all_layers=False)
     assert explanation.to_markdown() == explanation.to_markdown(all_layers=False)
     assert "| h.1 .. h.2 (2x) | 5 |" in explanation.to_markdown()

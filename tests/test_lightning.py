@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from ampgraph import AmpGraphError, DynamicLossScale, Policy, PolicyError
-from ampgraph._torchvision import allow_torchvision
+from ampgraph.cli.torchvision_shim import allow_torchvision
 from ampgraph.testing import assert_dtype
 
 from .ranks import SIZE, Ranks

@@ -12,7 +12,7 @@ from torch import nn
 
 import ampgraph
 from ampgraph import DynamicLossScale, NoLossScale, Policy, PolicyError, StaticLossScale
-from ampgraph.scaler import LossScaler
+from ampgraph.training.scaler import LossScaler
 
 BAD_STEPS = {2, 3, 7, 11, 12, 13, 20}
 STEPS = 24

@@ -8,7 +8,7 @@ import random
 import networkx as nx
 import pytest
 
-from ampgraph.passes.mincut import SINK, SOURCE, CutNetwork
+from ampgraph.passes.placement.min_cut import SINK, SOURCE, CutNetwork
 
 Arcs = list[tuple[object, object, int]]
 

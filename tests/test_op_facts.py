@@ -7,9 +7,9 @@ import itertools
 import pytest
 import torch
 
-from ampgraph import kernel_data, op_facts
 from ampgraph._compat import VERSION
-from ampgraph.op_versions import VERSIONS, is_in_torch, where_it_is
+from ampgraph.ops import kernel_tables, kernels
+from ampgraph.ops.op_versions import VERSIONS, is_in_torch, where_it_is
 
 aten = torch.ops.aten
 LOW = (torch.float16, torch.bfloat16)
@@ -23,15 +23,15 @@ def find(name: str) -> torch._ops.OpOverloadPacket | torch._ops.OpOverload:
 
 def table_names() -> set[str]:
     tables = (
-        kernel_data.FP32_SLOTS,
-        kernel_data.FOLLOW_SLOTS,
-        kernel_data.PROMOTES,
-        kernel_data.DTYPE_ARG,
-        kernel_data.ROUNDS_ONCE,
-        kernel_data.ROUNDS_ONCE_BEFORE_2_14,
-        kernel_data.FP32_ONLY,
-        kernel_data.ANY_SLOTS,
-        *kernel_data.FP32_ONLY_ON.values(),
+        kernel_tables.FP32_SLOTS,
+        kernel_tables.FOLLOW_SLOTS,
+        kernel_tables.PROMOTES,
+        kernel_tables.DTYPE_ARG,
+        kernel_tables.ROUNDS_ONCE,
+        kernel_tables.ROUNDS_ONCE_BEFORE_2_14,
+        kernel_tables.FP32_ONLY,
+        kernel_tables.ANY_SLOTS,
+        *kernel_tables.FP32_ONLY_ON.values(),
     )
     return set().union(*tables)
 
@@ -61,7 +61,9 @@ def test_versions_are_half_open_ranges():
     )
 
 
-@pytest.mark.parametrize("table", [kernel_data.FP32_SLOTS, kernel_data.FOLLOW_SLOTS, kernel_data.ANY_SLOTS])
+@pytest.mark.parametrize(
+    "table", [kernel_tables.FP32_SLOTS, kernel_tables.FOLLOW_SLOTS, kernel_tables.ANY_SLOTS]
+)
 def test_every_slot_is_an_argument(table):
     for name, slots in table.items():
         found = find(name)
@@ -109,7 +111,7 @@ def assert_same(actual, expected):
 
 
 @pytest.mark.parametrize("low", LOW)
-@pytest.mark.parametrize("name", sorted(kernel_data.PROMOTES))
+@pytest.mark.parametrize("name", sorted(kernel_tables.PROMOTES))
 def test_promoting_kernel_equals_casting_by_hand(name, low):
     torch.manual_seed(0)
     call = promote_call(name)
@@ -157,10 +159,10 @@ def dtype_arguments(name: str) -> tuple:
 
 
 @pytest.mark.parametrize("low", LOW)
-@pytest.mark.parametrize("name", sorted(kernel_data.DTYPE_ARG))
+@pytest.mark.parametrize("name", sorted(kernel_tables.DTYPE_ARG))
 def test_dtype_argument_equals_casting_by_hand(name, low):
     torch.manual_seed(0)
-    op, arguments, keyword = find(name), dtype_arguments(name), kernel_data.DTYPE_ARG[name]
+    op, arguments, keyword = find(name), dtype_arguments(name), kernel_tables.DTYPE_ARG[name]
     x = torch.randn(5, 77).to(low)
     widened, (gradient,) = run_with_gradients(
         lambda t: op(t, *arguments, **{keyword: torch.float32}), [x], True
@@ -179,7 +181,7 @@ def test_orders_whose_backward_computes_in_float32(order):
     op, x = aten.linalg_vector_norm.default, torch.randn(2, 5).mul(200).half()
     widened, (gradient,) = run_with_gradients(lambda t: op(t, order, [1], dtype=torch.float32), [x], True)
     _, (wanted,) = run_with_gradients(lambda t: op(t, order, [1]), [x.float()], True)
-    name, orders = op_facts.dtype_arg_needs(op)
+    name, orders = kernels.dtype_arg_needs(op)
     assert (name, widened.dtype) == ("ord", torch.float32)
     exact = gradient is wanted or torch.allclose(gradient.float(), wanted, rtol=2e-3)
     assert exact == (order in orders)
@@ -209,8 +211,8 @@ def every_value(dtype: torch.dtype) -> torch.Tensor:
     return values[values.isfinite()]
 
 
-ROUNDS_ONCE = kernel_data.ROUNDS_ONCE | (
-    kernel_data.ROUNDS_ONCE_BEFORE_2_14 if VERSION < (2, 14) else frozenset()
+ROUNDS_ONCE = kernel_tables.ROUNDS_ONCE | (
+    kernel_tables.ROUNDS_ONCE_BEFORE_2_14 if VERSION < (2, 14) else frozenset()
 )
 
 
@@ -283,13 +285,13 @@ def test_polar_has_a_low_kernel_whose_result_few_ops_take():
     """It stays in float32: torch calls complex32 experimental."""
     low = torch.ones(2, dtype=torch.float16)
     assert torch.polar(low, low).dtype == torch.complex32
-    assert op_facts.fp32_only(torch.ops.aten.polar.default, "cpu", torch.float16)
+    assert kernels.fp32_only(torch.ops.aten.polar.default, "cpu", torch.float16)
 
 
 # torch.polar has a test of its own where it takes low dtypes.
 REFUSING = sorted(
     name
-    for name in kernel_data.FP32_ONLY | kernel_data.FP32_ONLY_ON["cpu"]
+    for name in kernel_tables.FP32_ONLY | kernel_tables.FP32_ONLY_ON["cpu"]
     if is_in_torch(name) and (name != "polar" or VERSION < (2, 14))
 )
 
@@ -305,7 +307,7 @@ def test_no_low_kernel_means_an_error_on_cpu(name):
 
 
 @pytest.mark.parametrize("low", LOW)
-@pytest.mark.parametrize("name", sorted(kernel_data.BROKEN_ON["cpu"]))
+@pytest.mark.parametrize("name", sorted(kernel_tables.BROKEN_ON["cpu"]))
 def test_broken_kernels_are_still_broken_on_cpu(name, low):
     x = 0.1 * torch.randn(3, 4, 4)
     op = find(name)
@@ -313,8 +315,8 @@ def test_broken_kernels_are_still_broken_on_cpu(name, low):
     if torch.allclose(result.float(), op(x), rtol=0.5, atol=0.5):
         with pytest.raises(NotImplementedError, match="not implemented for"):
             result.sum().backward()
-    assert op_facts.fp32_only(op.default, "cpu", low)
-    assert not op_facts.fp32_only(op.default, "cuda", low)
+    assert kernels.fp32_only(op.default, "cpu", low)
+    assert not kernels.fp32_only(op.default, "cuda", low)
 
 
 def narrowed(value, low):
@@ -353,42 +355,42 @@ def test_free_slots_do_not_decide_the_result(low):
 
 
 def test_names():
-    assert op_facts.overload_name(aten.softmax.int) == "aten.softmax.int"
-    assert op_facts.overload_name(aten.relu.default) == "aten.relu.default"
-    assert op_facts.packet_name(aten.softmax.int) == "aten.softmax"
+    assert kernels.overload_name(aten.softmax.int) == "aten.softmax.int"
+    assert kernels.overload_name(aten.relu.default) == "aten.relu.default"
+    assert kernels.packet_name(aten.softmax.int) == "aten.softmax"
 
 
 def test_in_place_falls_back_to_functional():
-    assert op_facts.lookup_names(aten.add_.Tensor) == (
+    assert kernels.lookup_names(aten.add_.Tensor) == (
         "aten.add_.Tensor",
         "aten.add_",
         "aten.add.Tensor",
         "aten.add",
     )
-    assert op_facts.promotes(aten.add_.Tensor)
-    assert op_facts.rounds_once(aten.sigmoid_.default)
+    assert kernels.promotes(aten.add_.Tensor)
+    assert kernels.rounds_once(aten.sigmoid_.default)
 
 
 def test_overload_before_packet():
-    assert op_facts.promotes(aten.max.other)
-    assert not op_facts.promotes(aten.max.dim)
-    assert op_facts.dtype_arg(aten.softmax.int) == "dtype"
-    assert op_facts.dtype_arg(aten.nuclear_norm.default) is None
+    assert kernels.promotes(aten.max.other)
+    assert not kernels.promotes(aten.max.dim)
+    assert kernels.dtype_arg(aten.softmax.int) == "dtype"
+    assert kernels.dtype_arg(aten.nuclear_norm.default) is None
 
 
 def test_slots():
-    assert op_facts.fp32_slots(aten.batch_norm.default) == ("weight", "bias", "running_mean", "running_var")
-    assert op_facts.fp32_slots(aten.layer_norm.default) == ()
-    assert op_facts.follow_slots(aten.layer_norm.default) == ("input",)
-    assert op_facts.follow_slots(aten.add.Tensor) is None
-    assert op_facts.any_slots(aten.copy_.default) == ("src",)
+    assert kernels.fp32_slots(aten.batch_norm.default) == ("weight", "bias", "running_mean", "running_var")
+    assert kernels.fp32_slots(aten.layer_norm.default) == ()
+    assert kernels.follow_slots(aten.layer_norm.default) == ("input",)
+    assert kernels.follow_slots(aten.add.Tensor) is None
+    assert kernels.any_slots(aten.copy_.default) == ("src",)
 
 
 def test_fp32_only_by_dtype():
-    assert op_facts.fp32_only(aten.rrelu.default, "cpu", torch.float16)
-    assert not op_facts.fp32_only(aten.rrelu.default, "cpu", torch.bfloat16)
-    assert not op_facts.fp32_only(aten.rrelu.default, "cpu")
-    assert op_facts.fp32_only(aten.cdist.default, "cpu", torch.float16)
+    assert kernels.fp32_only(aten.rrelu.default, "cpu", torch.float16)
+    assert not kernels.fp32_only(aten.rrelu.default, "cpu", torch.bfloat16)
+    assert not kernels.fp32_only(aten.rrelu.default, "cpu")
+    assert kernels.fp32_only(aten.cdist.default, "cpu", torch.float16)
 
 
 FOR_ONE_DTYPE = {
@@ -398,7 +400,7 @@ FOR_ONE_DTYPE = {
 }
 
 
-@pytest.mark.parametrize("name", sorted(kernel_data.FP32_ONLY_FOR["cpu", torch.float16]))
+@pytest.mark.parametrize("name", sorted(kernel_tables.FP32_ONLY_FOR["cpu", torch.float16]))
 def test_a_kernel_for_one_low_dtype_only(name):
     op, arguments = find(name), FOR_ONE_DTYPE[name]
     op(*(narrowed(argument, torch.bfloat16) for argument in arguments))
@@ -408,15 +410,15 @@ def test_a_kernel_for_one_low_dtype_only(name):
 
 @pytest.mark.parametrize("name", ["copy_.default", "uniform_.default", "zero_.default"])
 def test_functional_forms_without_the_derivative(name):
-    assert not op_facts.has_functional_form(find(name))
-    assert op_facts.has_functional_form(aten.add_.Tensor)
+    assert not kernels.has_functional_form(find(name))
+    assert kernels.has_functional_form(aten.add_.Tensor)
 
 
 def test_fp32_only_by_device():
-    assert op_facts.fp32_only(aten.linalg_svd.default)
-    assert op_facts.fp32_only(aten.avg_pool3d.default, "cpu")
-    assert not op_facts.fp32_only(aten.avg_pool3d.default, "cuda")
-    assert not op_facts.fp32_only(aten.mm.default)
+    assert kernels.fp32_only(aten.linalg_svd.default)
+    assert kernels.fp32_only(aten.avg_pool3d.default, "cpu")
+    assert not kernels.fp32_only(aten.avg_pool3d.default, "cuda")
+    assert not kernels.fp32_only(aten.mm.default)
 
 
 @pytest.mark.parametrize(
@@ -440,11 +442,11 @@ def test_fp32_only_by_device():
     ],
 )
 def test_views(name):
-    assert op_facts.is_view(find(name))
+    assert kernels.is_view(find(name))
 
 
 @pytest.mark.parametrize(
     "name", ["to.dtype", "clone.default", "relu.default", "add_.Tensor", "type_as.default"]
 )
 def test_not_views(name):
-    assert not op_facts.is_view(find(name))
+    assert not kernels.is_view(find(name))

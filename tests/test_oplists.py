@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from ampgraph import op_data, op_presets
 from ampgraph.errors import PolicyError
-from ampgraph.op_predicates import PREDICATES
-from ampgraph.oplists import OpClass, OpLists, OpRule
+from ampgraph.ops import default_lists, peer_lists
+from ampgraph.ops.lists import OpClass, OpLists, OpRule
+from ampgraph.ops.predicates import PREDICATES
 
 aten = torch.ops.aten
 
@@ -94,11 +94,11 @@ def test_every_row_has_a_reason_and_a_known_predicate(preset):
 
 HEADER = Path(torch.__file__).parent / "include" / "ATen" / "autocast_mode.h"
 MACROS = {
-    "AT_FORALL_LOWER_PRECISION_FP": op_presets.TORCH_LOWER_PRECISION_FP,
-    "AT_FORALL_FP32": op_presets.TORCH_FP32,
-    "AT_FORALL_FP32_SET_OPT_DTYPE": op_presets.TORCH_FP32_SET_OPT_DTYPE,
-    "AT_FORALL_DIFFERENT_REDISPATCH_SIGNATURE": op_presets.TORCH_FP32_APPEND_DTYPE,
-    "AT_FORALL_PROMOTE": op_presets.TORCH_PROMOTE,
+    "AT_FORALL_LOWER_PRECISION_FP": peer_lists.TORCH_LOWER_PRECISION_FP,
+    "AT_FORALL_FP32": peer_lists.TORCH_FP32,
+    "AT_FORALL_FP32_SET_OPT_DTYPE": peer_lists.TORCH_FP32_SET_OPT_DTYPE,
+    "AT_FORALL_DIFFERENT_REDISPATCH_SIGNATURE": peer_lists.TORCH_FP32_APPEND_DTYPE,
+    "AT_FORALL_PROMOTE": peer_lists.TORCH_PROMOTE,
 }
 
 
@@ -125,7 +125,7 @@ def test_torch_lists_name_every_op_with_a_cuda_autocast_kernel():
     # torch 2.11 has overloads for named dimensions still.
     names = [name for name, _ in aten_ops() if not any(word in name for word in ("imname", "names"))]
     registered = {name.removeprefix("aten::") for name in names if has_kernel(name, "AutocastCUDA")}
-    ours = {name for row in op_presets.TORCH for name in row.ops.split()}
+    ours = {name for row in peer_lists.TORCH for name in row.ops.split()}
     assert registered - ours == set()
 
 
@@ -360,7 +360,7 @@ def test_repeating_an_op_in_one_class_is_harmless():
 
 
 def test_presets_state_every_op_once():
-    names = [name for row in op_data.DEFAULT for name in row.ops.split()]
+    names = [name for row in default_lists.DEFAULT for name in row.ops.split()]
     assert len(names) == len(set(names))
 
 

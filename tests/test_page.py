@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import ampgraph
-from ampgraph.drawing import look
+from ampgraph.drawing import styles
 from ampgraph.drawing.annotated import annotated
 from ampgraph.drawing.dearest import dearest_casts
 from ampgraph.drawing.page import page
@@ -243,7 +243,7 @@ def test_highlight_and_legend(browser: Any, amp: ampgraph.AmpModule, tmp_path: P
         "widened inside the kernel",
     ]
     swatch = "document.querySelector('#entries .cast .shape').getAttribute('fill')"
-    assert browser.evaluate(swatch) == look.CAST
+    assert browser.evaluate(swatch) == styles.CAST
 
 
 @needs_browser

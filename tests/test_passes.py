@@ -30,8 +30,8 @@ from ampgraph.passes import (
     workspace,
 )
 from ampgraph.passes.classify import tensors
+from ampgraph.passes.pipeline import rewrite
 from ampgraph.plan import META_KEY
-from ampgraph.rewrite import rewrite
 
 from .helpers import LOW, Fn, RandomGraph, aten, close, inserted, nodes_of, sample_inputs
 

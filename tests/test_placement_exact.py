@@ -8,8 +8,9 @@ import operator
 import pytest
 
 from ampgraph import Policy
-from ampgraph.passes import branch, place, placement, within
-from ampgraph.passes.costs import cost_of
+from ampgraph.passes import place
+from ampgraph.passes.placement import branch_and_bound, labelling, within
+from ampgraph.passes.placement.cost_model import cost_of
 
 from .brute_force import allowed, anchorless, every_cost, moved
 from .helpers import LOW, GraphBuilder, RandomGraph, aten, free_variables, optimal, problem_of
@@ -100,9 +101,9 @@ def test_anchor_conflict_branches(monkeypatch, objective):
     graph_module = build.finish(*adds)
     problem = problem_of(graph_module, Policy(level="O2"))
     branched = []
-    take = branch.Search._branch
-    monkeypatch.setattr(branch.Search, "_branch", lambda *args: branched.append(1) or take(*args))
-    monkeypatch.setattr(branch, "elimination_order", lambda *_: None)
+    take = branch_and_bound.Search._branch
+    monkeypatch.setattr(branch_and_bound.Search, "_branch", lambda *args: branched.append(1) or take(*args))
+    monkeypatch.setattr(branch_and_bound, "elimination_order", lambda *_: None)
     placed = optimal(problem, objective)
     assert branched
     assert len(set(placed.anchors.values())) == 2
@@ -133,7 +134,7 @@ def test_limit_on_branching_is_reported(monkeypatch):
     for add in adds:
         add.meta["custom"] = {"ampgraph_guard": "fp32"}
     problem = problem_of(build.finish(*adds), Policy(level="O2"))
-    monkeypatch.setattr(placement, "MAX_WORK", 0)
+    monkeypatch.setattr(labelling, "MAX_WORK", 0)
     placed = optimal(problem, "casts")
     assert not placed.optimal
     assert allowed(problem, placed.labels)

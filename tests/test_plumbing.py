@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import ampgraph
-from ampgraph.drawing import look, to_dot
+from ampgraph.drawing import styles, to_dot
 from ampgraph.drawing.annotated import annotated
 from ampgraph.drawing.picture import box_id, picture
 
@@ -50,7 +50,8 @@ def test_folded_by_default(amp: ampgraph.AmpModule) -> None:
     assert {f"[{MASK}]", f"[{CONDITION}]"} <= drawn(text)
     assert r'label="integers and masks\n6 ops"' in text
     assert r'label="integers from argmax\n3 ops"' in text
-    assert f'fillcolor="{look.OTHER}"' in next(line for line in text.splitlines() if f'"[{MASK}]" [' in line)
+    [line] = [line for line in text.splitlines() if f'"[{MASK}]" [' in line][:1]
+    assert f'fillcolor="{styles.OTHER}"' in line
     assert "integers and masks, folded" in text
 
 
@@ -69,7 +70,7 @@ def test_a_focus_on_nothing_else_shows_them(amp: ampgraph.AmpModule) -> None:
 def test_a_highlighted_op_marks_its_box(amp: ampgraph.AmpModule) -> None:
     (line,) = (line for line in to_dot(amp, highlight="triu").splitlines() if f'"[{MASK}]" [' in line)
     assert "1 highlighted" in line
-    assert look.HIGHLIGHT in line
+    assert styles.HIGHLIGHT in line
 
 
 def test_totals_are_those_of_the_open_picture(amp: ampgraph.AmpModule) -> None:

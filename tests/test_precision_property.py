@@ -14,11 +14,11 @@ import pytest
 from torch.fx import Node
 
 from ampgraph import Policy
-from ampgraph.oplists import OpClass
+from ampgraph.ops.lists import OpClass
 from ampgraph.passes.classify import SlotKind
 from ampgraph.passes.place import autocast_rule, place_within
 from ampgraph.passes.propagate import Problem
-from ampgraph.policy import OBJECTIVES
+from ampgraph.policy.policy import OBJECTIVES
 
 from .brute_force import Labels, allowed, is_low, moved
 from .helpers import LOW, GraphBuilder, RandomGraph, aten, optimal, problem_of

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ampgraph
 from ampgraph.capture import Reads
-from ampgraph.capture.ahead import capture_program
+from ampgraph.capture.ahead_of_time import capture_program
 from tests.helpers import close
 
 LOW = {"policy": "O1", "dtype": torch.bfloat16}

@@ -10,7 +10,7 @@ from torch import nn
 
 import ampgraph
 from ampgraph import OpLists, Plan, Policy, PolicyError
-from ampgraph.replan import replanned, without_casts
+from ampgraph.report.replan import replanned, without_casts
 from ampgraph.testing import cast_map
 
 from .helpers import graph_lines

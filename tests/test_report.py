@@ -151,7 +151,7 @@ def test_markdown(explanation: Explanation) -> None:
 
 
 def test_cells_of_markdown_cannot_break_the_table() -> None:
-    from ampgraph.tables import Column, markdown_table
+    from ampgraph.report.tables import Column, markdown_table
 
     assert markdown_table([Column("a")], [["x | y\nz"]]).splitlines()[-1] == "| x \\| y z |"
 

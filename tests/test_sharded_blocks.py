@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 
 import ampgraph
 from ampgraph import Policy
-from ampgraph._torchvision import allow_torchvision
+from ampgraph.cli.torchvision_shim import allow_torchvision
 
 from .ranks import Ranks
 

@@ -22,8 +22,9 @@ import torch
 from torch import nn
 
 import ampgraph
-from ampgraph import DynamicLossScale, Policy, gate, shadow
+from ampgraph import DynamicLossScale, Policy
 from ampgraph._compat import fake_tensors
+from ampgraph.runtime import capture_lock, shadow_weights
 from ampgraph.testing import cast_map
 
 THREADS = 4
@@ -194,7 +195,7 @@ def test_a_capture_by_one_thread_is_none_by_another(monkeypatch: pytest.MonkeyPa
 
 def test_a_capture_waits_for_calls_and_calls_for_a_capture() -> None:
     events: list[str] = []
-    door = gate.CaptureGate()
+    door = capture_lock.CaptureGate()
     inside, leave = threading.Event(), threading.Event()
 
     def capture() -> None:
@@ -357,7 +358,8 @@ def test_converted_models_die_with_their_last_reference(just_in_time: bool) -> N
         if number in (5, rounds - 1):
             torch._dynamo.reset()
             gc.collect()
-            sizes.append((len(fake_tensors._dtype_cache), len(shadow._all_shadows), len(gate._gates)))
+            kept = (fake_tensors._dtype_cache, shadow_weights._all_shadows, capture_lock._gates)
+            sizes.append(tuple(map(len, kept)))
     # torch.export's tracer of the last capture lives on in torch itself, until the next one.
     ended = alive[: len(alive) * rounds // (rounds + 1)]
     assert [ref() for ref in ended if ref() is not None] == []

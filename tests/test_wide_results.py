@@ -11,7 +11,7 @@ from torch import nn
 import ampgraph
 from ampgraph import Policy
 from ampgraph._compat import dtypes_of
-from ampgraph.rewrite import rewrite
+from ampgraph.passes.pipeline import rewrite
 
 from .helpers import GraphBuilder, close, nodes_of
 from .one_op_checks import check_real_dtypes

@@ -38,7 +38,7 @@ def test_a_second_run_of_the_pipeline_keeps_the_write():
         low[0].copy_(y[0])
         return low @ w, low
 
-    from ampgraph.rewrite import rewrite
+    from ampgraph.passes.pipeline import rewrite
 
     amp = converted(function, X, Y.to(LOW), W)
     expected = amp(X, Y.to(LOW), W)

@@ -31,7 +31,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 
 from ampgraph import Policy  # noqa: E402
 from ampgraph.capture import capture_program, unlift  # noqa: E402
-from ampgraph.rewrite import rewrite  # noqa: E402
+from ampgraph.passes.pipeline import rewrite  # noqa: E402
 from tests.zoo import models as zoo  # noqa: E402
 
 aten = torch.ops.aten

@@ -20,8 +20,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import ampgraph
 from ampgraph.drawing import can_render
-from ampgraph.explanation import Explanation
-from ampgraph.graph_view import human_bytes
+from ampgraph.report.explanation import Explanation
+from ampgraph.report.graph_view import human_bytes
 from ampgraph.testing import cast_map
 
 BATCH = 64

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from readme import with_section
 
-from ampgraph.cli import main as command_line
+from ampgraph.cli.main import main as command_line
 
 PAGE = Path(__file__).resolve().parent.parent / "docs/explaining.md"
 MODEL = ("torchvision:resnet18", "--input", "8x3x224x224", "--dtype", "float16", "-q")

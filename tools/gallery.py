@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import ampgraph
-from ampgraph._torchvision import allow_torchvision
-from ampgraph.graph_view import human_bytes
+from ampgraph.cli.torchvision_shim import allow_torchvision
+from ampgraph.report.graph_view import human_bytes
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from browser import Browser, find_browser

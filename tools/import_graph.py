@@ -42,7 +42,7 @@ def circles(graph: nx.DiGraph) -> list[list[str]]:
 
 
 def floors(graph: nx.DiGraph) -> dict[str, int]:
-    """Returns the floor of each module: 0 for one that imports no other, else one above its highest import."""
+    """Returns the floor of each module: 0 for one without imports, else one above its highest import."""
     condensed = nx.condensation(graph)
     level: dict[int, int] = {}
     for component in reversed(list(nx.topological_sort(condensed))):

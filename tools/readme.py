@@ -19,7 +19,7 @@ from torch import Tensor, fx, nn
 
 import ampgraph
 from ampgraph.drawing import can_render
-from ampgraph.passes.boundary import BOUNDARY
+from ampgraph.passes.scale_loss import BOUNDARY
 from ampgraph.plan import META_KEY
 from ampgraph.testing import cast_map
 

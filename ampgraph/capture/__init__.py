@@ -1,7 +1,7 @@
 """From a model to the one IR: a pre-dispatch ATen graph with true metadata on every node."""
 
-from .ahead import capture_program, is_capturing_here
-from .arguments import distinct
+from .ahead_of_time import capture_program, is_capturing_here
+from .distinct import distinct
 from .just_in_time import lower_dynamo_graph
 from .lost import LOST_KEY
 from .reads import Reads

@@ -27,9 +27,9 @@ from .._compat import (
     outside_tracing,
 )
 from ..errors import CaptureError
-from ..op_facts import computes_on_tensors
+from ..ops.kernels import computes_on_tensors
 from ..passes.inline_transforms import InlineTransforms
-from .ahead import capturing
+from .ahead_of_time import capturing
 from .split import is_custom_function
 
 _CARRIED = ("_dynamo_source", "tensor_dict", "grapharg")

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..source_face import SourceFace
+from ..proxy.module_proxy import SourceFace
 from .containers import copied, has_plain_leaves, is_container, same
 
 _TORCH = str(Path(torch.__file__).parent)

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 
 from torch.fx import GraphModule, Node
 
-from .. import graph_view as view
 from ..errors import AmpGraphError, did_you_mean
 from ..module import AmpModule
-from ..module_path import beside_users
+from ..origin import beside_users
 from ..passes import Workspace
 from ..plan import META_KEY, Plan
+from ..report import graph_view as view
 from .attributes import (
     LOW_DTYPES,
     body_of,

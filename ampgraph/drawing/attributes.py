@@ -6,13 +6,13 @@ from typing import Any
 
 from torch.fx import GraphModule, Node
 
-from .. import graph_view as view
-from ..boundary import ROLES, unscale_gradients
 from ..guards import guard_of
-from ..module_path import clean_path, module_stack
+from ..origin import clean_path, module_stack
 from ..passes import ReadShadows, is_boundary
-from ..passes.boundary import BOUNDARY
+from ..passes.scale_loss import BOUNDARY
 from ..plan import META_KEY, Plan
+from ..report import graph_view as view
+from ..training.gradient_boundary import ROLES, unscale_gradients
 
 LOW_DTYPES = ("float16", "bfloat16")
 _CASTS = ("aten._to_copy", "aten.to.dtype", "prims.convert_element_type")

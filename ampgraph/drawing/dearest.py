@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass
 
-from .. import graph_view as view
-from ..layers import repeats, representative
-from . import look
+from ..report import graph_view as view
+from ..report.layers import repeats, representative
+from . import styles
 from .picture import Picture
 
 # As many lines are listed beside a picture.
@@ -63,7 +63,7 @@ def _dear(picture: Picture, names: list[str]) -> Dear:
     if data["module"] and not data["is_parameter"]:
         what += f" for {data['module']}"
     times = f", {len(names)}x" if len(names) > 1 else ""
-    return Dear(tuple(names), moved, f"{what} to {look.short_dtype(data['dtype'])}{times}")
+    return Dear(tuple(names), moved, f"{what} to {styles.short_dtype(data['dtype'])}{times}")
 
 
 def _source(picture: Picture, name: str) -> str:

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
-from ..tables import printable
-from . import look
+from ..report.tables import printable
+from . import styles
 from .dearest import dearest_casts, lines, ranks
 from .picture import Arc, Box, Counts, Picture, box_id, is_single
 from .scopes import GUARD, MODULE, PLUMBING, Part, Scope
@@ -38,7 +38,7 @@ class _Writer:
 
     def lines(self) -> Iterator[str]:
         graph, counts = self.graph, self.picture.root.counts
-        heading = look.title(graph.graph["name"], graph.graph["low_dtype"], counts, self.picture.focus)
+        heading = styles.title(graph.graph["name"], graph.graph["low_dtype"], counts, self.picture.focus)
         listed = ["dearest casts:", *lines(self.dearest)] if self.dearest else []
         yield f"digraph {_quoted(graph.graph['name'])} {{"
         yield (
@@ -74,12 +74,13 @@ class _Writer:
             yield f"{indent}}}"
 
     def _cluster_style(self, part: Part, box: Box) -> _Style:
-        style = {"label": look.box_label(box), "tooltip": box.key, "style": "rounded", "color": "#AAAAAA"}
+        style = {"label": styles.box_label(box), "tooltip": box.key, "style": "rounded", "color": "#AAAAAA"}
         style |= {"penwidth": "1", "fontcolor": "#000000"}  # or it inherits from the cluster around it
         if part.kind == GUARD:
-            style |= {"style": "rounded,dashed", "color": look.GUARDED, "penwidth": "2.5"}
+            style |= {"style": "rounded,dashed", "color": styles.GUARDED, "penwidth": "2.5"}
             style["fontcolor"] = "#00664B"
-            self._seen("guarded region", {"shape": "box", "style": "rounded,dashed"} | _outline(look.GUARDED))
+            dashed = {"shape": "box", "style": "rounded,dashed"}
+            self._seen("guarded region", dashed | _outline(styles.GUARDED))
         elif part.kind == PLUMBING:
             style |= {"style": "rounded,dotted", "color": "#666666"}
         elif part.kind != MODULE:
@@ -88,15 +89,15 @@ class _Writer:
 
     def _node_style(self, name: str, scope: Scope, alone_in: Box | None = None) -> _Style:
         data = self.graph.nodes[name]
-        style = {"label": look.node_label(data, scope), "tooltip": look.node_tooltip(name, data)}
+        style = {"label": styles.node_label(data, scope), "tooltip": styles.node_tooltip(name, data)}
         if name in self.ranks:
             style["label"] = f"#{self.ranks[name]} {style['label']}"
         if alone_in:
-            style["label"] += look.alone_in(alone_in)
+            style["label"] += styles.alone_in(alone_in)
         style |= self._look(data)
         if data["boundary"]:
-            style |= {"fillcolor": look.BOUNDARY, "label": f"{style['label']}\n({data['boundary']})"}
-            self._seen(look.boundary_legend(data["boundary"]), {"fillcolor": look.BOUNDARY})
+            style |= {"fillcolor": styles.BOUNDARY, "label": f"{style['label']}\n({data['boundary']})"}
+            self._seen(styles.boundary_legend(data["boundary"]), {"fillcolor": styles.BOUNDARY})
         return self._with_highlight(style, name in (self.picture.highlighted or ()))
 
     def _look(self, data: dict[str, Any]) -> _Style:
@@ -106,16 +107,16 @@ class _Writer:
             style = {
                 "shape": "invtrapezium" if down else "trapezium",
                 "style": "filled,bold",
-                "fillcolor": look.CAST,
+                "fillcolor": styles.CAST,
                 "margin": "0.02,0.04",
             }
             self._seen(f"cast to {data['dtype']}", style)
             return style
         if data["kind"] == "clamp":
-            style = {"shape": "box", "style": "filled,bold", "fillcolor": look.CAST}
+            style = {"shape": "box", "style": "filled,bold", "fillcolor": styles.CAST}
             self._seen("clamp before a cast", style)
             return style
-        colour = {"fillcolor": look.PRECISION_COLOURS[data["precision"]]}
+        colour = {"fillcolor": styles.PRECISION_COLOURS[data["precision"]]}
         if data["kind"] in ("input", "output", "graph"):
             style = {"shape": "ellipse", "style": "filled"}
             self._seen("input, output", style | {"fillcolor": "#FFFFFF"})
@@ -133,37 +134,37 @@ class _Writer:
     def _folded_style(self, box: Box) -> _Style:
         counts = box.counts
         style = {
-            "label": look.box_label(box),
-            "tooltip": f"{box.key}: {', '.join(look.counts_lines(box))}",
+            "label": styles.box_label(box),
+            "tooltip": f"{box.key}: {', '.join(styles.counts_lines(box))}",
             "shape": "box",
             "peripheries": "2",
         }
         share = counts.low / counts.ops if counts.ops else 0
-        if look.is_plumbing(box):
+        if styles.is_plumbing(box):
             return self._plumbing_style(style, counts)
         if 0 < share < 1:
-            style |= {"style": "filled", "fillcolor": f"{look.LOW};{share:.3f}:{look.FP32}"}
+            style |= {"style": "filled", "fillcolor": f"{styles.LOW};{share:.3f}:{styles.FP32}"}
         else:
-            plain = look.LOW if share else look.FP32 if counts.ops else look.OTHER
+            plain = styles.LOW if share else styles.FP32 if counts.ops else styles.OTHER
             style |= {"style": "filled", "fillcolor": plain}
         low = self.graph.graph["low_dtype"]
         if counts.low:
-            self._seen(low, {"shape": "box", "fillcolor": look.LOW})
+            self._seen(low, {"shape": "box", "fillcolor": styles.LOW})
         if counts.low < counts.ops:
-            self._seen("float32", {"shape": "box", "fillcolor": look.FP32})
+            self._seen("float32", {"shape": "box", "fillcolor": styles.FP32})
         self._seen(
             "module, folded: blue is\nthe share of its ops that is low",
             {
                 "shape": "box",
                 "style": "filled",
                 "peripheries": "2",
-                "fillcolor": f"{look.LOW};0.6:{look.FP32}",
+                "fillcolor": f"{styles.LOW};0.6:{styles.FP32}",
             },
         )
         return self._with_highlight(style, bool(counts.highlighted))
 
     def _plumbing_style(self, style: _Style, counts: Counts) -> _Style:
-        style |= {"style": "filled", "fillcolor": look.OTHER}
+        style |= {"style": "filled", "fillcolor": styles.OTHER}
         shown = {key: style[key] for key in ("shape", "peripheries", "style", "fillcolor")}
         self._seen("integers and masks, folded", shown)
         return self._with_highlight(style, bool(counts.highlighted))
@@ -171,8 +172,8 @@ class _Writer:
     def _neighbour_style(self, name: str) -> _Style:
         data = self.graph.nodes[name]
         style = {
-            "label": look.node_label(data, ()),
-            "tooltip": look.node_tooltip(name, data),
+            "label": styles.node_label(data, ()),
+            "tooltip": styles.node_tooltip(name, data),
             "shape": "box",
             "style": "dashed",
             "color": "#888888",
@@ -190,8 +191,8 @@ class _Writer:
                 "color": "#BBBBBB",
                 "fontcolor": "#777777",
             }
-        self._seen("highlighted", _outline(look.HIGHLIGHT))
-        return style | {"color": look.HIGHLIGHT, "penwidth": "4"}
+        self._seen("highlighted", _outline(styles.HIGHLIGHT))
+        return style | {"color": styles.HIGHLIGHT, "penwidth": "4"}
 
     def _arc_line(self, arc: Arc) -> str:
         several = len(arc.types) > 1 or arc.tensors > 1

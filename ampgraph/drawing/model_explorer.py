@@ -7,7 +7,7 @@ from typing import Any
 from torch.fx import GraphModule
 
 from ..module import AmpModule
-from . import look
+from . import styles
 from .annotated import to_networkx
 
 
@@ -42,5 +42,5 @@ def _value(data: dict[str, Any]) -> str:
 
 def _colour(data: dict[str, Any]) -> str:
     if data["kind"] in ("cast", "clamp"):
-        return look.CAST
-    return look.PRECISION_COLOURS[data["precision"]]
+        return styles.CAST
+    return styles.PRECISION_COLOURS[data["precision"]]

@@ -10,9 +10,9 @@ from importlib.resources import files
 from string import Template
 from typing import Any
 
-from .. import graph_view as view
-from ..tables import printable
-from . import look
+from ..report import graph_view as view
+from ..report.tables import printable
+from . import styles
 from .dearest import dearest_casts, ranks
 from .picture import Box, Picture, is_single
 from .scopes import PLUMBING
@@ -72,10 +72,10 @@ def _data(picture: Picture) -> dict[str, Any]:
         own[0] = f"#{rank} {own[0]}"
     highlighted = picture.highlighted
     return {
-        "title": look.title(
+        "title": styles.title(
             graph.graph["name"], graph.graph["low_dtype"], picture.root.counts, picture.focus
         ),
-        "colours": look.PRECISION_COLOURS | {"cast": look.CAST, "boundary": look.BOUNDARY},
+        "colours": styles.PRECISION_COLOURS | {"cast": styles.CAST, "boundary": styles.BOUNDARY},
         "nodes": nodes,
         "root": root,
         "edges": edges,
@@ -96,9 +96,9 @@ def _node(name: str, data: dict[str, Any], box: Box | None) -> dict[str, Any]:
     """Returns a node in its box; a node outside of the focus has none."""
     alone = box is not None and is_single(box)
     scope = box.scope[: -1 if alone else None] if box else ()
-    lines = look.node_label(data, scope).split("\n")
+    lines = styles.node_label(data, scope).split("\n")
     if box and alone:
-        lines += look.alone_in(box).split("\n")[1:]
+        lines += styles.alone_in(box).split("\n")[1:]
     if data["type"] and "], " not in data["type"]:
         lines.append(data["type"])
     facts = [(key.replace("_", " "), data[key]) for key in _FACTS if data[key]]
@@ -107,7 +107,7 @@ def _node(name: str, data: dict[str, Any], box: Box | None) -> dict[str, Any]:
     if data["line"]:
         facts.append(("line", view.short_line(data["line"])))
     if data["boundary"]:
-        facts.append(("boundary", look.BOUNDARY_WORDS[data["boundary"]]))
+        facts.append(("boundary", styles.BOUNDARY_WORDS[data["boundary"]]))
     searched = (name, data["label"], data["op"], data["module"], data["dtype"], data["kind"], data["reason"])
     return {
         "name": name,
@@ -118,7 +118,7 @@ def _node(name: str, data: dict[str, Any], box: Box | None) -> dict[str, Any]:
         "by": data["by"],
         "reason": data["reason"],
         "facts": facts,
-        "tooltip": look.node_tooltip(name, data),
+        "tooltip": styles.node_tooltip(name, data),
         "text": " ".join(searched).lower(),
         "neighbour": box is None,
     }
@@ -126,13 +126,13 @@ def _node(name: str, data: dict[str, Any], box: Box | None) -> dict[str, Any]:
 
 def _box(box: Box, index: dict[str, int]) -> dict[str, Any]:
     part = box.scope[-1] if box.scope else None
-    counts = look.counts_lines(box)
+    counts = styles.counts_lines(box)
     facts = [("module", part.module)] if part and part.module else []
     inner_boxes = [inner for inner in box.boxes.values() if not is_single(inner)]
     nodes = [*box.nodes, *(inner.nodes[0] for inner in box.boxes.values() if is_single(inner))]
     return {
         "key": box.key,
-        "label": look.box_name(box),
+        "label": styles.box_name(box),
         "kind": part.kind if part else "model",
         "open": not box.folded,
         "counts": counts,
@@ -168,12 +168,12 @@ def _legend(picture: Picture, nodes: list[dict], edges: list[list]) -> list[dict
     ]
     shown += [
         {"words": text, "kind": "op", "precision": "other", "boundary": True}
-        for text in dict.fromkeys(look.boundary_legend(n["boundary"]) for n in inside if n["boundary"])
+        for text in dict.fromkeys(styles.boundary_legend(n["boundary"]) for n in inside if n["boundary"])
     ]
     if len(inside) < len(nodes):
         shown.append({"words": "outside of the focus", "kind": "op", "precision": "other", "neighbour": True})
     boxes = list(picture.root.all_boxes())
-    if any(map(look.is_plumbing, boxes)):
+    if any(map(styles.is_plumbing, boxes)):
         shown.append({"words": "integers and masks, folded", "outline": "plumbing"})
     if any(box.scope[-1].kind != PLUMBING for box in boxes):
         shown.append({"words": "module, folded: the blue share of its ops is low", "outline": "folded"})

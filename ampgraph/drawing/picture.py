@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
 from ..errors import AmpGraphError, did_you_mean
-from ..rows import is_float_op
+from ..report.rows import is_float_op
 from .annotated import Annotated
 from .scopes import MODULE, PLUMBING, Part, Scope, scope_text
 

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..backends import default_backend
 from ..blocks import Blocks, Which, convert_blocks
 from ..errors import AmpGraphError, PolicyError
-from ..policy import Policy
-from ..scaler import LossScaler
+from ..policy.policy import Policy
+from ..runtime.dynamo_backend import default_backend
+from ..training.scaler import LossScaler
 
 
 class PrecisionMixin:

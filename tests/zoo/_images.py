@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 def allow_torchvision() -> None:
     """Makes ``import torchvision`` work beside a torch of another build."""
-    from ampgraph._torchvision import allow_torchvision as allow
+    from ampgraph.cli.torchvision_shim import allow_torchvision as allow
 
     allow()
 

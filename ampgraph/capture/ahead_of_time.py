@@ -1,0 +1,221 @@
+"""Ahead-of-time capture of a whole graph by ``torch.export`` (non-strict)."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import threading
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.export import ExportedProgram, ShapesCollection
+from torch.fx import traceback as fx_traceback
+from torch.overrides import TorchFunctionMode
+
+from .._compat import errors_raised_not_logged, no_ambient_autocast, no_saved_tensor_hooks, quiet_export
+from ..errors import AheadOfTimeError, CaptureError
+from .batch_norm import with_cumulative_average
+from .distinct import distinct
+from .inference_mode import traced_as_no_grad
+from .lost import LOST_KEY, noting_lost_backwards
+from .reads import Reads, recorded
+from .user_code import user_line
+
+# torch.fx.traceback keeps its state in globals.
+capture_lock = threading.RLock()
+_here = threading.local()
+
+_JUST_IN_TIME = 'or capture it just in time: ampgraph.convert(model, capture="just in time")'
+_DATA_DEPENDENT = ("data-dependent", "data dependent", "DataDependent", "is_nonzero", "unbacked")
+_VALUE_SIZED = ("DynamicOutputShape", "DataDependentOutput")  # aten.linalg_lstsq, aten._ctc_loss
+# (part of the name or message of the error, function it came through or "", what helps); the first that fits.
+_HINTS = (
+    *(
+        (cause, "rnn.py:forward", "Lengths of packed sequences are tensor values: pass the padded batch.")
+        for cause in ("got FakeTensor", *_DATA_DEPENDENT)
+    ),
+    *(
+        (
+            cause,
+            "",
+            f"What the op returns depends on tensor values: leave it out of the model, {_JUST_IN_TIME}.",
+        )
+        for cause in _VALUE_SIZED
+    ),
+    *(
+        (cause, "", f"Control flow depends on tensor values: use torch.cond, {_JUST_IN_TIME}.")
+        for cause in _DATA_DEPENDENT
+    ),
+    *(
+        (
+            cause,
+            function,
+            "Make a dataclass among inputs or outputs known with torch.export.register_dataclass(TheClass); "
+            "of other types (caches, for instance), take and return their tensors, turn them off "
+            f"(use_cache=False), {_JUST_IN_TIME}.",
+        )
+        for cause, function in (
+            ("in output, which is not a known type", ""),
+            ("Unsupported input type", ""),
+            ("unhashable type", "weakref.py:__contains__"),  # torch 2.11, of an output
+        )
+    ),
+    *(
+        (cause, "", f"Gradients inside forward: take them outside of the model, {_JUST_IN_TIME}.")
+        for cause in (
+            "fake tensor in the exported program constant's list",
+            "functorch tensor",
+            "Expected FakeTensor, got <class 'torch.Tensor'>",  # torch 2.11
+        )
+    ),
+)
+
+
+def capture_program(
+    model: nn.Module,
+    args: tuple,
+    kwargs: dict[str, Any] | None = None,
+    dynamic_shapes: Any = None,
+    reads: Reads | None = None,
+    gradients: bool = True,
+) -> ExportedProgram:
+    """Captures ``model`` whole for the given example inputs.
+
+    Args:
+        model: Any ``nn.Module``, a ``torch.fx.GraphModule`` included; not changed.
+        args: Example positional arguments; only their structure, shapes, dtypes and devices matter.
+        kwargs: Example keyword arguments.
+        dynamic_shapes: As for ``torch.export.export``.
+        reads: Takes down which Python state forward reads.
+        gradients: The grad mode to capture in.
+
+    Raises:
+        CaptureError: The model cannot be captured for these inputs; names the user's source line.
+
+    What the graph lacks of the model's backward is in its ``meta``, under `LOST_KEY`.
+    """
+    if isinstance(model, torch.jit.ScriptModule):
+        raise CaptureError(
+            f"{type(model).__name__} is a TorchScript module, which has no Python code to capture; "
+            "convert the nn.Module it was made from."
+        )
+    kwargs = kwargs or {}
+    try:
+        if isinstance(dynamic_shapes, ShapesCollection):  # it knows tensors by their identity
+            dynamic_shapes = dynamic_shapes.dynamic_shapes(model, args, kwargs)
+        args, kwargs = distinct(args, kwargs)
+        watching, quiet = noting_lost_backwards(model, is_capturing_here), quiet_export(is_capturing_here)
+        with (
+            capturing(gradients),
+            quiet,
+            traced_as_no_grad(is_capturing_here),
+            with_cumulative_average(is_capturing_here),
+            _DataIsDetach(reads),
+            watching as lost,
+            recorded(reads, is_capturing_here),
+        ):
+            program = torch.export.export(model, args, kwargs, dynamic_shapes=dynamic_shapes, strict=False)
+    except Exception as error:
+        _check_arguments(model, args, kwargs, error)
+        raise AheadOfTimeError(_explain(model, error)).because(is_known=bool(_hint(error))) from error
+    program.graph_module.meta[LOST_KEY] = tuple(lost)
+    for module in program.graph_module.modules():
+        if isinstance(module, fx.GraphModule):
+            _complete_users(module.graph)
+    return program
+
+
+def _complete_users(graph: fx.Graph) -> None:
+    """Enters every reader among the users of what it reads.
+
+    ``torch.export`` forgets readers whose results nothing reads in turn, beside a grad-mode region; torch.fx
+    then fails to edit them.
+    """
+    for node in graph.nodes:
+        for source in node.all_input_nodes:
+            source.users.setdefault(node)
+
+
+class _DataIsDetach(TorchFunctionMode):
+    """Captures ``x.data``, which tracing does not see, as ``x.detach()``: the same memory, no gradients.
+
+    Notes who asks for ``x.requires_grad``.
+    """
+
+    _read = torch.Tensor.data.__get__  # type: ignore[attr-defined]
+    _asked = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
+
+    def __init__(self, reads: Reads | None = None) -> None:
+        super().__init__()
+        self._reads = reads
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+        # Dynamo, which captures the bodies of torch.cond, cannot compare functions; it sees ``data`` itself.
+        if not torch.compiler.is_dynamo_compiling() and func == self._read:
+            return args[0].detach()
+        if self._reads is not None and func == self._asked:
+            self._reads.note_gradients()
+        return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def capturing(gradients: bool = True) -> Iterator[None]:
+    """The state in which a capture runs: metadata kept, grad mode set, nothing ambient, one at a time."""
+    with (
+        capture_lock,
+        fx_traceback.preserve_node_meta(),
+        torch.set_grad_enabled(gradients),
+        no_ambient_autocast(),
+        no_saved_tensor_hooks(),
+        errors_raised_not_logged(is_capturing_here),
+    ):
+        outer, _here.is_capturing = is_capturing_here(), True
+        try:
+            yield
+        finally:
+            _here.is_capturing = outer
+
+
+def is_capturing_here() -> bool:
+    """Whether this thread is capturing a model."""
+    return getattr(_here, "is_capturing", False)
+
+
+def _check_arguments(model: nn.Module, args: tuple, kwargs: dict[str, Any], error: Exception) -> None:
+    """Raises where the capture failed because forward does not take these arguments."""
+    if not isinstance(error, TypeError):
+        return
+    signature = inspect.signature(model.forward)
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as mismatch:
+        given = [type(value).__name__ for value in args] + [
+            f"{n}={type(v).__name__}" for n, v in kwargs.items()
+        ]
+        raise AheadOfTimeError(
+            f"{type(model).__name__}.forward takes {signature}, but the example inputs are "
+            f"({', '.join(given)}): {mismatch}."
+        ) from error
+
+
+def _explain(model: nn.Module, error: Exception) -> str:
+    lines = str(error).strip().splitlines() or ["no message"]
+    where = user_line(error)
+    return (
+        f"{type(model).__name__} could not be captured{f' at {where}' if where else ''}: "
+        f"{type(error).__name__}: {lines[0]}{_hint(error)}"
+    )
+
+
+def _hint(error: BaseException) -> str:
+    """Returns what helps, for causes that torch's message does not name."""
+    frames = traceback.extract_tb(error.__traceback__)
+    through = {f"{Path(frame.filename).name}:{frame.name}" for frame in frames}
+    for cause, function, hint in _HINTS:
+        if cause in f"{type(error).__name__}: {error}" and (not function or function in through):
+            return f"\n{hint}"
+    return ""

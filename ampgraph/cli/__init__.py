@@ -1,0 +1,5 @@
+"""The `ampgraph` command."""
+
+from .main import main
+
+__all__ = ["main"]

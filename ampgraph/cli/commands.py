@@ -1,0 +1,229 @@
+"""What the command line's commands do."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+import ampgraph
+
+from ..convert import convert
+from ..drawing.draw import format_suffix
+from ..errors import AmpGraphError, did_you_mean
+from ..module import AmpModule
+from ..policy.policy import Policy
+from ..policy_file import read_text
+from ..report.comparison import compare_policies
+from ..report.explain import explain
+from ..report.explanation import Explanation
+from .model_spec import ModelSpec, SpecError, build_inputs, parse_input, resolve
+from .parser import UsageError, given, policy_of
+from .terminal import Notes, coloured, encodable, wants_colour
+
+# What the suffix of -o says of the form; None: any form.
+_FORMS = {"": None, ".txt": None, ".text": None, ".log": None, ".json": "json", ".md": "markdown"}
+_DRAW_KEYWORDS = ("depth", "focus", "highlight", "graph", "plumbing")
+
+
+class Report(Protocol):
+    """What can be written in each form; its ``str()`` is the text."""
+
+    def to_json(self) -> str:
+        """Returns it as JSON."""
+
+    def to_markdown(self) -> str:
+        """Returns it as Markdown."""
+
+
+def run_explain(options: argparse.Namespace, notes: Notes) -> None:
+    """``ampgraph explain``."""
+    form = _form(options)
+    _check_rows(options, form)
+    policy, reference = policy_of(options), _reference(options.diff) if options.diff else None
+    explanation = explain(_converted(options, policy, notes))
+    if options.why:
+        with given("--why", reads=False):
+            answers = _Answers(explanation, options.why)
+        _write(answers, form, options, notes)
+    elif reference is not None:
+        with given(f"--diff {options.diff}", reads=False):
+            difference = explanation.diff(reference)
+        _write(difference, form, options, notes)
+    else:
+        extent = (options.casts_only, options.peers, options.top, options.all_layers)
+        _write(_Whole(explanation, *extent), form, options, notes)
+
+
+def _check_rows(options: argparse.Namespace, form: str) -> None:
+    """Refuses options on rows where there is no report with rows to choose from."""
+    rows = [name for name, value in (("--top", options.top), ("--all-layers", options.all_layers)) if value]
+    other = [name for name in ("why", "diff") if getattr(options, name)]
+    if form == "json":
+        other.insert(0, "json")
+    if rows and other:
+        raise UsageError(f"{rows[0]} chooses rows of the report; --{other[0]} is always complete.")
+
+
+def run_draw(options: argparse.Namespace, notes: Notes) -> None:
+    """``ampgraph draw``."""
+    keywords = {name: value for name in _DRAW_KEYWORDS if (value := getattr(options, name)) is not None}
+    if options.highlight and len(options.highlight) == 1:
+        keywords["highlight"] = options.highlight[0]
+    with given(f"-o {options.output}"):
+        format_suffix(Path(options.output))
+    amp = _converted(options, policy_of(options), notes)
+    with given(f"-o {options.output}", reads=False):
+        notes.timed("drawing", lambda: ampgraph.draw(amp, options.output, **keywords))
+    notes.say(f"wrote {options.output}")
+
+
+def run_compare(options: argparse.Namespace, notes: Notes) -> None:
+    """``ampgraph compare-policies``."""
+    form = _form(options)
+    with given("--policies"):
+        policies = {name: Policy.of(name) for name in options.policies}
+    first = Policy(dtype=options.dtype)
+    explanation = explain(_converted(options, first, notes))
+    _write(
+        notes.timed(f"planning {len(policies)} policies", lambda: compare_policies(explanation, policies)),
+        form,
+        options,
+        notes,
+    )
+
+
+COMMANDS: Mapping[str, Callable[[argparse.Namespace, Notes], None]] = {
+    "explain": run_explain,
+    "draw": run_draw,
+    "compare-policies": run_compare,
+}
+
+
+class _Whole:
+    """An explanation with the parts that the options ask for."""
+
+    def __init__(
+        self,
+        explanation: Explanation,
+        casts_only: bool,
+        peers: bool,
+        top: int | None,
+        all_layers: bool | None,
+    ) -> None:
+        self._explanation, self._peers = explanation, peers
+        self._extent = (casts_only, peers, top, all_layers)
+
+    def __str__(self) -> str:
+        return self._explanation.table(*self._extent)
+
+    def to_markdown(self) -> str:
+        return self._explanation.to_markdown(*self._extent)
+
+    def to_json(self) -> str:
+        data = self._explanation.to_dict()
+        if self._peers:
+            data["peers"] = {name: vars(totals) for name, totals in self._explanation.peers().items()}
+        return json.dumps(data, indent=2)
+
+
+class _Answers:
+    """Why some nodes are what they are, and what flipping them costs."""
+
+    def __init__(self, explanation: Explanation, names: list[str]) -> None:
+        self._answers = {name: explanation.why(name) for name in names}
+        self._flips = {name: _flip(explanation, name) for name in names}
+
+    def __str__(self) -> str:
+        return "\n\n".join(f"{why}\n{self._flips[name]['text']}" for name, why in self._answers.items())
+
+    def to_markdown(self) -> str:
+        return "\n\n".join(
+            f"```text\n{why}\n{self._flips[name]['text']}\n```" for name, why in self._answers.items()
+        )
+
+    def to_json(self) -> str:
+        answers = {
+            name: {"why": why, "flip": self._flips[name]["difference"]} for name, why in self._answers.items()
+        }
+        return json.dumps(answers, indent=2)
+
+
+def _flip(explanation: Explanation, name: str) -> dict[str, Any]:
+    try:
+        difference = explanation.flip(name)
+    except AmpGraphError as error:  # a cast, a user's cast, an input: the answer is that nothing flips it
+        return {"text": f"  flipping: {error}", "difference": None}
+    changed = f"{len(difference.dtypes)} nodes change dtype"
+    return {"text": f"  flipping: {difference.costs()}; {changed}", "difference": difference.to_dict()}
+
+
+def _converted(options: argparse.Namespace, policy: Policy, notes: Notes) -> AmpModule:
+    inputs = [parse_input(text) for text in options.input]
+    spec = notes.timed(f"building {options.spec}", lambda: resolve(options.spec))
+    return notes.timed("converting", lambda: _convert(spec, policy, inputs, options.train, options.capture))
+
+
+def _convert(spec: ModelSpec, policy: Policy, inputs: list, train: bool, capture: str) -> AmpModule:
+    model = spec.model.train(train)
+    args, kwargs = build_inputs(inputs) if inputs else (spec.args, spec.kwargs)
+    if args is None:
+        raise SpecError(f"{spec.name} needs an example input, for instance --input {spec.example_input}")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # of libraries, about libraries
+        amp = convert(model, args, kwargs, policy=policy, backend="eager", capture=capture)
+        if amp.options.just_in_time:
+            with torch.no_grad():
+                amp(*args, **(kwargs or {}))
+        return amp
+
+
+def _reference(name: str) -> Explanation | Policy:
+    """Returns what ``--diff`` names: a policy, or a report that ``explain --json`` wrote."""
+    if not name.lower().endswith(".json"):
+        return Policy.of(name)
+    with given(f"--diff {name}"):
+        data = json.loads(read_text(name))
+        if isinstance(data, dict) and "nodes" in data:
+            return Explanation.from_dict(data)
+    return Policy.of(name)
+
+
+def _form(options: argparse.Namespace) -> str:
+    """Returns the form of the report, ``"json"``, ``"markdown"`` or ``"text"``, by option or by suffix.
+
+    Raises:
+        UsageError: The suffix is not known, or tells another form than the option.
+    """
+    asked = "json" if options.json else "markdown" if options.markdown else None
+    if options.output is None:
+        return asked or "text"
+    suffix = Path(options.output).suffix.lower()
+    if suffix not in _FORMS:
+        legal = ", ".join(filter(None, _FORMS))
+        raise UsageError(
+            f"-o {options.output}: no report has the suffix {suffix!r}; legal: {legal} or none."
+            + did_you_mean(suffix, _FORMS)
+        )
+    tells = _FORMS[suffix]
+    if asked and tells and asked != tells:
+        raise UsageError(f"-o {options.output}: the suffix {suffix!r} tells another form than --{asked}.")
+    return asked or tells or "text"
+
+
+def _write(report: Report, form: str, options: argparse.Namespace, notes: Notes) -> None:
+    made = {"json": report.to_json, "markdown": report.to_markdown, "text": report.__str__}[form]
+    text = made()
+    if options.output is None:
+        colour = form == "text" and wants_colour(options.color, sys.stdout)
+        print(encodable(coloured(text) if colour else text, sys.stdout))
+        return
+    with given(f"-o {options.output}"):
+        Path(options.output).write_text(text + "\n", encoding="utf-8", errors="backslashreplace")
+    notes.say(f"wrote {options.output}")

@@ -1,0 +1,302 @@
+"""The command line's options, and the policies that they name."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import re
+from collections.abc import Iterator
+from typing import Any, NoReturn
+
+import torch
+
+from ..errors import AmpGraphError, did_you_mean
+from ..ops.lists import PRESETS, OpClass, OpLists
+from ..policy.policy import DTYPE_NAMES, LEVELS, OBJECTIVES, PLACEMENTS, RULE_VALUES, Policy
+from ..runtime.options import AUTO, CAPTURES
+from .terminal import COLOURS
+
+POLICIES = ("O1", "O2", "torch", "paddle", "mindspore", "oneflow")
+_CLASSES = {cls.value: f"move these ops to the {cls} list" for cls in OpClass}
+_HELP = """\
+SPEC is one of
+  torchvision:resnet18               torchvision.models.get_model, random weights
+  timm:vit_tiny_patch16_224          timm.create_model, random weights
+  transformers:bert                  a model type with a small configuration, random weights
+  transformers:BertForMaskedLM       a model class, likewise
+  package.module:name                a function or class called without arguments, or an nn.Module;
+                                     a function may return (model, args) or (model, args, kwargs)
+
+--input takes SHAPE[:DTYPE], or NAME=SHAPE[:DTYPE] for a keyword argument:
+  --input 8x3x224x224    --input 2x16:int64    --input input_ids=2x16:int64
+
+A POLICY is
+  O0, O1, O2, O3                     a level with the default lists
+  torch, paddle, mindspore, oneflow  a peer's lists under the rule of torch.autocast
+  policy.json                        a file that holds what Policy.to_json() wrote
+
+examples
+{examples}
+
+exit status: 0 done, 1 the model could not be converted, 2 wrong usage
+"""
+_EXPLAIN_EXAMPLES = """\
+  ampgraph explain torchvision:resnet18 --input 8x3x224x224 --dtype float16
+  ampgraph explain transformers:bert --input input_ids=2x16:int64 --casts-only --peers
+  ampgraph explain transformers:gpt2 --input input_ids=2x16:int64 --top 20
+  ampgraph explain timm:vit_tiny_patch16_224 --input 1x3x224x224 --why layer_norm_3
+  ampgraph explain my_package.models:build --input 4x16 --rules 'head.*=fp32' --json -o report.json
+  ampgraph explain my_package.models:build --input 4x16 --diff report.json"""
+_DRAW_EXAMPLES = """\
+  ampgraph draw torchvision:resnet18 --input 8x3x224x224 -o resnet18.svg --depth 2
+  ampgraph draw transformers:gpt2 --input input_ids=2x16:int64 -o gpt2.svg --focus 'h.0.*'"""
+_COMPARE_EXAMPLES = """\
+  ampgraph compare-policies torchvision:resnet18 --input 8x3x224x224
+  ampgraph compare-policies transformers:t5 --input input_ids=2x16:int64 \\
+      --input decoder_input_ids=2x16:int64 --policies O1 O2 torch mine.json --markdown"""
+
+
+class UsageError(Exception):
+    """An option's value makes no sense; the message says what would."""
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says in one line what is wrong, with the nearest legal value; the usage is a page long."""
+
+    def error(self, message: str) -> NoReturn:
+        choice = re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message, re.DOTALL)
+        hint = did_you_mean(choice[1], re.findall(r"[\w:-]+", choice[2])) if choice else ""
+        raise UsageError(f"{_shortened(message)}.{hint} See {self.prog} --help.")
+
+
+def _shortened(message: str, width: int = 300) -> str:
+    return message if len(message) <= width else f"{message[:width]} .."
+
+
+def parser() -> argparse.ArgumentParser:
+    """Returns the parser of the whole command line; ``options.command`` is the command's name."""
+    from .. import __version__
+
+    main = _Parser(prog="ampgraph", description="Mixed precision as a graph compiler pass.")
+    version = f"ampgraph {__version__} (torch {torch.__version__})"
+    main.add_argument("--version", action="version", version=version)
+    commands = main.add_subparsers(title="commands", required=True, metavar="COMMAND", dest="command")
+    _explain(commands)
+    _draw(commands)
+    _compare(commands)
+    return main
+
+
+def _explain(commands: Any) -> None:
+    command = _command(
+        commands,
+        "explain",
+        "show what a model runs in which dtype, and what its casts cost",
+        "Converts a model with random weights and shows what runs in which dtype, and why.",
+        _EXPLAIN_EXAMPLES,
+    )
+    _policy_options(command)
+    _report_options(command)
+    command.add_argument("--casts-only", action="store_true", help="only casts and totals")
+    command.add_argument(
+        "--top", type=_rows, metavar="N", help="the N dearest rows of each table, by bytes of casts"
+    )
+    command.add_argument(
+        "--all-layers",
+        action="store_true",
+        default=None,
+        help="repeated layers in full; default: once where there are more than 200 nodes",
+    )
+    command.add_argument("--peers", action="store_true", help="totals under the peers' op lists too")
+    command.add_argument(
+        "--why", action="append", default=[], metavar="NODE", help="why this node, and what flipping it costs"
+    )
+    command.add_argument(
+        "--diff", metavar="POLICY|REPORT", help="what differs from another policy, or from a report's JSON"
+    )
+
+
+def _draw(commands: Any) -> None:
+    command = _command(
+        commands,
+        "draw",
+        "draw a model with its casts",
+        "Converts a model with random weights and draws its graph.",
+        _DRAW_EXAMPLES,
+    )
+    _policy_options(command)
+    command.add_argument(
+        "-o",
+        "--output",
+        metavar="FILE",
+        required=True,
+        help="the suffix is the format: svg, png, pdf, dot ..",
+    )
+    command.add_argument("--depth", type=int, metavar="N", help="fold modules deeper than this")
+    command.add_argument("--focus", metavar="GLOB", help="only these modules and what they touch")
+    command.add_argument("--highlight", nargs="+", metavar="WHAT", help="'casts', or globs of nodes")
+    command.add_argument("--graph", metavar="WHICH", help="forward, backward or both; default: forward")
+    command.add_argument(
+        "--plumbing",
+        action="store_true",
+        default=None,
+        help="open the boxes of integer and mask ops, which are folded by default",
+    )
+
+
+def _compare(commands: Any) -> None:
+    command = _command(
+        commands,
+        "compare-policies",
+        "show what a model costs under several policies",
+        "Converts a model with random weights under each policy; it is captured once.",
+        _COMPARE_EXAMPLES,
+    )
+    command.add_argument(
+        "--policies",
+        nargs="+",
+        default=list(POLICIES),
+        metavar="POLICY",
+        help=f"see below; default: {' '.join(POLICIES)}",
+    )
+    command.add_argument("--dtype", choices=tuple(DTYPE_NAMES), help="low dtype; default: bfloat16 on CPU")
+    _report_options(command)
+
+
+def _command(commands: Any, name: str, summary: str, description: str, examples: str) -> Any:
+    command = commands.add_parser(
+        name,
+        help=summary,
+        description=description,
+        epilog=_HELP.format(examples=examples),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    command.add_argument("spec", metavar="SPEC", help="which model, see below")
+    command.add_argument(
+        "--input", action="append", default=[], metavar="SHAPE", help="example input; repeat"
+    )
+    command.add_argument(
+        "--train", action="store_true", help="capture in training mode; default: evaluation mode"
+    )
+    command.add_argument(
+        "--capture",
+        choices=CAPTURES,
+        type=lambda text: text.replace("-", " "),
+        default=AUTO,
+        metavar="WAY",
+        help="auto, ahead-of-time or just-in-time; default: auto",
+    )
+    command.add_argument("-q", "--quiet", action="store_true", help="no progress on standard error")
+    return command
+
+
+def _policy_options(command: Any) -> None:
+    group = command.add_argument_group("policy")
+    group.add_argument("--policy", metavar="POLICY", help="see below; default: O1")
+    group.add_argument("--level", choices=LEVELS, help="instead of the policy's")
+    group.add_argument("--dtype", choices=tuple(DTYPE_NAMES), help="low dtype; default: bfloat16 on CPU")
+    group.add_argument("--lists", choices=tuple(PRESETS), help="op lists to start from")
+    for cls, meaning in _CLASSES.items():
+        group.add_argument(f"--{cls}", nargs="+", action="extend", default=[], metavar="OP", help=meaning)
+    group.add_argument(
+        "--rules",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="GLOB=low|fp32",
+        help="by module path or node name",
+    )
+    group.add_argument("--placement", choices=PLACEMENTS, help="instead of the policy's")
+    group.add_argument("--objective", choices=OBJECTIVES, help="what the optimal placement minimises")
+
+
+def _report_options(command: Any) -> None:
+    form = command.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="JSON instead of text")
+    form.add_argument("--markdown", action="store_true", help="Markdown instead of text")
+    command.add_argument(
+        "-o", "--output", metavar="FILE", help="write there; .json and .md tell the form where no option does"
+    )
+    command.add_argument(
+        "--color",
+        choices=COLOURS,
+        default="auto",
+        help="colours in text; auto: on a terminal, not with NO_COLOR",
+    )
+
+
+def _rows(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a number of rows, 1 or more")
+    return int(text)
+
+
+@contextlib.contextmanager
+def given(option: str, reads: bool = True) -> Iterator[None]:
+    """Runs what an option's value is for: what that refuses is the value's fault.
+
+    Args:
+        option: The option and its value, as the message names them.
+        reads: Whether the code only reads the value, so that any error of a value is the user's; of code
+            that works with it, such an error is a fault of ampgraph and passes.
+
+    Raises:
+        UsageError: Something inside refused the value, or could not stand it.
+    """
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise UsageError(f"{option}: {error.strerror or error}") from error
+    except AmpGraphError as error:
+        raise UsageError(f"{option}: {error}") from error
+    except (ValueError, OverflowError, RecursionError, MemoryError) as error:
+        if not reads:
+            raise
+        raise UsageError(f"{option}: {_cause(error)}") from error
+
+
+def _cause(error: Exception) -> str:
+    if isinstance(error, RecursionError):
+        return "nested too deep."
+    if isinstance(error, MemoryError):
+        return "there is not enough memory for it."
+    return f"no JSON: {error}" if isinstance(error, json.JSONDecodeError) else str(error)
+
+
+def policy_of(options: argparse.Namespace) -> Policy:
+    """Returns the policy that the options describe: ``--policy``, and what the others change of it.
+
+    Raises:
+        UsageError: Something in it is not legal.
+    """
+    with given("--policy"):
+        policy = Policy.of(options.policy)
+    values = {name: getattr(options, name) for name in ("level", "dtype", "placement", "objective")}
+    changes: dict[str, Any] = {name: value for name, value in values.items() if value is not None}
+    if options.rules:
+        changes["rules"] = {**policy.rules, **dict(map(_rule, options.rules))}
+    ops = OpLists.preset(options.lists) if options.lists else policy.ops
+    _check_classes(options)
+    for cls in _CLASSES:
+        with given(f"--{cls}"):
+            ops = getattr(ops, f"with_{cls}")(*getattr(options, cls))
+    return policy.replace(ops=ops, **changes)
+
+
+def _check_classes(options: argparse.Namespace) -> None:
+    seen: dict[str, str] = {}
+    for cls in _CLASSES:
+        for op in getattr(options, cls):
+            if seen.setdefault(op, cls) != cls:
+                raise UsageError(f"{op!r} is given both as --{seen[op]} and as --{cls}.")
+
+
+def _rule(text: str) -> tuple[str, str]:
+    pattern, equals, value = text.rpartition("=")
+    if not equals or value not in RULE_VALUES:
+        hint = did_you_mean(value, RULE_VALUES)
+        raise UsageError(f"--rules {text!r}: expected GLOB=low or GLOB=fp32, such as 'head.*=fp32'.{hint}")
+    return pattern, value

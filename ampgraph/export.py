@@ -1,0 +1,168 @@
+"""`export` and the conversion of an ``ExportedProgram``: casts that travel with the program."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from os import PathLike
+from typing import Any
+
+import torch
+from torch import nn
+from torch.export import ExportedProgram
+
+from ._compat import wrap_grad_modes
+from .capture import LOST_KEY, capture_program
+from .errors import PolicyError
+from .module import AmpModule
+from .passes import ExplicitCasts, ReadStored, run_passes
+from .passes.insert_casts import is_inserted
+from .passes.pipeline import rewrite
+from .passes.read_shadows import casts_of
+from .plan import META_KEY
+from .policy.policy import Policy
+from .runtime.device import device_of_tensors
+from .warn import warn_user
+
+
+def export(
+    model: nn.Module,
+    args: tuple,
+    kwargs: dict[str, Any] | None = None,
+    *,
+    policy: Policy | str | PathLike[str] | None = None,
+    dtype: torch.dtype | str | None = None,
+    dynamic_shapes: Any = None,
+    explicit_casts: bool = False,
+) -> ExportedProgram:
+    """Exports a model with its casts in the graph.
+
+    At level O3, in evaluation mode, the program holds low the parameters that it reads low alone.
+
+    Args:
+        model: The source model, or a converted one, whose source and policy are then taken; not changed.
+        args: Example positional arguments.
+        kwargs: Example keyword arguments.
+        policy: As for `ampgraph.convert`.
+        dtype: The low dtype, or its name; fills in the policy's.
+        dynamic_shapes: As for ``torch.export.export``.
+        explicit_casts: Whether to write out as casts what ATen's kernels convert by themselves (a sum of both
+            dtypes, a softmax in float32 of low values, a norm with float32 weights). For runtimes whose
+            operators take operands of one dtype: ONNX.
+
+    Raises:
+        CaptureError: The model cannot be captured.
+        PolicyError: The policy or its rules make no sense for this model, or its parameters are stored low.
+    """
+    if isinstance(model, AmpModule):
+        policy = model.policy if policy is None else policy
+        model = _source_of(model)
+    chosen = Policy.of(policy, dtype)
+    program = capture_program(model, args, kwargs, dynamic_shapes)
+    if lost := program.graph_module.meta[LOST_KEY]:
+        warn_user(f"{type(model).__name__}: the program has the forward alone, without {', '.join(lost)}.")
+    stores_low = chosen.level == "O3" and not model.training
+    return convert_program(program, chosen, explicit_casts, stores_low)
+
+
+def _source_of(amp: AmpModule) -> nn.Module:
+    if amp.stored_low:
+        raise PolicyError(
+            f"level O3 has stored {len(amp.stored_low)} parameters of {type(amp.source).__name__} in "
+            f"{amp.policy.dtype}; export the float32 model before it is converted."
+        )
+    return amp.source
+
+
+def convert_program(
+    program: ExportedProgram, policy: Policy, explicit_casts: bool = False, stores_low: bool = False
+) -> ExportedProgram:
+    """Returns a new program with casts inserted; the given one is not changed.
+
+    Args:
+        program: The program.
+        policy: The policy.
+        explicit_casts: As for `export`.
+        stores_low: Whether parameters that the new program reads low alone are stored so in it.
+    """
+    low_dtype = policy.low_dtype(device_of_tensors(dict(program.state_dict)))
+    graph_module = copy.deepcopy(program.graph_module)
+    for old, new in zip(program.graph.nodes, graph_module.graph.nodes, strict=True):
+        new.name = old.name  # a copy renames what shadows a builtin, such as "input"; the signature does not
+    signature = copy.deepcopy(program.graph_signature)
+    _mark_parameters(graph_module, program)
+    modules = sorted({p for e in program.module_call_graph for p in [e.fqn]})
+    rewrite(graph_module, policy.replace(dtype=low_dtype), low_dtype, modules)
+    state = dict(program.state_dict)
+    if stores_low:
+        state |= _store_low(graph_module, signature.inputs_to_parameters, state, low_dtype)
+    for part in [m for m in graph_module.modules() if isinstance(m, torch.fx.GraphModule)]:
+        if explicit_casts:
+            run_passes(part, (ExplicitCasts(low_dtype),))
+        _fix_grad_modes(part.graph)
+    for node in graph_module.graph.nodes:
+        node.meta.pop("ampgraph_parameter", None)
+        node.meta.pop("ampgraph_value", None)
+        node.meta.pop("ampgraph_table", None)
+        if is_inserted(node):
+            # Metadata of a saved program must be strings.
+            node.meta["custom"] = {**node.meta.get("custom", {}), META_KEY: node.meta[META_KEY]["reason"]}
+    graph_module.meta.pop(META_KEY, None)
+    graph_module = wrap_grad_modes(graph_module)
+    outputs = next(n for n in reversed(graph_module.graph.nodes) if n.op == "output").args[0]
+    for spec, node in zip(signature.output_specs, outputs, strict=True):
+        if hasattr(node, "name") and getattr(spec.arg, "name", None) not in (None, node.name):
+            spec.arg.name = node.name
+    return ExportedProgram(
+        root=graph_module,
+        graph=graph_module.graph,
+        graph_signature=signature,
+        state_dict=state,
+        range_constraints=program.range_constraints,
+        module_call_graph=copy.deepcopy(program.module_call_graph),
+        example_inputs=program.example_inputs,
+        constants=program.constants,
+        verifiers=[program.verifier],
+    )
+
+
+def _store_low(
+    graph_module: torch.fx.GraphModule,
+    parameters: Mapping[str, str],
+    state: Mapping[str, torch.Tensor],
+    low_dtype: torch.dtype,
+) -> dict[str, torch.Tensor]:
+    """Makes the graph read low what it casts at every use, and returns those parameters, low, by name.
+
+    Args:
+        graph_module: The rewritten graph.
+        parameters: Names of parameters by the name of their placeholder.
+        state: Tensors by the parameters' names; tied parameters are one tensor.
+        low_dtype: The low dtype.
+    """
+    placeholders = graph_module.graph.find_nodes(op="placeholder")
+    reads = [(n, state[parameters[n.name]]) for n in placeholders if n.name in parameters]
+    wide = {id(p) for n, p in reads if p.dtype != torch.float32 or len(casts_of(n)) != len(n.users)}
+    narrow = {id(p): nn.Parameter(p.to(low_dtype), p.requires_grad) for _, p in reads if id(p) not in wide}
+    run_passes(graph_module, (ReadStored(tuple(n.name for n, p in reads if id(p) in narrow), low_dtype),))
+    return {name: narrow[id(value)] for name, value in state.items() if id(value) in narrow}
+
+
+def _fix_grad_modes(graph: torch.fx.Graph) -> None:
+    """Writes out the grad mode around each region: a program may not ask for it at run time."""
+    for node in graph.find_nodes(op="call_function", target=torch.is_grad_enabled):
+        for user in list(node.users):
+            user.args = (node.meta["val"],)
+        graph.erase_node(node)
+
+
+def _mark_parameters(graph_module: torch.fx.GraphModule, program: ExportedProgram) -> None:
+    signature = program.graph_signature
+    names = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
+    names.update(signature.inputs_to_lifted_tensor_constants)
+    for node in graph_module.graph.find_nodes(op="placeholder"):
+        if node.name in names:
+            node.meta["ampgraph_parameter"] = True
+            name = names[node.name]
+            node.meta["ampgraph_value"] = program.state_dict.get(name, program.constants.get(name))
+            node.meta["ampgraph_table"] = node.name not in signature.inputs_to_parameters

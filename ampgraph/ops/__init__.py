@@ -1,0 +1,1 @@
+"""What is known of ATen: the op lists and the facts about kernels."""

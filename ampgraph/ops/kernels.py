@@ -1,0 +1,241 @@
+"""What the passes ask about ATen kernels; the answers are in `ampgraph.ops.kernel_tables`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from typing import TypeVar
+
+import torch
+
+from .._compat import VERSION, OpOverload
+from . import kernel_tables
+
+T = TypeVar("T")
+
+
+@cache
+def is_composite(target: OpOverload) -> bool:
+    """Whether the op is made of others, so that what its schema says of aliases is not checked by torch."""
+    return target.has_kernel_for_dispatch_key(torch.DispatchKey.CompositeImplicitAutograd)
+
+
+@cache
+def is_dropout(target: OpOverload) -> bool:
+    """Whether the op is a dropout, which may have nothing to do and returns its input then."""
+    return _listed(kernel_tables.DROPOUTS, target)
+
+
+@cache
+def reads_strides(target: OpOverload) -> bool:
+    """Whether the op reads its input's memory by strides of its own, beyond the input itself."""
+    return _listed(kernel_tables.STRIDED, target)
+
+
+@cache
+def may_convert(target: OpOverload) -> bool:
+    """Whether the op changes its input's dtype, or returns it where there is nothing to change."""
+    return _listed(kernel_tables.CONVERTING, target)
+
+
+@cache
+def overload_name(target: OpOverload) -> str:
+    """Returns ``"aten.softmax.int"``; a default overload is spelled out, ``"aten.relu.default"``."""
+    return str(target).replace("::", ".")
+
+
+@cache
+def packet_name(target: OpOverload) -> str:
+    """Returns ``"aten.softmax"`` for each overload of softmax."""
+    return overload_name(target).rsplit(".", 1)[0]
+
+
+@cache
+def lookup_names(target: OpOverload) -> tuple[str, ...]:
+    """Returns the names to look an op up by, most specific first.
+
+    An in-place op ends with the names of its functional form: ``aten.add_.Tensor``, ``aten.add_``,
+    ``aten.add.Tensor``, ``aten.add``.
+    """
+    packet = packet_name(target)
+    overload = overload_name(target).rsplit(".", 1)[1]
+    names: tuple[str, ...] = (f"{packet}.{overload}", packet)
+    if not (packet.endswith("_") and not packet.endswith("__") and target._schema.is_mutable):
+        return names
+    functional = packet[:-1]
+    return (*names, f"{functional}.{overload}", functional)
+
+
+def _aten_names(target: OpOverload) -> list[str]:
+    return [name.removeprefix("aten.") for name in lookup_names(target) if name.startswith("aten.")]
+
+
+def _row(table: Mapping[str, T], target: OpOverload) -> T | None:
+    return next((table[name] for name in _aten_names(target) if name in table), None)
+
+
+def _listed(names: frozenset[str], target: OpOverload) -> bool:
+    return any(name in names for name in _aten_names(target))
+
+
+@cache
+def promotes(target: OpOverload) -> bool:
+    """Whether the kernel reads a low and a float32 operand in one pass and returns the promoted dtype.
+
+    An in-place form reads them too, but keeps the dtype of the tensor it writes.
+    """
+    return _listed(kernel_tables.PROMOTES, target) or (
+        VERSION >= (2, 13) and _listed(kernel_tables.PROMOTES_SINCE_2_13, target)
+    )
+
+
+@cache
+def dtype_arg(target: OpOverload) -> str | None:
+    """Returns the argument that makes the op compute and return float32 from a low input, if it has one."""
+    likes = _listed(kernel_tables.LIKES, target)
+    return _row(kernel_tables.DTYPE_ARG, target) or ("dtype" if likes else None)
+
+
+@cache
+def dtype_arg_needs(target: OpOverload) -> tuple[str, tuple[object, ...]] | None:
+    """Returns the argument, and its values, with which `dtype_arg` holds for the backward too; None: any."""
+    return _row(kernel_tables.DTYPE_ARG_NEEDS, target)
+
+
+@cache
+def fp32_slots(target: OpOverload) -> tuple[str, ...]:
+    """Returns the names of the arguments that stay float32 in every precision."""
+    return _row(kernel_tables.FP32_SLOTS, target) or ()
+
+
+@cache
+def follow_slots(target: OpOverload) -> tuple[str, ...] | None:
+    """Returns the arguments whose dtype a gray op follows, or None if all floating tensors count."""
+    return _row(kernel_tables.FOLLOW_SLOTS, target)
+
+
+@cache
+def any_slots(target: OpOverload) -> tuple[str, ...]:
+    """Returns the arguments that take any floating dtype without a say in the result's."""
+    return _row(kernel_tables.ANY_SLOTS, target) or ()
+
+
+@cache
+def statistics_slots(target: OpOverload) -> tuple[str, ...]:
+    """Returns the arguments whose dtype decides, on CPU, in which dtype a norm saves its statistics."""
+    return _row(kernel_tables.STATISTICS_SLOTS, target) or ()
+
+
+@cache
+def sparse_gradient_arg(target: OpOverload) -> str | None:
+    """Returns the argument that makes the gradient of the op's weight sparse, if it has one."""
+    return _row(kernel_tables.SPARSE_GRADIENT, target)
+
+
+@cache
+def mask_slots(target: OpOverload) -> tuple[str, ...]:
+    """Returns the names of the arguments that are additive masks."""
+    return _row(kernel_tables.MASK_SLOTS, target) or ()
+
+
+@cache
+def rounds_once(target: OpOverload) -> bool:
+    """Whether the low kernel equals the float32 kernel with its result rounded."""
+    return _listed(kernel_tables.ROUNDS_ONCE, target) or (
+        VERSION < (2, 14) and _listed(kernel_tables.ROUNDS_ONCE_BEFORE_2_14, target)
+    )
+
+
+@cache
+def fp32_only(target: OpOverload, device_type: str = "", low_dtype: torch.dtype | None = None) -> bool:
+    """Whether the op has no low-precision kernel that can be used.
+
+    Args:
+        target: The op.
+        device_type: Where; ``""`` asks whether there is none on any device.
+        low_dtype: For which dtype; None asks whether there is none for both.
+    """
+    names = kernel_tables.FP32_ONLY | kernel_tables.FP32_ONLY_ON.get(device_type, frozenset())
+    names |= kernel_tables.BROKEN_ON.get(device_type, frozenset())
+    if low_dtype is not None:
+        names |= kernel_tables.FP32_ONLY_FOR.get((device_type, low_dtype), frozenset())
+    return _listed(names, target)
+
+
+@cache
+def wants_one_dtype(target: OpOverload) -> bool:
+    """Whether the op's kernels refuse float32 beside low, although FakeTensor does not."""
+    return _listed(kernel_tables.ONE_DTYPE, target)
+
+
+@cache
+def is_opaque(target: OpOverload) -> bool:
+    """Whether FakeTensor cannot run the op a second time."""
+    return _listed(kernel_tables.OPAQUE, target)
+
+
+@cache
+def has_functional_form(target: OpOverload) -> bool:
+    """Whether autograd differentiates the functional form of an in-place op as it does the op itself."""
+    functional = target._schema.name.split("::")[1].removesuffix("_")
+    overload = getattr(getattr(torch.ops.aten, functional, None), target._overloadname, None)
+    if overload is None or _listed(kernel_tables.IN_PLACE_ONLY, target):
+        return False
+    # Forms that torch generates for functionalization have no derivative.
+    return torch.Tag.generated not in overload.tags
+
+
+@cache
+def is_view(target: OpOverload) -> bool:
+    """Whether the result may share its input's memory, so that the op itself moves no bytes."""
+    if _listed(kernel_tables.VIEW_LIKE, target):
+        return True
+    if may_convert(target):
+        return False
+    aliases = (result.alias_info for result in target._schema.returns)
+    return any(alias is not None and not alias.is_write for alias in aliases)
+
+
+@cache
+def computes_on_tensors(name: str) -> bool:
+    """Whether ATen has a deterministic, functional op of that name on tensors; factories do not count."""
+    packet = getattr(torch.ops.aten, name, None)
+    if packet is None or name.endswith("_"):
+        return False
+    overloads = [getattr(packet, overload) for overload in packet.overloads()]
+    arguments = [overload._schema.arguments for overload in overloads]
+    if any(a.name == "device" for each in arguments for a in each):
+        return False
+    if any(torch.Tag.nondeterministic_seeded in overload.tags for overload in overloads):
+        return False
+    return any(each and str(each[0].type) == "Tensor" for each in arguments)
+
+
+@cache
+def reads_no_values(target: OpOverload) -> bool:
+    """Whether the op reads only sizes, dtypes and the like of its tensors."""
+    return _listed(kernel_tables.LIKES | kernel_tables.SHAPE_ONLY, target)
+
+
+@cache
+def shape_slots(target: OpOverload) -> tuple[str, ...]:
+    """Returns the arguments of which the op reads only sizes or the dtype."""
+    return _row(kernel_tables.SHAPE_SLOTS, target) or ()
+
+
+@cache
+def contracted(target: OpOverload) -> tuple[tuple[int, int], ...] | None:
+    """Returns (argument, dimension) of what a matrix product sums over; None for other ops."""
+    return _row(kernel_tables.CONTRACTED, target)
+
+
+@cache
+def is_step(target: OpOverload) -> bool:
+    """Whether the op's floating result jumps where its input passes some value."""
+    return _listed(kernel_tables.STEPS, target)
+
+
+@cache
+def is_periodic(target: OpOverload) -> bool:
+    """Whether the op's argument is an angle: what counts is its absolute error, not its relative one."""
+    return _listed(kernel_tables.PERIODIC, target)

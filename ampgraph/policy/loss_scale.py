@@ -1,0 +1,230 @@
+"""Which loss scale a policy asks for: none, a fixed one, or one that adapts; and how it adapts."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..errors import PolicyError
+
+
+@dataclass(frozen=True)
+class NoLossScale:
+    """Gradients are not scaled: right for bfloat16, whose exponent range is float32's."""
+
+
+@dataclass(frozen=True)
+class StaticLossScale:
+    """A fixed loss scale (MindSpore's ``FixedLossScaleManager``).
+
+    Args:
+        value: The scale; a power of two loses no bits.
+        skip_on_overflow: Whether a step with non-finite gradients is skipped (MindSpore's
+            ``drop_overflow_update``).
+    """
+
+    value: float = 2.0**15
+    skip_on_overflow: bool = True
+
+    def __post_init__(self) -> None:
+        _check_positive(self, "value")
+        _check_scale(self, "value")
+
+
+@dataclass(frozen=True)
+class DynamicLossScale:
+    """A loss scale that grows while gradients stay finite and backs off when they do not.
+
+    The rule is that of ``torch.amp.GradScaler``, with a floor and a ceiling (torch's own scale reaches 0
+    after some 200 bad steps) and with Paddle's and Megatron-LM's patience.
+
+    Args:
+        init_scale: The first scale.
+        growth_factor: Factor after ``growth_interval`` good steps in a row (Paddle's ``incr_ratio``).
+        backoff_factor: Factor at a backoff (Paddle's ``decr_ratio``).
+        growth_interval: Good steps before growing (Paddle's ``incr_every_n_steps``).
+        floor: The scale never falls below.
+        ceiling: The scale never grows above.
+        hysteresis: Backoffs to ignore, less one, since the scale last grew (Megatron-LM).
+        bad_steps_before_backoff: Bad steps in a row that count as one (Paddle's
+            ``decr_every_n_nan_or_inf``).
+    """
+
+    init_scale: float = 2.0**16
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 2000
+    floor: float = 1.0
+    ceiling: float = 2.0**24
+    hysteresis: int = 1
+    bad_steps_before_backoff: int = 1
+
+    def __post_init__(self) -> None:
+        for name in self.__dataclass_fields__:
+            _check_positive(self, name)
+        for name in ("init_scale", "floor", "ceiling"):
+            _check_scale(self, name)
+        for name in ("growth_interval", "hysteresis", "bad_steps_before_backoff"):
+            if not isinstance(getattr(self, name), int) or getattr(self, name) >= 2**31:
+                raise PolicyError(
+                    f"DynamicLossScale: {name}={getattr(self, name)!r} must be a whole number below 2**31."
+                )
+        if not (math.inf > as_float32(self.growth_factor) > 1 > as_float32(self.backoff_factor) > 0):
+            raise PolicyError(
+                f"DynamicLossScale: growth_factor={self.growth_factor!r} must be above 1 and backoff_factor="
+                f"{self.backoff_factor!r} between 0 and 1, in float32."
+            )
+        if not self.floor <= self.init_scale <= self.ceiling:
+            raise PolicyError(
+                f"DynamicLossScale: init_scale={self.init_scale} is outside floor={self.floor} .. "
+                f"ceiling={self.ceiling}."
+            )
+
+
+LossScale = NoLossScale | StaticLossScale | DynamicLossScale
+
+
+def first_scale(config: LossScale) -> float:
+    """Returns the scale that training begins with."""
+    if isinstance(config, DynamicLossScale):
+        return config.init_scale
+    return config.value if isinstance(config, StaticLossScale) else 1.0
+
+
+def first_counters(config: LossScale) -> list[int]:
+    """Returns good steps in a row, bad steps in a row, and how many backoffs are still to be ignored."""
+    return [0, 0, config.hysteresis if isinstance(config, DynamicLossScale) else 0]
+
+
+def in_range(config: LossScale, scale: Tensor) -> Tensor:
+    """Returns the scale within the config's floor and ceiling."""
+    return scale.clamp(config.floor, config.ceiling) if isinstance(config, DynamicLossScale) else scale
+
+
+def adapted(config: DynamicLossScale, scale: Tensor, counters: Tensor, bad: Tensor) -> tuple[Tensor, Tensor]:
+    """``torch.amp.GradScaler``'s rule, with patience, floor and ceiling; all on the device.
+
+    Args:
+        config: The rule's numbers.
+        scale: The scale of the step that ends, 0-dim float32.
+        counters: See `first_counters`, int32.
+        bad: Whether the step's gradients were not finite, 0-dim bool.
+
+    Returns:
+        Scale and counters of the next step.
+    """
+    good_steps, bad_steps, patience = counters
+    bad_steps = torch.where(bad, bad_steps + 1, 0)
+    due = bad_steps >= config.bad_steps_before_backoff
+    patience = torch.where(due, (patience - 1).clamp(min=0), patience)
+    back = due & (patience == 0)
+    good_steps = torch.where(bad, 0, good_steps + 1)
+    grow = good_steps >= config.growth_interval
+    grown = torch.where(grow, scale * config.growth_factor, scale)
+    new = torch.where(back, scale * config.backoff_factor, grown)
+    after = (
+        torch.where(grow, 0, good_steps),
+        torch.where(due, 0, bad_steps),
+        torch.where(grow, config.hysteresis, patience),
+    )
+    return in_range(config, new), torch.stack(after).to(torch.int32)
+
+
+class SavedNumbers(NamedTuple):
+    """What a state dict says, checked."""
+
+    config: LossScale
+    scale: float
+    counters: list[int]
+    steps: int
+
+
+def checked_state(config: LossScale, state: Mapping[str, Any], counters: list[int]) -> SavedNumbers:
+    """Returns the numbers of a state dict of ours or of ``torch.amp.GradScaler``.
+
+    Args:
+        config: The numbers that the state may leave out.
+        state: The state dict.
+        counters: See `first_counters`; likewise.
+
+    Raises:
+        PolicyError: The state is empty, or a number is none that a scale can have.
+    """
+    if "scale" not in state:
+        what = f"has no 'scale', only {', '.join(map(repr, state))}" if state else "is empty"
+        raise PolicyError(f"the scaler's state {what}; was it saved by a scaler that was not enabled?")
+    scale = state["scale"]
+    # torch's own scale falls to 0 after 200 bad steps; the floor takes its place.
+    if not _is_number(scale) or not 0 <= as_float32(scale) < math.inf:
+        raise PolicyError(f"the scaler's state has scale={scale!r}, which must be a finite number.")
+    given = {name: state[name] for name in vars(config) if name in state}
+    config = dataclasses.replace(config, **given)
+    names = ("_growth_tracker", "_bad_tracker", "_hysteresis_left")
+    found = [
+        state.get("_growth_tracker", 0),
+        *(state.get(n, c) for n, c in zip(names[1:], counters[1:], strict=True)),
+    ]
+    steps = state.get("_steps", 0)
+    for name, value in zip((*names, "_steps"), (*found, steps), strict=True):
+        if not isinstance(value, int) or not 0 <= value < 2**31:
+            raise PolicyError(f"the scaler's state has {name}={value!r}, which must be a whole number.")
+    scale = as_float32(scale)
+    if isinstance(config, StaticLossScale) and scale == 0:
+        raise PolicyError(
+            "the scaler's state has scale=0.0, and a static scale has no floor to put in its place."
+        )
+    return SavedNumbers(config, scale, found, steps)
+
+
+def new_scale_of(value: float | Tensor, scale: Tensor) -> Tensor:
+    """Returns a scale that a loop gives, beside the present one; one on a GPU is not waited for.
+
+    Raises:
+        PolicyError: It is no positive, finite number of float32.
+    """
+    if isinstance(value, Tensor):
+        if value.numel() != 1 or not value.is_floating_point() or value.requires_grad:
+            raise PolicyError(
+                "update takes a number or a float tensor of one element that requires no gradient."
+            )
+        new = value.detach().reshape(()).to(scale.device, torch.float32, copy=True)
+        if value.device.type != "cpu":
+            return torch.where(new.isfinite() & (new > 0), new, scale)
+        value = float(value)
+    if not _is_number(value) or not _TINY <= as_float32(value) <= _HUGE:
+        raise PolicyError(f"update: new_scale={value!r} must be a positive, finite number of float32.")
+    return torch.tensor(float(value), dtype=torch.float32, device=scale.device)
+
+
+def as_float32(value: float) -> float:
+    """Returns the number that the device computes with."""
+    return float(torch.tensor(float(value), dtype=torch.float32))
+
+
+# Both a scale and its inverse are normal numbers of float32.
+_TINY, _HUGE = 2.0**-126, 2.0**126
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _check_scale(config: object, name: str) -> None:
+    value = getattr(config, name)
+    if not _TINY <= value <= _HUGE:
+        raise PolicyError(
+            f"{type(config).__name__}: {name}={value!r} must be between 2**-126 and 2**126, so that it and "
+            "its inverse are numbers of float32."
+        )
+
+
+def _check_positive(config: object, name: str) -> None:
+    value = getattr(config, name)
+    if not _is_number(value) or not 0 < value < math.inf:
+        raise PolicyError(f"{type(config).__name__}: {name}={value!r} must be a positive, finite number.")

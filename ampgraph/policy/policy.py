@@ -1,0 +1,252 @@
+"""What the user wants: level, dtype, op lists, rules, and how casts are placed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from os import PathLike
+from typing import Any
+
+import torch
+
+from ..errors import PolicyError, did_you_mean
+from ..ops.lists import OpLists
+from .loss_scale import DynamicLossScale, LossScale, NoLossScale
+
+LEVELS = ("O0", "O1", "O2", "O3")
+PLACEMENTS = ("optimal", "autocast")
+OBJECTIVES = ("traffic", "cast_bytes", "casts")
+LOW_DTYPES = (torch.float16, torch.bfloat16)
+DTYPE_NAMES = {
+    "float16": torch.float16,
+    "fp16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "bf16": torch.bfloat16,
+}
+RULE_VALUES = ("low", "fp32")
+
+
+class _Rules(Mapping):
+    """A read-only, hashable dict: a policy must not change after it was checked."""
+
+    def __init__(self, rules: Mapping[str, str]):
+        self._rules = dict(rules)
+
+    def __getitem__(self, key: str) -> str:
+        return self._rules[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._rules)
+
+    def __len__(self) -> int:
+        return len(self._rules)
+
+    def __hash__(self) -> int:
+        return hash(frozenset(self._rules.items()))
+
+    def __repr__(self) -> str:
+        return repr(self._rules)
+
+
+@dataclass(frozen=True, repr=False)
+class Policy:
+    """How a model is converted; frozen, and its repr is an expression that builds it again.
+
+    Args:
+        level: ``"O0"`` changes nothing; ``"O1"`` lets the op lists decide and gray ops follow their
+            inputs; ``"O2"`` runs everything low except black ops and norm parameters; ``"O3"`` runs
+            everything low, for inference.
+        dtype: The low dtype, ``torch.float16`` or ``torch.bfloat16``, or its name (``"float16"``,
+            ``"fp16"``, ``"bfloat16"``, ``"bf16"``). None means float16 where the parameters are on CUDA
+            and bfloat16 elsewhere.
+        ops: The op lists, see `OpLists`.
+        rules: Globs over module paths (as in ``model.named_modules()``) or over graph node names,
+            each mapped to ``"low"`` or ``"fp32"``. The innermost module that a rule matches decides
+            (MindSpore's ``Cell.to_float``, Paddle's ``custom_black_varnames``).
+        use_fp16_guard: True: only code inside `fp16_guard` may go low; False: `fp16_guard` is
+            ignored; None: True when the graph contains one.
+        placement: ``"optimal"`` (minimum cut) or ``"autocast"`` (the rule of ``torch.autocast``).
+        objective: What the optimal placement minimises: ``"traffic"`` (bytes all kernels and casts
+            read and write), ``"cast_bytes"`` or ``"casts"``. ``"traffic"`` has a bound: casts of
+            activations move no more bytes than those of the rule of ``torch.autocast`` on the same graph.
+            `Plan.gap` tells how far a plan is at most from the least, `Plan.optimal` whether it is the least.
+        loss_scale: `NoLossScale`, `StaticLossScale` or `DynamicLossScale`. None means dynamic for
+            float16 and none for bfloat16.
+        keep_io_dtypes: Whether graph outputs keep the dtypes of the source model. False does not go with a
+            loss scale in float16: gradients of float16 outputs underflow before they are scaled.
+        hazards: Whether values that rounding would spoil stay exact until a low op has fed them: positions,
+            angles, and what ends in integers or booleans. Guards and rules stand above it, op lists below.
+
+    Raises:
+        PolicyError: A value is not legal; the message gives the legal ones.
+    """
+
+    level: str = "O1"
+    dtype: torch.dtype | None = None
+    ops: OpLists = field(default_factory=OpLists.default)
+    rules: Mapping[str, str] = field(default_factory=dict)
+    use_fp16_guard: bool | None = None
+    placement: str = "optimal"
+    objective: str = "traffic"
+    loss_scale: LossScale | None = None
+    keep_io_dtypes: bool = True
+    hazards: bool = True
+
+    def __post_init__(self) -> None:
+        _check_choice("level", self.level, LEVELS)
+        _check_choice("placement", self.placement, PLACEMENTS)
+        _check_choice("objective", self.objective, OBJECTIVES)
+        object.__setattr__(self, "dtype", low_dtype_of(self.dtype))
+        if not isinstance(self.ops, OpLists):
+            raise PolicyError(f"Policy: ops must be an OpLists, got {type(self.ops).__name__}.")
+        if self.use_fp16_guard not in (True, False, None):
+            raise PolicyError(f"Policy: use_fp16_guard={self.use_fp16_guard!r}; legal: True, False, None.")
+        if self.loss_scale is not None and not isinstance(self.loss_scale, LossScale):
+            raise PolicyError(
+                f"Policy: loss_scale={self.loss_scale!r}; legal: NoLossScale(), StaticLossScale(value), "
+                "DynamicLossScale(...) or None."
+            )
+        for name in ("keep_io_dtypes", "hazards"):
+            if not isinstance(getattr(self, name), bool):
+                raise PolicyError(f"Policy: {name}={getattr(self, name)!r}; legal: True, False.")
+        if not isinstance(self.rules, Mapping):
+            raise PolicyError(f"Policy: rules must be a dict, got {type(self.rules).__name__}.")
+        for pattern, value in self.rules.items():
+            if not isinstance(pattern, str):
+                raise PolicyError(
+                    f"Policy: rule {pattern!r} must be a module path glob or a node name (str)."
+                )
+            _check_choice(f"rule {pattern!r}", value, RULE_VALUES)
+        object.__setattr__(self, "rules", _Rules(self.rules))
+
+    @classmethod
+    def of(
+        cls, policy: Policy | str | PathLike[str] | None, dtype: torch.dtype | str | None = None
+    ) -> Policy:
+        """Returns the policy that a user wrote; ``dtype`` fills in the policy's own.
+
+        Args:
+            policy: A policy, a level's name (``"O1"``), a peer's (``"torch"``: its op lists under the rule of
+                ``torch.autocast``), the path of a file that `to_json` filled, or None for the default.
+            dtype: The low dtype, or its name.
+
+        Raises:
+            PolicyError: There is no such policy, the file is none, or ``dtype`` contradicts the policy's.
+        """
+        from ..policy_file import policy_named
+
+        dtype = low_dtype_of(dtype)
+        if policy is None:
+            return cls(dtype=dtype)
+        if isinstance(policy, (str, PathLike)):
+            policy = policy_named(policy)
+        if not isinstance(policy, cls):
+            raise PolicyError(
+                f"policy must be a Policy, a name ({', '.join(LEVELS)}, torch ..) or a policy file's path, "
+                f"got {type(policy).__name__}."
+            )
+        if dtype is None or dtype == policy.dtype:
+            return policy
+        if policy.dtype is not None:
+            raise PolicyError(f"dtype={dtype} contradicts the policy's dtype={policy.dtype}.")
+        return policy.replace(dtype=dtype)
+
+    def replace(self, **changes: object) -> Policy:
+        """Returns a new policy with the given fields changed."""
+        legal = [f.name for f in fields(self)]
+        for name in changes:
+            _check_choice("field", name, tuple(legal))
+        return Policy(**{**{name: getattr(self, name) for name in legal}, **changes})  # type: ignore[arg-type]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns plain dicts, lists, strings, numbers, booleans and None; `from_dict` builds it again."""
+        from ..policy_file import policy_to_dict
+
+        return policy_to_dict(self)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Policy:
+        """Builds what `to_dict` gave; keys that are left out have their defaults.
+
+        Raises:
+            PolicyError: A key or a value is not legal; names it and the nearest legal one.
+        """
+        from ..policy_file import policy_from_dict
+
+        return policy_from_dict(data)
+
+    def to_json(self, indent: int | None = 2) -> str:
+        """Returns `to_dict` as JSON."""
+        return json.dumps(self.to_dict(), indent=indent)
+
+    @classmethod
+    def from_json(cls, text: str) -> Policy:
+        """Reads what `to_json` wrote; nothing is evaluated.
+
+        Raises:
+            PolicyError: It is no JSON, or no policy.
+        """
+        from ..policy_file import policy_from_json
+
+        return policy_from_json(text)
+
+    def low_dtype(self, device: torch.device | str = "cpu") -> torch.dtype:
+        """Returns the low dtype, by the device where the policy does not say."""
+        if self.dtype is not None:
+            return self.dtype
+        return torch.float16 if torch.device(device).type == "cuda" else torch.bfloat16
+
+    def active_loss_scale(self) -> LossScale:
+        """Returns the loss scale to train with, by the dtype where the policy does not say."""
+        if self.loss_scale is not None:
+            return self.loss_scale
+        return DynamicLossScale() if self.dtype == torch.float16 and self.level != "O0" else NoLossScale()
+
+    def check_outputs(self, caller: str) -> None:
+        """Raises where the gradients of outputs would be float16 before they are scaled.
+
+        Raises:
+            PolicyError: They would; names the caller.
+        """
+        scales = not isinstance(self.active_loss_scale(), NoLossScale)
+        if self.keep_io_dtypes or self.dtype != torch.float16 or not scales:
+            return
+        raise PolicyError(
+            f"{caller}: keep_io_dtypes=False gives float16 outputs, whose gradients underflow before they "
+            "are scaled; leave it at True, use bfloat16, or say loss_scale=ampgraph.NoLossScale()."
+        )
+
+    def __repr__(self) -> str:
+        default = {f.name: getattr(_DEFAULT, f.name) for f in fields(self)} if _DEFAULT else {}
+        given = ((f.name, getattr(self, f.name)) for f in fields(self))
+        return f"Policy({', '.join(f'{k}={v!r}' for k, v in given if k == 'level' or v != default.get(k))})"
+
+
+def low_dtype_of(dtype: torch.dtype | str | None) -> torch.dtype | None:
+    """Returns the low dtype that a user wrote as a dtype or by its name; None stays None.
+
+    Raises:
+        PolicyError: It is another dtype, or no dtype's name.
+    """
+    if dtype is None or dtype in LOW_DTYPES:
+        return dtype  # type: ignore[return-value]
+    name = str(dtype).removeprefix("torch.")
+    if isinstance(dtype, str) and name in DTYPE_NAMES:
+        return DTYPE_NAMES[name]
+    raise PolicyError(
+        f"Policy: dtype={dtype!r} is not a low dtype; legal: torch.float16, torch.bfloat16, their names "
+        f"({', '.join(DTYPE_NAMES)}) or None.{did_you_mean(name, DTYPE_NAMES)}"
+    )
+
+
+def _check_choice(what: str, value: object, legal: tuple[str, ...]) -> None:
+    if value in legal:
+        return
+    raise PolicyError(
+        f"Policy: {what}={value!r} is not legal; legal: {', '.join(legal)}.{did_you_mean(str(value), legal)}"
+    )
+
+
+_DEFAULT: Policy | None = None
+_DEFAULT = Policy()

@@ -1,0 +1,111 @@
+"""`SourceFace`: a module that is to everybody around it the module that it stands for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from torch import nn
+
+from ..errors import CaptureError
+from .bound_proxy import is_method_of, rebound, stand_in
+from .special_methods import class_with_methods_of
+
+_SHARED = (
+    "_parameters",
+    "_buffers",
+    "_modules",
+    "_non_persistent_buffers_set",
+)
+# What is about this module's own calls: FSDP2's fully_shard, register_full_backward_hook, compile.
+_OWN = ("__class__", "_is_full_backward_hook", "_compiled_call_impl")
+
+
+class SourceFace(nn.Module):
+    """Shares the source's parameters, buffers, submodules, training mode, attributes and state.
+
+    What is set on it is set on the source; its own attributes are in ``__dict__``. Methods of the source run
+    with this module's forward in place of the source's.
+
+    Attributes:
+        source: The module that it stands for.
+    """
+
+    # Attributes in ``__dict__`` that hide the source's of the same name.
+    _hides: ClassVar[tuple[str, ...]] = ("source",)
+
+    def __new__(cls, source: nn.Module, *args: Any, **kwargs: Any) -> SourceFace:
+        """Makes an object whose class has the special methods of the source's: ``len``, ``[]``, ``with``."""
+        return super().__new__(class_with_methods_of(type(source), cls))
+
+    def __init__(self, source: nn.Module) -> None:
+        self.__dict__["source"] = source
+        training = source.training
+        super().__init__()
+        source.training = training  # nn.Module's own __init__ sets it
+        self.__dict__.update({name: source.__dict__[name] for name in _SHARED})
+
+    @property
+    def training(self) -> bool:
+        return self.source.training
+
+    @training.setter
+    def training(self, mode: bool) -> None:
+        self.source.training = mode
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "training":
+            self.source.training = value
+            return
+        if name in _OWN:
+            object.__setattr__(self, name, value)
+            return
+        self._check_not_own(name, "set it", " = ...")
+        setattr(self.source, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        self._check_not_own(name, "delete it")
+        delattr(self.source, name)
+
+    def _check_not_own(self, name: str, what: str, how: str = "") -> None:
+        """Refuses to change what would be changed on the source, and read here as before."""
+        is_computed = isinstance(getattr(type(self), name, None), property)
+        if is_computed or (name in self.__dict__ and name in self._hides):
+            raise AttributeError(
+                f"{name!r} is the converted model's own here; {what} on .source: .source.{name}{how}"
+            )
+
+    def __getattr__(self, name: str) -> Any:
+        if isinstance(computed := getattr(type(self), name, None), property):
+            return computed.__get__(self)  # raises once more what brought us here
+        source = self.__dict__["source"]
+        try:
+            value = getattr(source, name)
+        except AttributeError:
+            raise AttributeError(f"{type(source).__name__!r} object has no attribute {name!r}") from None
+        if not is_method_of(value, source):
+            return value
+        if not isinstance(self.__dict__.get("_stand_in"), type(source)):
+            self.__dict__["_stand_in"] = stand_in(source, self)
+        return rebound(value, self.__dict__["_stand_in"], self)
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *dir(self.source)})
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """As the source's."""
+        return self.source.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """As the source's."""
+        return self.source.load_state_dict(state_dict, *args, **kwargs)
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        self.source._load_from_state_dict(*args, **kwargs)
+
+    def __prepare_scriptable__(self) -> Any:
+        """What ``torch.jit.trace`` and ``torch.jit.script`` ask first."""
+        raise CaptureError(
+            "TorchScript cannot hold a converted model; ampgraph.export(model, args) gives a program that "
+            "torch.export.save writes to a file."
+        )

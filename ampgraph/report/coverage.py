@@ -1,0 +1,136 @@
+"""`Coverage`: how much of a model is in the graphs that were captured just in time, and what is not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from .._compat import BreakLog
+from ..runtime.options import Options
+from ..warn import warn_user
+
+# As many modules and graph breaks are named in a line of text.
+NAMED = 5
+
+
+@dataclass(frozen=True)
+class GraphBreak:
+    """A place where Dynamo stopped capturing.
+
+    Attributes:
+        where: ``file:line`` of the user's code.
+        reason: Why, in Dynamo's words.
+        runs_ops: Whether what is left out there may be more than a branch, a number that is read or a print.
+    """
+
+    where: str
+    reason: str
+    runs_ops: bool
+
+    def __str__(self) -> str:
+        return f"{Path(self.where).name}: {self.reason}"
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """What all graphs of a model that is captured just in time hold so far.
+
+    Attributes:
+        graphs: How many graphs there are.
+        modules: How many modules have parameters.
+        left_out: Those of which no graph reads a parameter: left out by a graph break, or never run. Of a
+            parameter that several modules share, one reader counts for all.
+        breaks: Where Dynamo stopped capturing.
+    """
+
+    graphs: int
+    modules: int
+    left_out: tuple[str, ...]
+    breaks: tuple[GraphBreak, ...]
+
+    def __str__(self) -> str:
+        count = f"{self.graphs} graph" + ("s" if self.graphs != 1 else "")
+        inside = self.modules - len(self.left_out)
+        text = f"captured: {count}, {inside} of {self.modules} modules with parameters"
+        if self.left_out:
+            text += f"; not captured: {_named([path or 'the root' for path in self.left_out], ', ')}"
+        if self.breaks:
+            text += f" (graph breaks at {_named(self.breaks, '; ')})"
+        return text
+
+    @property
+    def leaves_ops(self) -> bool:
+        """Whether graph breaks have left out what may compute."""
+        return bool(self.breaks and self.left_out) or any(each.runs_ops for each in self.breaks)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Coverage:
+        """Builds what ``dataclasses.asdict`` gave."""
+        breaks = tuple(GraphBreak(**each) for each in data["breaks"])
+        return cls(data["graphs"], data["modules"], tuple(data["left_out"]), breaks)
+
+
+def _named(names: Iterable[object], between: str) -> str:
+    found = [str(name) for name in names]
+    return between.join(found[:NAMED]) + (f"{between}.." if len(found) > NAMED else "")
+
+
+class CoverageWatch:
+    """Follows what is captured of a model, call by call; warns once when graph breaks leave ops out.
+
+    Args:
+        source: The model.
+        options: How it is captured.
+    """
+
+    def __init__(self, source: nn.Module, options: Options) -> None:
+        self._source, self._options = source, options
+        self._graphs = 0
+        self._read: set[str] = set()
+        self._breaks: dict[GraphBreak, None] = {}
+        self._log: BreakLog | None = None
+        self._is_told = False
+
+    def add(self, inputs: Iterable[object]) -> None:
+        """Notes a captured graph by its inputs."""
+        self._graphs += 1
+        read = {id(value) for value in inputs if isinstance(value, nn.Parameter)}
+        self._read.update(path for path, own in self._own_parameters() if not read.isdisjoint(own))
+
+    def before_call(self) -> tuple[int, int, float]:
+        """Returns what `after_call` compares with."""
+        if self._log is None:
+            self._log = BreakLog()
+        return self._graphs, *self._log.mark()
+
+    def after_call(self, before: tuple[int, int, float]) -> None:
+        """Notes the graph breaks since then, if something was captured or broken."""
+        graphs, count, start = before
+        if self._log is None or (graphs == self._graphs and count == self._log.mark()[0]):
+            return
+        found = (GraphBreak(*each) for each in self._log.since(count, start))
+        self._breaks.update(dict.fromkeys(found))
+        coverage = self.coverage()
+        if self._is_told or not (self._graphs and coverage.leaves_ops):
+            return
+        self._is_told = True
+        name = self._options.named(type(self._source).__name__)
+        warn_user(
+            f"{name} is in parts: {coverage}. What graph breaks leave between graphs runs in the source's "
+            "dtypes; ampgraph.explain(amp).coverage has all of it."
+        )
+
+    def coverage(self) -> Coverage:
+        """Returns what is captured so far."""
+        paths = [path for path, _ in self._own_parameters()]
+        left_out = tuple(path for path in paths if path not in self._read)
+        return Coverage(self._graphs, len(paths), left_out, tuple(self._breaks))
+
+    def _own_parameters(self) -> list[tuple[str, set[int]]]:
+        modules = self._source.named_modules()
+        own = ((path, {id(p) for p in module.parameters(recurse=False)}) for path, module in modules)
+        return [(path, found) for path, found in own if found]

@@ -1,0 +1,267 @@
+"""What `explain` returns: rows of plain values, and the questions that one can ask of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import TYPE_CHECKING, Any, Protocol
+
+from ..errors import AmpGraphError, did_you_mean
+from . import text
+from .advice import Advice
+from .coverage import Coverage
+from .rows import CastRow, ModuleRow, NodeRow, Totals, module_rows, operator_counts
+
+if TYPE_CHECKING:
+    from os import PathLike
+
+    from ..policy.policy import Policy
+    from .difference import Difference
+
+
+class Replanner(Protocol):
+    """Plans the explained graph in other ways, without capturing it again."""
+
+    def under(self, policy: Policy | str | PathLike[str]) -> Explanation:
+        """Explains the graph as it would be under another policy."""
+
+    def flipped(self, name: str) -> Explanation:
+        """Explains the graph as it would be with one node in the other dtype."""
+
+    def peers(self) -> dict[str, Totals]:
+        """Returns what the autocast rule costs on the peers' op lists."""
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What `explain` returns; ``str()`` is a table for people.
+
+    Attributes:
+        model: Class name of the converted model.
+        policy: The policy's repr.
+        low_dtype: ``"float16"`` or ``"bfloat16"``.
+        graph: Which of the model's graphs this is, ``"1 of 1"``, or ``""``.
+        bodies: The bodies of its higher-order ops (``torch.cond`` ...), each explained by itself: which of
+            them run, and how often, a graph does not tell, so they are not in the totals.
+        nodes: Every node but the inserted casts, in graph order.
+        casts: Every inserted cast, in graph order.
+        totals: Counts of this graph.
+        baselines: The same counts for ``"autocast"`` (the rule of ``torch.autocast`` on the same graph and
+            lists) and ``"fp32"``, as the cost model has them.
+        widened: How many operands float32 kernels widen themselves, without a cast.
+        gap: How many bytes the placement is above the least that the objective allows, at most; see `Plan`.
+        advice: Rules of hardware that low ops miss.
+        keeps_low_copies: Whether a converted model casts its parameters once per update (shadow weights) and
+            not, as the totals count them, in every forward.
+        coverage: How much of a model captured just in time its graphs hold; None ahead of time.
+        replanner: What `under`, `flip` and `peers` ask; None for what was read from a file.
+    """
+
+    model: str
+    policy: str
+    low_dtype: str
+    graph: str
+    bodies: dict[str, Explanation]
+    nodes: tuple[NodeRow, ...]
+    casts: tuple[CastRow, ...]
+    totals: Totals
+    baselines: dict[str, Totals]
+    widened: int
+    gap: int | None
+    advice: tuple[Advice, ...] = ()
+    keeps_low_copies: bool = False
+    coverage: Coverage | None = None
+    replanner: Replanner | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def optimal(self) -> bool:
+        """Whether the placement is proven minimal for the policy's objective."""
+        return self.gap == 0
+
+    # -- reports ---------------------------------------------------------------------------------
+
+    def __str__(self) -> str:
+        return self.table()
+
+    def table(
+        self,
+        casts_only: bool = False,
+        peers: bool = False,
+        top: int | None = None,
+        all_layers: bool | None = None,
+    ) -> str:
+        """Returns the report as text.
+
+        Args:
+            casts_only: Only casts and totals; else also nodes, operators, modules and advice.
+            peers: Whether the totals have a row for each peer's op lists; plans the graph again.
+            top: Shows this many rows of each table, the dearest first: casts by the bytes that they move,
+                nodes by those of the casts that they read, modules by those inside, operators by calls.
+            all_layers: Whether repeated layers (``h.0`` .. ``h.11``), whose rows are equal but for names, all
+                have their rows; else the first stands for all, with how many times. None: where the graph has
+                at most 200 nodes.
+
+        Raises:
+            AmpGraphError: ``top`` is no number of rows.
+        """
+        return text.text(self, text.Extent(casts_only, peers, top, all_layers))
+
+    def to_markdown(
+        self,
+        casts_only: bool = False,
+        peers: bool = False,
+        top: int | None = None,
+        all_layers: bool | None = None,
+    ) -> str:
+        """Returns the report as Markdown; arguments as for `table`."""
+        return text.markdown(self, text.Extent(casts_only, peers, top, all_layers))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns plain dicts, lists, strings, integers and booleans; bytes are integers."""
+        left_out = ("coverage", "replanner", "bodies")
+        rows: dict[str, Any] = {"coverage": self.coverage}
+        rows |= {f.name: getattr(self, f.name) for f in fields(self) if f.name not in left_out}
+        rows |= {"optimal": self.optimal, "modules": self.modules, "operators": self.operators}
+        rows["bodies"] = {name: body.to_dict() for name, body in self.bodies.items()}
+        return json.loads(json.dumps(rows, default=asdict))
+
+    def to_json(self, indent: int | None = 2) -> str:
+        """Returns `to_dict` as JSON; keys and entries come in the same order every time."""
+        return json.dumps(self.to_dict(), indent=indent)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Explanation:
+        """Builds what `to_dict` gave; such an explanation can be read and compared, not planned again.
+
+        Raises:
+            AmpGraphError: It is something else, or of another version.
+        """
+        try:
+            plain = {f.name: data[f.name] for f in fields(cls) if f.name != "replanner"}
+            plain["nodes"] = tuple(NodeRow(**_tuples(row)) for row in data["nodes"])
+            plain["casts"] = tuple(CastRow(**_tuples(row)) for row in data["casts"])
+            plain["advice"] = tuple(Advice(**row) for row in data["advice"])
+            plain["coverage"] = data["coverage"] and Coverage.from_dict(data["coverage"])
+            plain["totals"] = Totals(**data["totals"])
+            plain["baselines"] = {name: Totals(**row) for name, row in data["baselines"].items()}
+            plain["bodies"] = {name: cls.from_dict(body) for name, body in data["bodies"].items()}
+            if plain["low_dtype"] not in ("float16", "bfloat16"):
+                raise ValueError(f"low_dtype={plain['low_dtype']!r}")
+            if plain["gap"] is not None and (type(plain["gap"]) is not int or plain["gap"] < 0):
+                raise ValueError(f"gap={plain['gap']!r}")
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise AmpGraphError(f"not a report that this version of ampgraph wrote: {error!r}") from error
+        return cls(**plain)
+
+    # -- summaries -------------------------------------------------------------------------------
+
+    @property
+    def modules(self) -> tuple[ModuleRow, ...]:
+        """What is inside each module, in the order in which they run."""
+        return module_rows(self.nodes, self.casts, self.low_dtype)
+
+    @property
+    def operators(self) -> dict[str, dict[str, int]]:
+        """How often each operator runs in each dtype; inserted casts are ``"cast (inserted)"``."""
+        return operator_counts(self.nodes, self.casts)
+
+    @property
+    def low_share(self) -> float:
+        """How much of the ops whose dtype ampgraph decides runs low, from 0 to 1."""
+        ops = [n for n in self.nodes if n.is_float_op]
+        return sum(n.is_low(self.low_dtype) for n in ops) / len(ops) if ops else 0.0
+
+    # -- questions -------------------------------------------------------------------------------
+
+    def node(self, name: str) -> NodeRow:
+        """Returns the row of a node, by its name or label.
+
+        Raises:
+            AmpGraphError: The graph has no such node; names the nearest.
+        """
+        for row in self.nodes:
+            if name in (row.name, row.label):
+                return row
+        known = [n for row in self.nodes for n in (row.name, row.label)] + [c.name for c in self.casts]
+        raise AmpGraphError(f"the graph has no node {name!r}.{did_you_mean(name, dict.fromkeys(known))}")
+
+    def chain(self, name: str) -> tuple[NodeRow, ...]:
+        """Returns a node and the nodes that it has its dtype from, up to one decided by itself."""
+        rows = {row.name: row for row in self.nodes}
+        found = {self.node(name).name: self.node(name)}
+        row = self.node(name)
+        while following := next((n for n in row.because if n in rows and n not in found), None):
+            row = found[following] = rows[following]
+        return tuple(found.values())
+
+    def why(self, name: str) -> str:
+        """Returns why one node or cast is what it is, as a chain of reasons.
+
+        Args:
+            name: A node's name or label, a cast node's name, or a module path, for all nodes of that module.
+
+        Raises:
+            AmpGraphError: The graph has no such node; names the nearest.
+        """
+        for cast in self.casts:
+            if cast.name == name:
+                return text.why_cast(cast)
+        if inside := self._of_module(name):
+            return "\n\n".join(map(self.why, inside))
+        row = self.node(name)
+        return text.why_node(row, self.chain(name), [c for c in self.casts if c.name in row.reads_cast])
+
+    def _of_module(self, path: str) -> list[str]:
+        """Returns the names of a module's own float ops; none where a node has that name."""
+        if any(path in (row.name, row.label) for row in self.nodes):
+            return []
+        return [row.name for row in self.nodes if row.module == path and row.is_float_op]
+
+    def under(self, policy: Policy | str | PathLike[str]) -> Explanation:
+        """Explains the same graph as it would be under another policy; captures nothing.
+
+        Args:
+            policy: As for `ampgraph.convert`; where it names no dtype, the low dtype stays.
+
+        Raises:
+            PolicyError: The policy or its rules make no sense for this graph.
+        """
+        return self._replanner().under(policy)
+
+    def flip(self, name: str) -> Difference:
+        """Returns what would change if one node ran in the other dtype and all else were planned anew.
+
+        Raises:
+            AmpGraphError: The graph has no such node, or no policy can flip it.
+        """
+        return self.diff(self._replanner().flipped(self.node(name).name))
+
+    def diff(self, other: object) -> Difference:
+        """Compares with another plan of the same model.
+
+        Args:
+            other: An `Explanation`, a converted model or its graph module; or a policy, as `under` takes it,
+                for the same graph under it.
+        """
+        from .difference import difference
+        from .explain import as_explanation
+
+        return difference(self, as_explanation(self, other))
+
+    def peers(self) -> dict[str, Totals]:
+        """Returns what the autocast rule costs with the op lists of torch, Paddle, MindSpore and OneFlow.
+
+        The same graph, rules and guards; casts of activations are counted at each use, as in
+        ``baselines["autocast"]``.
+        """
+        return self._replanner().peers()
+
+    def _replanner(self) -> Replanner:
+        if self.replanner is None:
+            raise AmpGraphError("a report read from a file can be compared, but not planned again.")
+        return self.replanner
+
+
+def _tuples(row: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: tuple(value) if isinstance(value, list) else value for key, value in row.items()}

@@ -1,0 +1,64 @@
+"""Plans a rewritten graph again, under another policy or with one node the other way; captures nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch.fx import GraphModule
+
+from ..passes import Pins, RemoveCasts, run_passes
+from ..passes.pipeline import rewrite
+from ..plan import Plan
+from ..policy.policy import Policy
+from ..runtime.captured_graph import copy_graph
+from ..runtime.low_storage import read_low_alone, read_stored
+from .graph_view import with_bodies
+
+
+def replanned(
+    graph_module: GraphModule,
+    plan: Plan,
+    policy: Policy,
+    modules: Iterable[str] = (),
+    check_rules: bool = False,
+    pins: Pins = (),
+    stores_low: bool = False,
+) -> tuple[GraphModule, Plan]:
+    """Returns a copy of the graph, rewritten under another policy, and its plan.
+
+    Args:
+        graph_module: A rewritten graph; not changed. The copy shares its tensors.
+        plan: Its plan.
+        policy: The new policy; where it names no dtype, the low dtype stays.
+        modules: Module paths that rules may name.
+        check_rules: Whether a rule that matches nothing is an error.
+        pins: Labels by node name (True: low) that stand above guards, rules and lists.
+        stores_low: Whether level O3 stores parameters low, as it does of models in evaluation mode.
+
+    Raises:
+        PolicyError: The rules do not fit the model.
+    """
+    source = without_casts(graph_module, plan)
+    low_dtype = policy.dtype or plan.low_dtype
+    new = rewrite(source, policy, low_dtype, modules, check_rules, pins=pins)
+    if policy.level == "O3" and stores_low:
+        new = read_stored(source, new, read_low_alone(source))
+    return source, new
+
+
+def without_casts(graph_module: GraphModule, plan: Plan) -> GraphModule:
+    """Returns a copy of a rewritten graph as it was planned: without casts, in the source's dtypes."""
+    copied = _copy(graph_module)
+    for name, body, body_plan in with_bodies(graph_module, plan):
+        if name.count("/") == 1:
+            setattr(copied, name.removesuffix("/"), without_casts(body, body_plan))
+    run_passes(copied, (RemoveCasts(plan),))
+    # A graph never forgets a name: without a fresh one, new casts would be numbered after the old.
+    return _copy(copied)
+
+
+def _copy(graph_module: GraphModule) -> GraphModule:
+    graph = copy_graph(graph_module.graph)
+    for old, new in zip(graph_module.graph.nodes, graph.nodes, strict=True):
+        new.name = old.name  # a copy renames what shadows a builtin, such as "input"
+    return GraphModule(graph_module, graph)

@@ -1,0 +1,1 @@
+"""What runs a converted model: which captured graph fits a call, its backend, its weights."""

@@ -1,0 +1,70 @@
+"""`CaptureGate`: while a model is captured, no thread runs a graph that reads its parameters.
+
+``torch.export`` puts fake tensors in the place of a model's parameters as long as it traces, and level O3
+gives them float32 values; a graph that ran then would compute with those.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import weakref
+from collections.abc import Iterator
+
+from torch import nn
+
+from ..capture import is_capturing_here
+
+
+class CaptureGate:
+    """Calls of one model pass side by side, a capture of it alone; a capture that waits comes first.
+
+    A thread that captures an outer model passes: the capture has the parameters already.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._running = 0
+        self._captures = 0
+        self._is_captured = False
+
+    def __enter__(self) -> None:
+        """Begins a call."""
+        with self._changed:
+            while self._captures and not is_capturing_here():
+                self._changed.wait()
+            self._running += 1
+
+    def __exit__(self, *error: object) -> None:
+        with self._changed:
+            self._running -= 1
+            self._changed.notify_all()
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """Begins a capture once every call and every other capture has ended."""
+        if is_capturing_here():
+            yield
+            return
+        with self._changed:
+            self._captures += 1
+            while self._running or self._is_captured:
+                self._changed.wait()
+            self._is_captured = True
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._captures -= 1
+                self._is_captured = False
+                self._changed.notify_all()
+
+
+_gates: weakref.WeakKeyDictionary[nn.Module, CaptureGate] = weakref.WeakKeyDictionary()
+_gates_lock = threading.Lock()
+
+
+def gate_of(source: nn.Module) -> CaptureGate:
+    """Returns the gate that all conversions of one source model share."""
+    with _gates_lock:
+        return _gates.setdefault(source, CaptureGate())

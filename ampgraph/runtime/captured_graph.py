@@ -1,0 +1,243 @@
+"""One captured and rewritten graph, and what runs it."""
+
+from __future__ import annotations
+
+import operator
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+
+from .._compat import outside_transforms
+from ..capture import LOST_KEY
+from ..passes import ExplicitCasts, Pass, ReadShadows, ScaleLoss, run_passes
+from ..passes.analysis.alias import written_memory
+from ..passes.read_shadows import casts_of
+from ..plan import Plan
+from ..training.gradient_boundary import scale_gradients
+from ..training.scaler import LossScaler
+from ..warn import warn_user
+from .lowering import AotGraphs, compiled
+from .options import Options
+from .python_state import PythonState
+from .shadow_weights import ShadowWeights
+from .written import Writes
+
+
+class Timing(NamedTuple):
+    """Wall seconds that one captured graph took to make; compilation, at its first run, is not included.
+
+    Attributes:
+        capture: From the model to an ATen graph; just in time, only the lowering of Dynamo's graph.
+        rewrite: Everything from there to the graph with its casts.
+    """
+
+    capture: float = 0.0
+    rewrite: float = 0.0
+
+
+@dataclass
+class Variant:
+    """A graph for one training mode and one family of arguments.
+
+    Attributes:
+        graph_module: The rewritten graph, casts and all, as it runs without gradients.
+        plan: Its plan.
+        options: Backend and mode.
+        scaler: The model's loss scaler.
+        shapes: Sizes it accepts, see `ampgraph.runtime.signature.accepted_shapes`.
+        seen: Sizes it was captured for.
+        constants: Tensors that only the capture knows, by attribute name.
+        timing: What making it took.
+        shadows: The model's shadow weights, at levels that have them.
+        state: The Python state that it was captured in; None for just-in-time graphs.
+        writes: Which memory it writes that the caller sees, if any.
+        aot: What AOTAutograd made of it, on a backend that tells.
+        lost: What the graph lacks of the model's backward, in words; with gradients it would be wrong.
+    """
+
+    graph_module: fx.GraphModule
+    plan: Plan
+    options: Options
+    scaler: LossScaler
+    shapes: list[tuple] = field(default_factory=list)
+    seen: tuple[tuple[int, ...], ...] = ()
+    constants: dict[str, torch.Tensor] = field(default_factory=dict)
+    timing: Timing = Timing()  # noqa: RUF009
+    shadows: ShadowWeights | None = None
+    state: PythonState | None = None
+    writes: Writes | None = None
+    aot: AotGraphs = field(default_factory=AotGraphs)
+    lost: tuple[str, ...] = ()
+    _graphs: dict[tuple[bool, bool], fx.GraphModule] = field(default_factory=dict)
+    _runners: dict[tuple[bool, bool], Callable] = field(default_factory=dict)
+    _slots: frozenset[int] = frozenset()
+    _explicit: fx.GraphModule | None = None
+    _lock: threading.RLock = field(default_factory=threading.RLock, repr=False)
+
+    def __post_init__(self) -> None:
+        self.lost = self.lost or self.graph_module.meta.get(LOST_KEY, ())
+
+    def fits(self, args: tuple, kwargs: dict[str, Any]) -> bool:
+        """Whether the model still is what was captured, and the arguments share no other memory."""
+        if self.state is not None and not self.state.fits(args, kwargs):
+            return False
+        return self.writes is None or self.writes.allows(args, kwargs)
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the graph; with gradients on, the one with the boundary."""
+        training = torch.is_grad_enabled()
+        if training and self.scaler.is_enabled():
+            self.scaler.check_loop()
+            self._expect_flags()
+        shadowed = self.shadows is not None and self.shadows.are_in_place()
+        kind = training, shadowed
+        if kind not in self._runners:
+            with self._lock:
+                self._runners.setdefault(kind, self._runner(training, shadowed))
+        if self.shadows is not None and shadowed:
+            self.shadows.refresh()
+        return self._runners[kind](*args, **kwargs)
+
+    def _expect_flags(self) -> None:
+        if self._slots and self.options.backend != "eager":
+            self.scaler.state.expect(self._slots)
+
+    def run_in_transform(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the graph eagerly, with nothing that the transforms of ``torch.func`` cannot look through.
+
+        That is without low copies and loss scaling, and with every conversion of the kernels' own written
+        out: the rules by which ``vmap`` batches them know one dtype.
+        """
+        with self._lock, outside_transforms():
+            if self._explicit is None:
+                explicit = _copy(self.graph_module)
+                run_passes(explicit, (ExplicitCasts(self.plan.low_dtype),))
+                self._explicit = explicit
+        return self._explicit(*args, **kwargs)
+
+    @property
+    def training_graph(self) -> fx.GraphModule:
+        """The graph that runs with gradients: `graph_module`, shadow weights, loss-scaling boundary."""
+        return self._graph(training=True, shadowed=self.shadows is not None)
+
+    @property
+    def inference_graph(self) -> fx.GraphModule:
+        """The graph that runs without gradients: `graph_module`, shadow weights."""
+        return self._graph(training=False, shadowed=self.shadows is not None)
+
+    def apply(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Applies ``function`` to the constants, as ``nn.Module.to`` does to buffers."""
+        for name, value in self.constants.items():
+            self.constants[name] = function(value)
+            explicit = (self._explicit,) if self._explicit else ()
+            for graph_module in (self.graph_module, *explicit, *self._graphs.values()):
+                object.__setattr__(graph_module, name, self.constants[name])
+
+    def _runner(self, training: bool, shadowed: bool) -> Callable:
+        graph_module = self._graph(training, shadowed)
+        other = self._runners.get((not training, shadowed))
+        if other is not None and self._graph(not training, shadowed) is graph_module:
+            return other
+        return compiled(graph_module, self.options.backend, self.options.mode, self.aot)
+
+    def _graph(self, training: bool, shadowed: bool) -> fx.GraphModule:
+        with self._lock:
+            if (training, shadowed) not in self._graphs:
+                self._graphs[training, shadowed] = self._with_boundary(training, shadowed)
+            return self._graphs[training, shadowed]
+
+    def _with_boundary(self, training: bool, shadowed: bool) -> fx.GraphModule:
+        values = dict(_attributes(self.graph_module))
+        passes: list[Pass] = []
+        if self.shadows is not None and shadowed:
+            masters = shadowed_parameters(self.graph_module.graph, values, self.shadows)
+            names = {name: f"_shadows.{self.shadows.name_of(master)}" for name, master in masters.items()}
+            passes.append(ReadShadows(names, differentiable=training))
+        if training and self.scaler.is_enabled() and has_low(self.plan):
+            scale_loss = boundary_pass(self.scaler, values.items())
+            self._slots = frozenset(slot for _, slot in scale_loss.slots)
+            passes.append(scale_loss)
+        if not passes:
+            return self.graph_module
+        graph_module = _copy(self.graph_module)
+        object.__setattr__(graph_module, "_amp", self.scaler.state)
+        object.__setattr__(graph_module, "_shadows", self.shadows)
+        run_passes(graph_module, tuple(passes))
+        warn_about_float16_outputs(graph_module.graph, self.options)
+        return graph_module
+
+
+def shadowed_parameters(
+    graph: fx.Graph, values: Mapping[str, object], shadows: ShadowWeights
+) -> dict[str, torch.Tensor]:
+    """Returns the parameters, by node name, that the graph casts and can read as low copies instead.
+
+    Not those that it writes: a copy, made before the graph runs, has what was there before.
+    """
+    written = written_memory(graph)
+    nodes = [node for node in graph.nodes if shadows.accepts(values.get(node.name)) and casts_of(node)]
+    nodes = [node for node in nodes if node not in written]
+    return {node.name: values[node.name] for node in nodes}  # type: ignore[misc]
+
+
+def has_low(plan: Plan) -> bool:
+    """Whether anything in the plan runs low; without that there is nothing to scale."""
+    return any(d.dtype == plan.low_dtype for d in plan.decisions.values())
+
+
+def boundary_pass(
+    scaler: LossScaler, values: Iterable[tuple[str, object]], state: tuple[str, str, str] | None = None
+) -> ScaleLoss:
+    """Returns the boundary pass for a graph whose nodes, by name, hold the given live values."""
+    size = scaler.state.probe.shape[0]
+    slots = []
+    for name, value in values:
+        slot = scaler.slot_of(value)
+        if slot is None and isinstance(value, torch.nn.Parameter):
+            slot = size - 1  # it came after the conversion
+        if slot is not None:
+            slots.append((name, slot))
+    return ScaleLoss(tuple(slots), size, state) if state else ScaleLoss(tuple(slots), size)
+
+
+def warn_about_float16_outputs(graph: fx.Graph, options: Options) -> None:
+    """Tells of outputs that are float16 in the source: nothing scales their gradients in time."""
+    scaled = graph.find_nodes(op="call_function", target=scale_gradients)
+    if any(node.args[1].meta["val"].dtype == torch.float16 for node in scaled):
+        warn_user(
+            f"ampgraph: {options.named('the model')} returns a float16 tensor, so its gradient is float16 "
+            "before the loss scale is applied, and what is below 6e-8 is lost. Return float32, x.float(), or "
+            "take the loss inside."
+        )
+
+
+def _attributes(graph_module: fx.GraphModule) -> Iterator[tuple[str, object]]:
+    for node in graph_module.graph.find_nodes(op="get_attr"):
+        yield node.name, operator.attrgetter(node.target)(graph_module)
+
+
+def _copy(graph_module: fx.GraphModule) -> fx.GraphModule:
+    """Returns a graph module with a graph of its own over the same live modules and tensors."""
+    copied = fx.GraphModule({}, fx.Graph())
+    for name in ("_parameters", "_buffers", "_modules"):
+        copied.__dict__[name] = graph_module.__dict__[name]
+    for name, value in graph_module.__dict__.items():
+        if name.startswith("_constant_"):
+            copied.__dict__[name] = value
+    copied.graph = copy_graph(graph_module.graph)
+    return copied
+
+
+def copy_graph(graph: fx.Graph) -> fx.Graph:
+    """Returns a graph of its own nodes, with the same signature; ``copy.deepcopy`` warns and copies more."""
+    copied = fx.Graph()
+    values: dict[fx.Node, fx.Node] = {}
+    result = copied.graph_copy(graph, values)
+    node = copied.output(result)
+    node.meta.update(graph.output_node().meta)
+    copied.set_codegen(graph._codegen)
+    return copied

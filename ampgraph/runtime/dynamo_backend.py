@@ -1,0 +1,299 @@
+"""``torch.compile(model, backend="ampgraph")`` and the capture side of just-in-time conversion."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from .._compat import (
+    fake_mode_of,
+    find_backend,
+    has_triton,
+    inductor_modes,
+    is_any_autocast_enabled,
+    known_backends,
+    mark_as_input,
+    no_ambient_autocast,
+)
+from ..capture.just_in_time import drop_values, lower_dynamo_graph
+from ..capture.split import compile_around_custom_functions
+from ..errors import CaptureError, PassError, PolicyError, did_you_mean
+from ..passes import Pass, ReadShadows, run_passes
+from ..passes.pipeline import rewrite
+from ..plan import Plan
+from ..policy.policy import LOW_DTYPES, Policy
+from ..training.scale_state import STATE_NAMES
+from ..training.scaler import LossScaler
+from ..warn import warn_user
+from .captured_graph import (
+    Timing,
+    boundary_pass,
+    copy_graph,
+    has_low,
+    shadowed_parameters,
+    warn_about_float16_outputs,
+)
+from .device import device_of_tensors
+from .lowering import AotGraphs, backend_for
+from .options import Options
+from .shadow_weights import ShadowWeights
+
+Record = Callable[[fx.GraphModule, Plan, AotGraphs, Timing, Sequence[Any]], None]
+
+
+def make_backend(
+    options: Options,
+    modules: tuple[str, ...] = (),
+    record: Record | None = None,
+    scaler: LossScaler | None = None,
+    shadows: ShadowWeights | None = None,
+) -> Callable:
+    """Returns a ``torch.compile`` backend that rewrites each graph and hands it to the next backend.
+
+    Args:
+        options: See `ampgraph.runtime.options.Options`.
+        modules: Module paths that rules may name.
+        record: Called with each rewritten graph, its plan, what AOTAutograd is about to make of it,
+            what making it took, and its inputs.
+        scaler: Owner of the loss scale; None for no loss scaling.
+        shadows: Low copies of parameters; None for casts in the graph.
+    """
+
+    def backend(graph_module: fx.GraphModule, inputs: list, **_: Any) -> Callable:
+        around = compile_around_custom_functions(graph_module, inputs, compile_graph)
+        return around or compile_graph(graph_module, inputs)
+
+    def compile_graph(graph_module: fx.GraphModule, inputs: list) -> Callable:
+        start = time.perf_counter()
+        try:
+            lowered = lower_dynamo_graph(graph_module, inputs)
+            captured = time.perf_counter()
+            plan = rewrite(lowered, options.policy, options.low_dtype, modules, check_rules=bool(modules))
+        except (CaptureError, PassError) as error:
+            warn_user(f"ampgraph: {options.named('a part of the model runs in its own dtypes')}: {error}")
+            return _next_backend(options.backend, options.mode)(graph_module, inputs)
+        drop_values(lowered)
+        graphs = AotGraphs()
+        if record:
+            record(lowered, plan, graphs, Timing(captured - start, time.perf_counter() - captured), inputs)
+        compile_next = _next_backend(backend_for(options.backend, graphs), options.mode)
+        scales = scaler is not None and scaler.is_enabled() and has_low(plan) and torch.is_grad_enabled()
+        masters = _masters(lowered, inputs, shadows) if shadows is not None else {}
+        if not (scales or masters):
+            return compile_next(lowered, inputs)
+        bounded = fx.GraphModule(lowered, copy_graph(lowered.graph))
+        bounded.meta.update(lowered.meta)
+        scaling = scaler if scales else None
+        slots = _slots(inputs, scaling) if options.backend != "eager" else frozenset()
+        extra = _Extra(scaling, shadows, tuple(masters.values()), slots)
+        added = _add_boundary(bounded, inputs, extra, masters)
+        warn_about_float16_outputs(bounded.graph, options)
+        compiled = compile_next(bounded, [*added, *inputs])
+        return lambda *args: compiled(*extra.tensors(args), *args)
+
+    return backend
+
+
+@dataclass(frozen=True)
+class _Extra:
+    """What a graph reads besides its inputs. As constants in the graph they would be baked in.
+
+    Attributes:
+        scaler: Owner of scale, inverse and probe, or None.
+        shadows: The shadow weights.
+        masters: Which inputs are parameters with a shadow.
+        slots: Slots of the parameters, where the graph's backward cannot tell by itself that it ran.
+    """
+
+    scaler: LossScaler | None
+    shadows: ShadowWeights | None
+    masters: tuple[int, ...]
+    slots: frozenset[int]
+
+    def tensors(self, inputs: Sequence[Any]) -> list[torch.Tensor]:
+        """Returns the current values, shadows fresh."""
+        state = list(self.scaler.state.tensors()) if self.scaler else []
+        if self.scaler and self.slots:
+            self.scaler.state.expect(self.slots)
+        if self.shadows is None or not self.masters:
+            return state
+        found = [self.shadows.of(inputs[index]) for index in self.masters]
+        self.shadows.refresh()
+        return [*state, *found]
+
+
+def _slots(inputs: Sequence[Any], scaler: LossScaler | None) -> frozenset[int]:
+    slots = map(scaler.slot_of, inputs) if scaler else ()
+    return frozenset(slot for slot in slots if slot is not None)
+
+
+def _masters(graph_module: fx.GraphModule, inputs: Sequence[Any], shadows: ShadowWeights) -> dict[str, int]:
+    """Returns the position of each input that is a parameter with a shadow, by node name."""
+    names = [node.name for node in graph_module.graph.find_nodes(op="placeholder")]
+    found = shadowed_parameters(graph_module.graph, dict(zip(names, inputs, strict=True)), shadows)
+    return {name: index for index, name in enumerate(names) if name in found}
+
+
+def _add_boundary(
+    graph_module: fx.GraphModule, inputs: Sequence[Any], extra: _Extra, masters: dict
+) -> list[torch.Tensor]:
+    """Adds the boundary, and what it reads as inputs in front; returns their fake values, of fixed sizes."""
+    names = [node.name for node in graph_module.graph.find_nodes(op="placeholder")]
+    holders = [*(STATE_NAMES if extra.scaler else ()), *(f"amp_shadow_{name}" for name in masters)]
+    added = _add_inputs(graph_module.graph, dict(zip(holders, extra.tensors(inputs), strict=True)))
+    passes: list[Pass] = []
+    if masters:
+        shadows = dict(zip(masters, added[-len(masters) :], strict=True))
+        passes.append(ReadShadows(shadows, differentiable=torch.is_grad_enabled()))
+    if extra.scaler:
+        values = zip(names, inputs, strict=True)
+        passes.append(boundary_pass(extra.scaler, values, (added[0], added[1], added[2])))
+    if not run_passes(graph_module, tuple(passes)).modified:
+        graph_module.recompile()  # for the new inputs
+    return [node.meta["val"] for node in graph_module.graph.find_nodes(op="placeholder")[: len(added)]]
+
+
+def _add_inputs(graph: fx.Graph, values: dict[str, torch.Tensor]) -> list[str]:
+    mode = fake_mode_of(graph)
+    assert mode is not None  # a graph with low ops has tensors
+    names = []
+    with graph.inserting_before(next(iter(graph.nodes))):
+        for name, value in values.items():
+            node = graph.placeholder(name)
+            mark_as_input(node, value, mode)
+            names.append(node.name)
+    return names
+
+
+def ampgraph_backend(graph_module: fx.GraphModule, inputs: list, **given: Any) -> Callable:
+    """The ``torch.compile`` backend named ``"ampgraph"``.
+
+    ``torch.compile(model, backend="ampgraph", options={"level": "O1", "dtype": torch.float16})``. Options are
+    the fields of `Policy`, or ``policy=`` itself, ``backend=`` for the backend that runs the result and its
+    ``mode=``. A ``torch.autocast`` around the compiled model names the dtype where the options do not, and
+    has no other effect inside.
+
+    Raises:
+        PolicyError: An option is not known.
+    """
+    given = {**(given.pop("options", None) or {}), **given}
+    mode = given.pop("mode", None)
+    policy = given.pop("policy", None)
+    backend = given.pop("backend", None)
+    legal = Policy.__dataclass_fields__
+    for name in given:
+        if name not in legal:
+            raise PolicyError(f"ampgraph backend: unknown option {name!r}.{did_you_mean(name, legal)}")
+    policy = Policy.of(policy) if policy is not None else Policy()
+    policy = policy.replace(**given)
+    device = device_of_tensors(inputs)
+    if policy.dtype is None:
+        policy = policy.replace(dtype=_autocast_dtype(device))
+    options = Options(policy, policy.low_dtype(device), *choose_backend(backend, mode, device))
+    shadows = ShadowWeights(None, options.low_dtype) if policy.level in ("O2", "O3") else None
+    with no_ambient_autocast():
+        compiled = make_backend(options, shadows=shadows)(graph_module, inputs)
+
+    def run(*args: Any) -> Any:
+        if not is_any_autocast_enabled():
+            return compiled(*args)
+        with no_ambient_autocast():
+            return compiled(*args)
+
+    return run
+
+
+def _autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """Returns the dtype of the ``torch.autocast`` around this call; None without one, or for a wide dtype."""
+    kind = device.type
+    if not (torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)):
+        return None
+    dtype = torch.get_autocast_dtype(kind)
+    return dtype if dtype in LOW_DTYPES else None
+
+
+def choose_backend(
+    backend: str | Callable | None, mode: str | None, device: torch.device
+) -> tuple[str | Callable, str | None]:
+    """Returns what runs the rewritten graphs, and its mode.
+
+    Raises:
+        PolicyError: ``torch.compile`` does not know the backend, or inductor the mode, or the backend takes
+            none.
+    """
+    _check_backend(backend)
+    if mode is not None:
+        _check_mode(mode, backend)
+    if backend is not None:
+        return backend, mode
+    default = default_backend(device)
+    if mode is None or default == "inductor":
+        return default, mode
+    warn_user(
+        f"mode={mode!r} says how inductor compiles, and has no effect here: the default backend on "
+        f"{device.type} is {default!r}. Pass backend='inductor' to compile."
+    )
+    return default, None
+
+
+def _check_mode(mode: str, backend: str | Callable | None) -> None:
+    if backend in (None, "inductor"):
+        known = inductor_modes()
+        if mode in known:
+            return
+        raise PolicyError(
+            f"mode={mode!r} is not known to inductor; legal: {', '.join(known)}."
+            + did_you_mean(str(mode), known)
+        )
+    if not _takes_mode(backend):
+        raise PolicyError(f"mode={mode!r} says how inductor compiles; backend={backend!r} takes none.")
+
+
+def _takes_mode(backend: str | Callable | None) -> bool:
+    found = find_backend(backend) if isinstance(backend, str) else backend
+    try:
+        parameters = inspect.signature(found).parameters  # type: ignore[arg-type]
+    except (TypeError, ValueError):  # a callable that does not tell
+        return True
+    if "mode" in parameters:
+        return True
+    # torch's own backends take any keyword and ignore it.
+    is_torchs = getattr(found, "__module__", "").startswith("torch.")
+    return not is_torchs and any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+
+
+def _check_backend(backend: object) -> None:
+    if backend is None or callable(backend):
+        return
+    known = known_backends()
+    if backend in known:
+        return
+    usual = ["eager", "aot_eager", *torch.compiler.list_backends()]
+    raise PolicyError(
+        f"backend={backend!r} is not known to torch.compile; legal: {', '.join(usual)}, any other of "
+        f"torch.compiler.list_backends(None), or a function.{did_you_mean(str(backend), known)}"
+    )
+
+
+def default_backend(device: torch.device) -> str:
+    """Returns ``"inductor"`` for CUDA with Triton, else ``"eager"``."""
+    if device.type != "cuda":
+        return "eager"
+    return "inductor" if has_triton() else "eager"
+
+
+def _next_backend(backend: str | Callable, mode: str | None) -> Callable:
+    """Returns the function behind a backend's name, with the mode as ``torch.compile`` would pass it."""
+    found: Callable = find_backend(backend) if isinstance(backend, str) else backend
+    if mode in (None, "default"):
+        return found
+    if backend == "inductor":
+        return functools.partial(found, config_patches=inductor_modes()[mode])
+    return functools.partial(found, mode=mode)

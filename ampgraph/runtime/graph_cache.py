@@ -1,0 +1,278 @@
+"""`Captures`: the graphs that a model has been captured to, the one that fits a call, and how one is made."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Hashable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.export import Dim, ExportedProgram, ShapesCollection
+from torch.utils._pytree import tree_leaves
+
+from ..capture import Reads, capture_program, distinct, unlift
+from ..errors import CaptureError, NoGraphError
+from ..passes.pipeline import rewrite
+from ..plan import Plan
+from ..report.coverage import CoverageWatch
+from ..training.scaler import LossScaler
+from ..warn import warn_user
+from .capture_lock import gate_of
+from .captured_graph import Timing, Variant
+from .device import device_of
+from .low_storage import StoredLow
+from .lowering import AotGraphs
+from .module_structure import Structure
+from .options import Options
+from .python_state import PythonState
+from .shadow_weights import ShadowWeights
+from .signature import Signature, accepted_shapes, changed_dims, fits, signature_of
+from .written import writes_of
+
+log = logging.getLogger("ampgraph")
+
+MANY_CAPTURES = 8
+
+# The training mode of every module, by which a model may run other code.
+Flags = tuple[bool, ...]
+
+
+class Captures:
+    """What `AmpModule` runs: one `Variant` for each training mode, kind and sizes of arguments.
+
+    Args:
+        source: The model.
+        options: How it is captured.
+        scaler: Its loss scaler.
+        stored: Its parameters that are stored low.
+
+    Attributes:
+        shadows: Low copies of its parameters, at levels that have them.
+        gate: Keeps calls and captures apart.
+        watch: Follows what is captured just in time.
+    """
+
+    def __init__(self, source: nn.Module, options: Options, scaler: LossScaler, stored: StoredLow) -> None:
+        has_shadows = options.policy.level in ("O2", "O3")
+        self.shadows = ShadowWeights(source, options.low_dtype) if has_shadows else None
+        self.gate = gate_of(source)
+        self._source, self._options, self._scaler, self._stored = source, options, scaler, stored
+        self._structure = Structure(source)
+        self._variants: dict[tuple[Flags, Hashable], list[Variant]] = {}
+        self._current: Variant | None = None
+        self._current_flags: Flags = ()
+        self._told: set[str] = set()
+        self.watch = CoverageWatch(source, options)
+
+    def __iter__(self) -> Iterator[Variant]:
+        """All so far; with graph breaks, one call runs several."""
+        return (variant for variants in list(self._variants.values()) for variant in variants)
+
+    def __bool__(self) -> bool:
+        return bool(self._variants)
+
+    @property
+    def current(self) -> Variant:
+        """What ran or was captured last, of the current training mode if there is one.
+
+        Raises:
+            NoGraphError: Nothing is captured yet.
+        """
+        if self._current is None:
+            raise NoGraphError(
+                f"{self._name} is not captured yet: call the converted model once, "
+                "or pass example inputs to ampgraph.convert."
+            )
+        flags = self._flags()
+        for (seen_flags, _), variants in reversed(list(self._variants.items())):
+            if seen_flags == flags and self._current not in variants and self._current_flags != flags:
+                return variants[-1]
+        return self._current
+
+    def find(self, args: tuple, kwargs: dict[str, Any]) -> Variant:
+        """Returns the variant that runs these arguments, captured now if there is none."""
+        signature, flags = signature_of(args, kwargs), self._flags()
+        if (variant := self._known(args, kwargs, signature, flags)) is not None:
+            return variant
+        with self.gate.alone():
+            # Another thread may have captured the same while this one waited.
+            known = self._known(args, kwargs, signature, flags)
+            return known or self._capture(args, kwargs, signature, flags)
+
+    def find_known(self, args: tuple, kwargs: dict[str, Any]) -> Variant:
+        """Returns the variant for a call inside a transform of ``torch.func``: nothing is captured there.
+
+        Raises:
+            CaptureError: There is none.
+        """
+        if self._options.just_in_time:
+            raise CaptureError(
+                f"{self._name}: torch.compile's front end captures nothing inside a transform of torch.func "
+                "or forward-mode AD; pass example inputs to ampgraph.convert."
+            )
+        signature = signature_of(args, kwargs)
+        if variant := self._known(args, kwargs, signature, self._flags()):
+            return variant
+        raise CaptureError(
+            f"{self._name} is not captured for tensors of the sizes {list(signature.shapes)} and cannot be "
+            "inside a transform of torch.func or forward-mode AD: call the converted model once, outside, "
+            "with such tensors (under vmap those of one sample)."
+        )
+
+    def add(
+        self,
+        graph_module: fx.GraphModule,
+        plan: Plan,
+        aot: AotGraphs,
+        timing: Timing,
+        inputs: Sequence[Any] = (),
+    ) -> None:
+        """Notes a graph that was captured just in time, and which parameters are among its inputs."""
+        self.watch.add(inputs)
+        self._scaler.move(device_of(self._source))  # it may have been converted without values
+        type(graph_module).__name__ = self._name  # every graph module has its own class
+        variant = Variant(graph_module, plan, self._options, self._scaler, timing=timing, aot=aot)
+        flags = self._flags()
+        self._variants.setdefault((flags, "just in time"), []).append(variant)
+        self._current, self._current_flags = variant, flags
+
+    @property
+    def _name(self) -> str:
+        return type(self._source).__name__
+
+    def _flags(self) -> Flags:
+        if not self._structure.is_current():
+            self._structure = Structure(self._source)
+            if not self._options.just_in_time:
+                self._variants.clear()
+        return self._structure.training_modes()
+
+    def _known(
+        self, args: tuple, kwargs: dict[str, Any], signature: Signature, flags: Flags
+    ) -> Variant | None:
+        for variant in self._variants.get((flags, signature.kind), ()):
+            if not fits(variant.shapes, signature.shapes):
+                continue
+            if variant.fits(args, kwargs):
+                self._current, self._current_flags = variant, flags
+                return variant
+        return None
+
+    def _capture(self, args: tuple, kwargs: dict[str, Any], signature: Signature, flags: Flags) -> Variant:
+        variants = self._variants.get((flags, signature.kind), [])
+        self._scaler.move(device_of(self._source))  # it may have been converted without values
+        start = time.perf_counter()
+        with self._stored.as_float32():
+            program, reads = self._export(args, kwargs, signature, variants)
+            variant = self._rewrite(program, signature, time.perf_counter() - start)
+        variant.state = PythonState(self._source, reads, args, kwargs)
+        variant.writes = writes_of(variant.graph_module, args, kwargs)
+        if self._options.policy.level == "O3":
+            self._store_low(variant)
+        variants.append(variant)
+        self._variants[(flags, signature.kind)] = variants
+        self._current, self._current_flags = variant, flags
+        self._warn_about(reads)
+        self._warn_if_many(flags)
+        return variant
+
+    def _export(
+        self, args: tuple, kwargs: dict, signature: Signature, variants: list[Variant]
+    ) -> tuple[ExportedProgram, Reads]:
+        """Captures; in the caller's grad mode if forward asks for it."""
+        reads = Reads(self._source)
+        program = self._export_in(args, kwargs, signature, variants, reads, gradients=True)
+        if reads.asks_for_gradients and not torch.is_grad_enabled():
+            program = self._export_in(args, kwargs, signature, variants, reads, gradients=False)
+        return program, reads
+
+    def _export_in(
+        self,
+        args: tuple,
+        kwargs: dict,
+        signature: Signature,
+        variants: list[Variant],
+        reads: Reads,
+        gradients: bool,
+    ) -> ExportedProgram:
+        dynamic_shapes = self._options.dynamic_shapes
+        if dynamic_shapes is not None:
+            # Only the first is what the user asked for, unless sizes were not what changed.
+            is_other_size = variants and not any(fits(v.shapes, signature.shapes) for v in variants)
+            given = None if is_other_size else dynamic_shapes
+            return capture_program(self._source, args, kwargs, given, reads, gradients)
+        if variants:
+            args, kwargs = distinct(args, kwargs)  # sizes are noted by tensor object
+            dims = changed_dims(signature.shapes, [v.seen for v in variants])
+            try:
+                shapes = _dynamic(args, kwargs, dims)
+                dynamic = shapes.dynamic_shapes(self._source, args, kwargs)
+                return capture_program(self._source, args, kwargs, dynamic, reads, gradients)
+            except (CaptureError, ValueError) as error:
+                log.info("capturing with static shapes: %s", error)
+        return capture_program(self._source, args, kwargs, None, reads, gradients)
+
+    def _rewrite(self, program: ExportedProgram, signature: Signature, capture_seconds: float) -> Variant:
+        options = self._options
+        start = time.perf_counter()
+        graph_module, constants = unlift(program, self._source)
+        modules = [name for name, _ in self._source.named_modules()]
+        plan = rewrite(graph_module, options.policy, options.low_dtype, modules)
+        shapes = accepted_shapes(graph_module)
+        timing = Timing(capture_seconds, time.perf_counter() - start)
+        return Variant(
+            graph_module,
+            plan,
+            options,
+            self._scaler,
+            shapes,
+            signature.shapes,
+            constants,
+            timing,
+            self.shadows,
+        )
+
+    def _store_low(self, variant: Variant) -> None:
+        """Gives up the float32 memory of parameters; at the first capture, in evaluation mode, only."""
+        is_first = not self._variants and not self._source.training
+        freed = self._stored.add(variant.graph_module) if is_first else []
+        variant.plan = self._stored.read(variant.graph_module, variant.plan)
+        for parameter in freed:
+            parameter.data = parameter.data.to(self._options.low_dtype)
+
+    def _warn_about(self, reads: Reads) -> None:
+        """Tells once which state forward carries from call to call: a graph does not."""
+        paths = reads.paths()
+        lost = [paths[key] for key in reads.lost if paths[key] not in self._told]
+        self._told.update(lost)
+        if lost:
+            warn_user(
+                f"{self._options.named(self._name)}: forward reads {', '.join(lost)} and sets it for "
+                "the next call. A captured graph keeps the value that it had at capture and sets nothing. "
+                "Keep it in a buffer, or convert without example inputs."
+            )
+
+    def _warn_if_many(self, flags: Flags) -> None:
+        variants = [v for (seen, _), found in self._variants.items() if seen == flags for v in found]
+        if len(variants) != MANY_CAPTURES:
+            return
+        changed = sorted({path for v in variants if v.state for path in v.state.changed()})
+        log.warning(
+            "%s was captured %d times for different shapes or values%s; pass dynamic_shapes to "
+            "ampgraph.convert, and as tensors the numbers that change.",
+            self._options.named(self._name),
+            MANY_CAPTURES,
+            f" ({', '.join(changed)})" if changed else "",
+        )
+
+
+def _dynamic(args: tuple, kwargs: dict[str, Any], dims: list[set[int]]) -> ShapesCollection:
+    """Marks the given dimensions of each tensor as dynamic if the model allows."""
+    leaves = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+    shapes = ShapesCollection()
+    for leaf, changed in zip(leaves, dims, strict=True):
+        if changed:
+            shapes[leaf] = dict.fromkeys(changed, Dim.AUTO)
+    return shapes

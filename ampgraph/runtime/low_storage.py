@@ -1,0 +1,91 @@
+"""`StoredLow`: level O3's parameters, whose float32 memory is given up once nothing reads it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import operator
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import fx, nn
+
+from ..passes import ReadStored, run_passes
+from ..passes.read_shadows import casts_of
+from ..plan import Plan
+
+
+class StoredLow:
+    """The parameters of one model that are stored in its low dtype.
+
+    Args:
+        model: The model.
+        low_dtype: The dtype they are stored in.
+        names: Paths of parameters that are stored so already (of a copied or unpickled model).
+    """
+
+    def __init__(self, model: nn.Module, low_dtype: torch.dtype, names: Iterable[str] = ()):
+        self._low_dtype = low_dtype
+        self._parameters = {id(p): p for n, p in model.named_parameters() if n in set(names)}
+
+    def __contains__(self, parameter: object) -> bool:
+        return id(parameter) in self._parameters
+
+    def names(self, model: nn.Module) -> tuple[str, ...]:
+        """Returns the paths of the stored parameters."""
+        return tuple(name for name, parameter in model.named_parameters() if parameter in self)
+
+    @contextlib.contextmanager
+    def as_float32(self) -> Iterator[None]:
+        """Gives the parameters float32 values while the model, which knows nothing of this, is captured."""
+        stored = {key: parameter.data for key, parameter in self._parameters.items()}
+        try:
+            for parameter in self._parameters.values():
+                parameter.data = parameter.data.float()
+            yield
+        finally:
+            for key, data in stored.items():
+                self._parameters[key].data = data
+
+    def add(self, graph_module: fx.GraphModule) -> list[nn.Parameter]:
+        """Returns the float32 parameters that a graph reads low alone, and counts them as stored."""
+        values = [v for v in read_low_alone(graph_module) if v.dtype == torch.float32 and v not in self]
+        self._parameters |= {id(value): value for value in values}
+        return values
+
+    def read(self, graph_module: fx.GraphModule, plan: Plan) -> Plan:
+        """Makes a graph read the stored parameters as they are; returns the plan without their casts."""
+        return read_stored(graph_module, plan, self._parameters.values())
+
+
+def read_low_alone(graph_module: fx.GraphModule) -> list[nn.Parameter]:
+    """Returns the parameters whose every use in a graph is a cast to the low dtype."""
+    low: dict[int, nn.Parameter] = {}
+    wide: set[int] = set()
+    for node in graph_module.graph.find_nodes(op="get_attr"):
+        value = operator.attrgetter(node.target)(graph_module)
+        if not isinstance(value, nn.Parameter) or node.meta["val"].dtype != torch.float32:
+            continue
+        if len(casts_of(node)) == len(node.users):
+            low[id(value)] = value
+        else:
+            wide.add(id(value))
+    return [value for key, value in low.items() if key not in wide]
+
+
+def read_stored(graph_module: fx.GraphModule, plan: Plan, stored: Iterable[nn.Parameter]) -> Plan:
+    """Makes a graph read parameters as they are, stored low; returns the plan without their casts."""
+    keys = {id(parameter) for parameter in stored}
+    nodes = graph_module.graph.find_nodes(op="get_attr")
+    names = tuple(n.name for n in nodes if id(operator.attrgetter(n.target)(graph_module)) in keys)
+    run_passes(graph_module, (ReadStored(names, plan.low_dtype),))
+    gone = [c for c in plan.casts if c.tensor in names and c.dst == plan.low_dtype]
+    saved, cost = sum(c.bytes for c in gone), plan.cost
+    cost = dataclasses.replace(
+        cost,
+        traffic=cost.traffic - saved,
+        cast_bytes=cost.cast_bytes - saved,
+        casts=cost.casts - len(gone),
+    )
+    casts = tuple(c for c in plan.casts if c not in gone)
+    return dataclasses.replace(plan, casts=casts, cost=cost)

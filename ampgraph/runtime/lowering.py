@@ -1,0 +1,80 @@
+"""What runs a rewritten graph, and the graphs that AOTAutograd makes of it on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import fx, nn
+
+from .._compat import aot_eager, compiled_by_dynamo
+from ..errors import AmpGraphError, NoGraphError
+from ..passes.scale_loss import BOUNDARY
+from ..plan import META_KEY
+from ..training.gradient_boundary import role_of
+
+
+@dataclass
+class AotGraphs:
+    """The graphs after autograd of one rewritten graph, by kind: forward, backward, inference."""
+
+    graphs: dict[str, fx.GraphModule] = field(default_factory=dict)
+
+    def keep(self, kind: str, graph_module: fx.GraphModule) -> None:
+        """Keeps a graph, its loss-scaling nodes marked with what they do."""
+        for node in graph_module.graph.nodes:
+            if node.op == "call_function" and (role := role_of(node)):
+                node.meta[META_KEY] = {BOUNDARY: role}
+        self.graphs[kind] = graph_module
+
+    def get(self, kind: str, backend: str | Callable) -> fx.GraphModule:
+        """Returns the graph of that kind; the inference graph where there is no forward to train with.
+
+        Raises:
+            NoGraphError: The backend keeps none, or the model did not run yet.
+        """
+        found = self.graphs.get(kind) or (self.graphs.get("inference") if kind == "forward" else None)
+        if found is not None:
+            return found
+        if backend != "aot_eager":
+            raise NoGraphError(
+                f"backend={backend!r} keeps no {kind} graph; convert(..., backend='aot_eager') does."
+            )
+        raise NoGraphError(f"there is no {kind} graph yet: call the model, with gradients on, once.")
+
+
+def backend_for(backend: str | Callable, graphs: AotGraphs) -> str | Callable:
+    """Returns the ``torch.compile`` backend; ``"aot_eager"`` keeps its graphs in ``graphs``."""
+    return aot_eager(graphs.keep) if backend == "aot_eager" else backend
+
+
+class _Call(nn.Module):
+    """Calls a graph module, which Dynamo then inlines.
+
+    Compiled itself, and with ``fullgraph``, it fails inside a checkpoint that is not reentrant (torch 2.13).
+    """
+
+    def __init__(self, graph_module: fx.GraphModule) -> None:
+        super().__init__()
+        self.graph_module = graph_module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.graph_module(*args, **kwargs)
+
+
+def compiled(
+    graph_module: fx.GraphModule, backend: str | Callable, mode: str | None, graphs: AotGraphs
+) -> Callable:
+    """Compiles a graph for a backend; ``"eager"`` runs it as it is.
+
+    Raises:
+        AmpGraphError: The backend or its mode is not known to ``torch.compile``.
+    """
+    if backend == "eager":
+        return graph_module
+    try:
+        whole = _Call(graph_module)
+        return compiled_by_dynamo(whole, backend_for(backend, graphs), mode=mode, fullgraph=True)
+    except (RuntimeError, ValueError) as error:
+        raise AmpGraphError(f"backend={backend!r}: {error}") from error

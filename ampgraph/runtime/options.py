@@ -1,0 +1,58 @@
+"""`Options`: how a converted model captures and runs, besides its policy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..errors import PolicyError, did_you_mean
+from ..policy.policy import Policy
+
+AUTO, AHEAD_OF_TIME, JUST_IN_TIME = CAPTURES = ("auto", "ahead of time", "just in time")
+
+
+@dataclass(frozen=True)
+class Options:
+    """What `ampgraph.convert` was asked for, checked and filled in.
+
+    Attributes:
+        policy: The policy, its dtype filled in.
+        low_dtype: That dtype, float16 or bfloat16.
+        backend: A name or function that ``torch.compile`` takes; ``"eager"`` runs the graph as it is.
+        mode: The backend's mode.
+        dynamic_shapes: As for ``torch.export.export``; ahead of time only.
+        capture: One of `CAPTURES`. Auto becomes just in time at the first call that needs it.
+        block: The path in the whole model of what is converted, for `convert_blocks`; else ``""``.
+    """
+
+    policy: Policy
+    low_dtype: torch.dtype
+    backend: str | Callable = "eager"
+    mode: str | None = None
+    dynamic_shapes: Any = None
+    capture: str = AUTO
+    block: str = ""
+
+    def named(self, message: str) -> str:
+        """Returns a message for the user with the block's path in front."""
+        return f"{self.block}: {message}" if self.block else message
+
+    @property
+    def just_in_time(self) -> bool:
+        """Whether Dynamo captures, at each first call."""
+        return self.capture == JUST_IN_TIME
+
+
+def check_capture(capture: object) -> None:
+    """Raises for what is no way to capture.
+
+    Raises:
+        PolicyError: Names the legal ones.
+    """
+    if capture not in CAPTURES:
+        legal = ", ".join(map(repr, CAPTURES))
+        hint = did_you_mean(capture, CAPTURES) if isinstance(capture, str) else ""
+        raise PolicyError(f"capture={capture!r} is no way to capture a model; legal: {legal}.{hint}")

@@ -1,0 +1,162 @@
+"""`ShadowWeights`: low-precision copies of float32 parameters, refreshed once per update.
+
+The optimizer, checkpoints, clipping and averaging see float32 parameters alone; a graph reads the copies
+instead of casting the same parameters in every forward.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import threading
+import weakref
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from .._compat import keep_versions
+
+_all_shadows: weakref.WeakSet[ShadowWeights] = weakref.WeakSet()
+# Nobody reads a copy that another thread is about to refresh. One for all: models must stay copyable.
+_lock = threading.RLock()
+
+
+class _Shadow:
+    """One parameter's copy, and what the parameter looked like when it was made."""
+
+    __slots__ = ("address", "master", "name", "version")
+
+    def __init__(self, master: Tensor, name: str):
+        self.master, self.name = weakref.ref(master), name
+        self.version, self.address = -1, -1
+
+
+class ShadowWeights(nn.Module):
+    """The shadows of one model's parameters; graphs read them as its attributes.
+
+    A shadow is stale when its parameter's version counter or memory moved (``load_state_dict``, averaging,
+    edits in place), when an optimizer of ``torch.optim`` stepped it (fused ones do not raise the
+    counter), and when the model changed between training and evaluation (averaged weights are often
+    swapped in through ``.data``, which nothing records).
+
+    Args:
+        model: The model, for its training flag.
+        low_dtype: The copies' dtype.
+    """
+
+    _model: Callable[[], nn.Module | None]
+
+    def __init__(self, model: nn.Module | None, low_dtype: torch.dtype):
+        super().__init__()
+        self.__dict__["_model"] = weakref.ref(model) if model is not None else lambda: None
+        self._known = {id(p): weakref.ref(p) for p in model.parameters()} if model is not None else None
+        modules = model.modules() if model is not None else ()
+        self._places = [
+            (places, name, id(value))
+            for module in modules
+            for places in (module._parameters, module._modules)
+            for name, value in places.items()
+        ]
+        self._low_dtype = low_dtype
+        self._shadows: dict[int, _Shadow] = {}
+        self._numbers = itertools.count()
+        self._all_stale = False
+        self._mode: bool | None = None
+        with _lock:
+            _all_shadows.add(self)
+
+    __hash__ = object.__hash__
+
+    def accepts(self, value: object) -> bool:
+        """Whether a value is a plain float32 parameter whose updates can be seen.
+
+        Not those that came after the conversion: ``fully_shard`` gathers such ones anew for each forward.
+        """
+        return (
+            isinstance(value, nn.Parameter)
+            and type(value.data) is Tensor
+            and value.dtype == torch.float32
+            and not value.is_inference()
+            and (self._known is None or self._known.get(id(value), lambda: None)() is value)
+        )
+
+    def are_in_place(self) -> bool:
+        """Whether the model's parameters and submodules are those it was converted with.
+
+        ``torch.func.functional_call`` puts others there for one call, and ``fully_shard`` for every one.
+        """
+        return all(id(places.get(name)) == known for places, name, known in self._places)
+
+    def name_of(self, master: Tensor) -> str:
+        """Returns the attribute that holds the shadow of a parameter, made now if there is none."""
+        with _lock:
+            shadow = self._shadows.get(id(master))
+            if shadow is None or shadow.master() is not master:
+                _watch_optimizers()
+                shadow = self._shadows[id(master)] = _Shadow(master, f"weight_{next(self._numbers)}")
+                self._copy([(shadow, master)])
+            return shadow.name
+
+    def of(self, master: Tensor) -> Tensor:
+        """Returns the shadow of a parameter."""
+        return getattr(self, self.name_of(master))
+
+    def refresh(self) -> None:
+        """Copies the parameters whose shadows are stale, all at once."""
+        model = self._model()
+        mode = model.training if model is not None else None
+        with _lock:
+            everything = self._all_stale or mode is not self._mode
+            self._all_stale, self._mode = False, mode
+            if stale := self._stale(everything):
+                self._copy(stale)
+
+    def _stale(self, everything: bool) -> list[tuple[_Shadow, Tensor]]:
+        stale = []
+        for shadow in self._shadows.values():
+            master = shadow.master()
+            if master is None:
+                continue
+            if everything or master._version != shadow.version or master.data_ptr() != shadow.address:
+                stale.append((shadow, master))
+        return stale
+
+    def mark_stale(self, parameters: set[int]) -> None:
+        """Notes that the parameters with these ids were updated."""
+        self._all_stale = self._all_stale or not parameters.isdisjoint(self._shadows)
+
+    def _copy(self, stale: list[tuple[_Shadow, Tensor]]) -> None:
+        # Under inference mode a copy would be one that no backward may save.
+        with torch.inference_mode(False), torch.no_grad():
+            for shadow, master in stale:
+                old = getattr(self, shadow.name, None)
+                if old is None or (old.device, old.shape) != (master.device, master.shape):
+                    new = torch.empty_like(master, dtype=self._low_dtype, requires_grad=False)
+                    object.__setattr__(self, shadow.name, new)
+            copies = [getattr(self, shadow.name) for shadow, _ in stale]
+            # As for the parameters themselves: a backward may not come after an update that autograd has
+            # seen, and may after one that it has not.
+            unseen = [c for c, (s, m) in zip(copies, stale, strict=True) if m._version == s.version]
+            with keep_versions(unseen) if unseen else contextlib.nullcontext():
+                torch._foreach_copy_(copies, [master for _, master in stale])
+        for shadow, master in stale:
+            shadow.version, shadow.address = master._version, master.data_ptr()
+
+
+def _after_step(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
+    if not _all_shadows:
+        return
+    stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    with _lock:
+        for shadows in _all_shadows:
+            shadows.mark_stale(stepped)
+
+
+@functools.cache
+def _watch_optimizers() -> None:
+    """Lets every optimizer of the process tell of its steps; not before there is a shadow to refresh."""
+    register_optimizer_step_post_hook(_after_step)

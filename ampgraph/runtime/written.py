@@ -1,0 +1,77 @@
+"""`Writes`: which arguments may share memory, for a graph that writes to its arguments or to a buffer."""
+
+from __future__ import annotations
+
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils._pytree import tree_leaves
+
+from .._compat import storage_key
+from ..passes.analysis.alias import written_memory
+
+# For each tensor, the position of the first that shares its memory.
+Sharing = tuple[int, ...]
+
+
+class Writes:
+    """What a graph needs to know of the memory of a call's arguments.
+
+    A graph that writes nothing is right whoever shares memory. One that writes was captured for arguments
+    that share memory in one way; a value that it holds under another dtype would miss a write through another
+    argument.
+
+    Args:
+        graph_module: The graph.
+        targets: Paths of the attributes that it writes.
+        args: The positional arguments that it was captured for.
+        kwargs: The keyword arguments.
+    """
+
+    def __init__(
+        self, graph_module: fx.GraphModule, targets: list[str], args: tuple, kwargs: dict[str, Any]
+    ) -> None:
+        self._graph_module = graph_module
+        self._attributes = attrgetter(*targets) if targets else None
+        self._is_single = len(targets) == 1
+        self._captured = self._sharing(args, kwargs)
+
+    def allows(self, args: tuple, kwargs: dict[str, Any]) -> bool:
+        """Whether the graph is right for these arguments: they share no memory, or as at its capture."""
+        sharing = self._sharing(args, kwargs)
+        return sharing == self._captured or len(set(sharing)) == len(sharing)
+
+    def _sharing(self, args: tuple, kwargs: dict[str, Any]) -> Sharing:
+        values = tree_leaves((args, kwargs))
+        if self._attributes is not None:
+            held = self._attributes(self._graph_module)
+            values = [*values, held] if self._is_single else [*values, *held]
+        first: dict[object, int] = {}
+        return tuple(
+            [first.setdefault(_memory(v), i) for i, v in enumerate(values) if isinstance(v, torch.Tensor)]
+        )
+
+
+def _memory(tensor: torch.Tensor) -> object:
+    key = storage_key(tensor)
+    return ("no storage", id(tensor)) if key is None else key
+
+
+def writes_of(graph_module: fx.GraphModule, args: tuple, kwargs: dict[str, Any]) -> Writes | None:
+    """Returns what a graph, captured for these arguments, writes that the caller sees; None for nothing.
+
+    Counters are left out: no plan casts an integer, so nothing holds an older value of it.
+    """
+    written = written_memory(graph_module.graph)
+    seen = [n for n in written if n.op in ("placeholder", "get_attr") and _is_floating(n)]
+    if not seen:
+        return None
+    targets = sorted({str(n.target) for n in seen if n.op == "get_attr"})
+    return Writes(graph_module, targets, args, kwargs)
+
+
+def _is_floating(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and value.is_floating_point()

@@ -1,0 +1,90 @@
+"""Training on several ranks: which of them must agree on a step, and what each holds of a tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from .._compat import active_data_parallel
+from ..errors import CaptureError
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+def is_distributed() -> bool:
+    """Whether this process has peers."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+def active_wrapper() -> DistributedDataParallel | None:
+    """Returns the DistributedDataParallel whose forward runs now, if one does."""
+    return active_data_parallel() if is_distributed() else None
+
+
+def groups_of(tensors: Iterable[Tensor]) -> list[ProcessGroup]:
+    """Returns the process groups that DTensors are spread over, each mesh dimension's once."""
+    groups: list[ProcessGroup] = []
+    if not is_distributed():
+        return groups
+    for mesh in {t.device_mesh: None for t in tensors if is_spread(t)}:  # type: ignore[attr-defined]
+        groups += [g for g in mesh.get_all_groups() if g not in groups]
+    return groups
+
+
+def is_spread(tensor: Tensor) -> bool:
+    """Whether the tensor is a DTensor."""
+    return hasattr(tensor, "device_mesh")
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Returns what this rank holds of a tensor; no communication."""
+    return tensor.to_local() if is_spread(tensor) else tensor  # type: ignore[attr-defined]
+
+
+def join(flags: Tensor, groups: Sequence[ProcessGroup] | None) -> Tensor:
+    """Returns the flags of all ranks, so that all skip the same steps.
+
+    Args:
+        flags: Positive where this rank found something.
+        groups: The groups to join over, one after the other; None for the default group.
+    """
+    if not is_distributed():
+        return flags
+    flags = flags.clone()
+    for group in [None] if groups is None else groups:
+        torch.distributed.all_reduce(flags, op=torch.distributed.ReduceOp.MAX, group=group)
+    return flags
+
+
+def check_wrappers(model: nn.Module, just_in_time: bool) -> None:
+    """Raises for a model that a wrapper hides from capture.
+
+    Raises:
+        CaptureError: The model is wrapped or sharded; the message says what to do instead.
+    """
+    if isinstance(model, DistributedDataParallel):
+        raise CaptureError(
+            "the model is wrapped in DistributedDataParallel, whose communication no graph can hold. Convert "
+            "what is inside, then wrap: DistributedDataParallel(ampgraph.convert(model, ...)); or convert it "
+            "in place: ampgraph.convert_blocks(model, 'module')."
+        )
+    if not just_in_time and any(is_spread(p) for p in model.parameters()):
+        raise CaptureError(f"{type(model).__name__}: {_SHARDED}")
+
+
+def sharded_error(model: nn.Module) -> CaptureError | None:
+    """Returns the error that says why a graph of the whole model failed, if its parameters are sharded."""
+    if any(is_spread(p) for p in model.parameters()):
+        return CaptureError(f"{type(model).__name__}: {_SHARDED}")
+    return None
+
+
+_SHARDED = (
+    "its parameters are sharded, and a graph of the whole model does not call the modules that gather them. "
+    "Convert the modules that fully_shard wraps: ampgraph.convert_blocks(model, 'layers.*')."
+)

@@ -1,0 +1,209 @@
+"""The boundary of a converted graph: where gradients are scaled on entry, and unscaled and checked on exit.
+
+A parameter with a low copy (`ampgraph.runtime.shadow_weights`) is read through the boundary too.
+
+Both are plain ``autograd.Function`` calls that stand as nodes in the graph, so the same arithmetic runs
+in eager and is traced by AOTAutograd into the backward graph of every backend: ``tangent * scale`` at
+each output, ``gradient * inverse`` and a finite check at each parameter and differentiable input.
+
+What is not finite travels as the gradient of the *probe*, a vector with one element per parameter (and one
+for the inputs): autograd itself adds it up over micro-batches, sub-graphs and repeated uses, without
+any write that a compiler or the version counter could object to. `training.scaler.LossScaler` reads it.
+
+The scale is read in the forward and never written in place, so a backward always multiplies and divides
+by the same number, whatever happens to the scaler in between.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from .._compat import is_batched
+from .scale_state import DELIVERED
+
+
+class ScaleGradients(Function):
+    """Identity whose backward multiplies by the scale; on the graph's outputs."""
+
+    @staticmethod
+    def forward(ctx: Any, scale: Tensor, *outputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.scale = scale
+        ctx.set_materialize_grads(False)
+        views = tuple(t.detach() for t in outputs)  # a view would refuse in-place writes such as loss /= 4
+        needed = ctx.needs_input_grad[1:]
+        ctx.mark_non_differentiable(*(v for v, n in zip(views, needed, strict=True) if not n))
+        return views
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        return None, *(None if g is None else scaled(g, ctx.scale) for g in grads)
+
+
+class UnscaleGradients(Function):
+    """Identity whose backward multiplies by 1/scale and reports non-finite gradients to the probe.
+
+    Args of ``forward``: the probe, 1/scale, the slot of each tensor in the probe, the tensors. The slots
+    ascend, and come as text: Dynamo makes integers dynamic that differ from one call to the next.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, probe: Tensor, inverse: Tensor, slots: str, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.inverse, ctx.slots, ctx.size = inverse, slots, probe.shape[0]
+        ctx.delivered = None if torch.compiler.is_compiling() else getattr(probe, DELIVERED, None)
+        ctx.set_materialize_grads(False)
+        views = tuple(t.detach() for t in tensors)
+        needed = ctx.needs_input_grad[3:]
+        ctx.mark_non_differentiable(*(v for v, n in zip(views, needed, strict=True) if not n))
+        return views
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        given = [g for g in grads if g is not None]
+        if not given:
+            return None, None, None, *grads
+        true = unscaled(given, ctx.inverse)
+        slots = [int(s) for s, g in zip(ctx.slots.split(), grads, strict=True) if g is not None]
+        if ctx.delivered is not None:
+            ctx.delivered.update(slots)
+        results = iter(true)
+        # A batch of gradients goes to torch.autograd.grad alone, which adds nothing up in the probe.
+        flags = None if _is_batched(given) else non_finite(true, slots, ctx.size)
+        return flags, None, None, *(None if g is None else next(results) for g in grads)
+
+
+class _Times(Function):
+    """Multiplies by a factor, and passes its own gradients on as they are.
+
+    For second derivatives: what flows back through a backward crosses the boundary once more, and is scaled
+    and unscaled there. To count the factor here again would leave it 1/scale too small.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, factor: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        return tuple((t * factor).to(t.dtype) for t in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        return None, *grads
+
+
+# What the backward graph computes here is told apart by these functions' names: see `role_of`.
+
+
+def scaled(grad: Tensor, scale: Tensor) -> Tensor:
+    """Returns a gradient on its way in."""
+    if _counts_once():
+        return _Times.apply(scale, grad)[0]
+    return (grad * scale).to(grad.dtype)
+
+
+def unscaled(grads: list[Tensor], inverse: Tensor) -> Sequence[Tensor]:
+    """Returns gradients on their way out."""
+    if _counts_once():
+        return _Times.apply(inverse, *grads)
+    if any(g.is_sparse for g in grads) or _is_batched(grads):  # AOTAutograd or vmap have no such kernel
+        return [g * inverse for g in grads]
+    return torch._foreach_mul(grads, inverse)
+
+
+def non_finite(tensors: Sequence[Tensor], slots: Sequence[int], size: int) -> Tensor:
+    """Returns a float32 vector of ``size`` elements, 1 in the slots whose tensors are not all finite.
+
+    Slots ascend; several tensors may have the same one.
+    """
+    # Of no elements, none is infinite; torch has no such norm.
+    given = [(t._values() if t.is_sparse else t, slot) for t, slot in zip(tensors, slots, strict=True)]
+    given = [(t, slot) for t, slot in given if t.numel()]
+    if not given:
+        return torch.zeros(size, device=tensors[0].device)
+    values, slots = [t for t, _ in given], [slot for _, slot in given]
+    peaks = torch.stack(torch._foreach_norm(values, float("inf"))).detach()
+    flags = (~peaks.isfinite()).to(torch.float32)
+    # Slices and no index, which would have to travel to the device.
+    pieces, first, end = [], 0, 0
+    for slot, count, length in _runs(slots):
+        of_run = flags[first : first + length * count]
+        pieces += [flags.new_zeros(slot - end)] if slot > end else []
+        pieces.append(of_run if count == 1 else of_run.amax(0, keepdim=True))
+        first, end = first + length * count, slot + length
+    pieces += [flags.new_zeros(size - end)] if size > end else []
+    return torch.cat(pieces)
+
+
+def _is_batched(tensors: Sequence[Tensor]) -> bool:
+    """Whether vmap runs: ``torch.autograd.grad(is_grads_batched=True)``, ``jacobian(vectorize=True)``."""
+    return not torch.compiler.is_compiling() and any(map(is_batched, tensors))
+
+
+def _runs(slots: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """Yields (first slot, how often each occurs, how many slots): neighbours that occur once make one run."""
+    counts = [(slot, len(list(same))) for slot, same in itertools.groupby(slots)]
+    start = 0
+    for i, (slot, count) in enumerate(counts):
+        following = counts[i + 1] if i + 1 < len(counts) else None
+        if count == 1 and following == (slot + 1, 1):
+            continue
+        yield counts[start][0], counts[start][1], i + 1 - start
+        start = i + 1
+
+
+def _counts_once() -> bool:
+    """Whether this is ``backward(create_graph=True)``."""
+    return torch.is_grad_enabled() and not torch.compiler.is_compiling()
+
+
+ROLES = {scaled.__name__: "scale", unscaled.__name__: "unscale", non_finite.__name__: "finite check"}
+
+
+def role_of(node: torch.fx.Node) -> str | None:
+    """Returns ``"scale"``, ``"unscale"`` or ``"finite check"`` for a boundary node of a backward graph."""
+    trace = node.meta.get("stack_trace") or ""
+    calls = [line.split()[-1] for line in trace.splitlines() if __file__ in line]
+    role = next((ROLES[name] for name in calls if name in ROLES), None)
+    if role != "unscale":
+        return role
+    # Where the trace is the forward node's, it is the same for all that its backward computes.
+    product = node.all_input_nodes[0] if node.target is operator.getitem else node
+    return role if product.target is torch.ops.aten._foreach_mul.Tensor else ROLES[non_finite.__name__]
+
+
+def trace_of(function: Callable) -> str:
+    """Returns the stack trace of a boundary node: where its backward is computed."""
+    code = {scale_gradients: scaled, unscale_gradients: unscaled}[function].__code__
+    return f'  File "{code.co_filename}", line {code.co_firstlineno}, in {code.co_name}\n'
+
+
+class ShadowWeight(Function):
+    """Returns a parameter's low copy; its gradient, in the parameter's dtype, is the parameter's."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: Tensor, shadow: Tensor) -> Tensor:
+        ctx.dtype = parameter.dtype
+        return shadow.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad.to(ctx.dtype), None
+
+
+def shadow_weight(parameter: Tensor, shadow: Tensor) -> Tensor:
+    """The node at a parameter with a low copy; see `ShadowWeight`."""
+    return ShadowWeight.apply(parameter, shadow)
+
+
+def scale_gradients(scale: Tensor, *outputs: Tensor) -> tuple[Tensor, ...]:
+    """The node at the graph's outputs; see `ScaleGradients`."""
+    return ScaleGradients.apply(scale, *outputs)
+
+
+def unscale_gradients(probe: Tensor, inverse: Tensor, slots: str, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """The node at the graph's parameters and differentiable inputs; see `UnscaleGradients`."""
+    return UnscaleGradients.apply(probe, inverse, slots, *tensors)

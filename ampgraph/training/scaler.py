@@ -1,0 +1,364 @@
+"""`LossScaler`: the state of loss scaling, the skipping of bad steps, and who overflowed.
+
+The scaling itself is inside the converted graph (`training.gradient_boundary`); the scaler owns the
+numbers that the graph reads. Its method names are those of ``torch.amp.GradScaler``, so that loops written for that
+run unchanged; `scale` has nothing left to do.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ..errors import LoopError, PolicyError
+from ..policy.loss_scale import (
+    DynamicLossScale,
+    LossScale,
+    NoLossScale,
+    StaticLossScale,
+    adapted,
+    checked_state,
+    first_counters,
+    first_scale,
+    in_range,
+    new_scale_of,
+)
+from ..warn import warn_user
+from .gradient_flags import GradientFlags
+from .nested_optimizers import nested, put_inside
+from .optimizer_step import attached_step, parameters_of, shares, step_unless_bad, stepping
+from .overflow import Overflow
+from .parameter_index import ParameterSlots
+from .scale_state import ScaleState
+from .step_guard import StepGuard
+from .step_wrappers import note_wrapper_of
+from .unscaled_step_warning import LoopWatch
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+# A scaler that steps an optimizer over several converted models asks those of the others too.
+_all_scalers: weakref.WeakSet[LossScaler] = weakref.WeakSet()
+
+
+class LossScaler:
+    """Owns the loss scale of one converted model; ``amp.scaler``.
+
+    Attributes:
+        config: What the policy asked for.
+        state: The tensors that the model's graphs read.
+        guard: What decides of steps.
+    """
+
+    _known: weakref.WeakSet[Optimizer]
+    _partners: list[LossScaler]
+
+    def __init__(self, config: LossScale, model: nn.Module, device: torch.device):
+        self.config = config
+        self._slots = ParameterSlots(model)
+        self.names = self._slots.names
+        self.state = ScaleState(first_scale(config), len(self.names) + 1, device)
+        self._counters = torch.tensor(first_counters(config), dtype=torch.int32, device=device)
+        self._watch = LoopWatch(model, self._slots)
+        self._flags = GradientFlags(self._slots, self.state, self._watch)
+        self.guard = StepGuard(self._slots, self.state, self._flags)
+        self._is_copy = False
+        self._forget_optimizers()
+        _all_scalers.add(self)
+
+    @property
+    def process_groups(self) -> Sequence[ProcessGroup] | None:
+        """The ranks that skip a step together.
+
+        None: those of the DistributedDataParallel or FSDP2 around the model, or the default group where
+        neither is seen. Empty: this rank alone.
+        """
+        return self.guard.process_groups
+
+    @process_groups.setter
+    def process_groups(self, groups: Sequence[ProcessGroup] | None) -> None:
+        self.guard.process_groups = groups
+
+    # -- the loop --------------------------------------------------------------------------------
+
+    def is_enabled(self) -> bool:
+        """Whether gradients are scaled at all."""
+        return not isinstance(self.config, NoLossScale)
+
+    def attach(self, *optimizers: Optimizer) -> LossScaler:
+        """Makes plain ``optimizer.step()`` skip bad steps and update the scale by itself; call it once.
+
+        A step that calls a closure several times (LBFGS, SAM) is taken as a whole or not at all: parameters
+        and the optimizer's state are copied before it, and put back where an evaluation overflows.
+
+        Returns:
+            The scaler, so that ``scaler = amp.scaler.attach(optimizer)`` reads well.
+
+        Raises:
+            PolicyError: Something is not an optimizer.
+        """
+        for optimizer in optimizers:
+            if not (hasattr(optimizer, "step") and hasattr(optimizer, "param_groups")):
+                raise PolicyError(f"attach takes optimizers, got {type(optimizer).__name__}.")
+            self._warn_about_strangers(optimizer, "attach")
+        for optimizer in optimizers if self.is_enabled() else ():
+            note_wrapper_of(stepping(optimizer), optimizer)
+            self._attach(stepping(optimizer))
+        return self
+
+    def _attach(self, optimizer: Optimizer) -> None:
+        if self.guard.is_attached(optimizer):
+            return
+        self.guard.attach(optimizer)
+        for one in nested(optimizer):
+            put_inside(one, optimizer)
+            if "_amp_scalers" not in vars(one):
+                one._amp_scalers = []  # type: ignore[attr-defined]
+                one.step = attached_step(one, _scalers_of)  # type: ignore[method-assign]
+            one._amp_scalers.append(self)  # type: ignore[attr-defined]
+
+    def scale(self, outputs: Any) -> Any:
+        """Returns its argument: the graph scales."""
+        return outputs
+
+    def unscale_(self, optimizer: Optimizer) -> None:
+        """Judges the gradients as they are now, before they are clipped; they are true already.
+
+        It is optional: without it `step` judges them as they are then, and reads clipped ones once more.
+
+        Raises:
+            LoopError: It was called for this optimizer since the last update, or ``step`` was.
+        """
+        if not self.is_enabled():
+            return
+        optimizer = stepping(optimizer)
+        scalers = _with_partners([self], optimizer)
+        for scaler, parameters in shares(scalers, optimizer):
+            if scaler.guard.has_stepped(optimizer) and scaler.guard.is_attached(optimizer):
+                scaler.update()  # another attached optimizer rests
+            scaler.guard.judge_early(optimizer, parameters)
+
+    def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        """Steps the optimizer unless its gradients are not finite.
+
+        No host sync where the optimizer takes ``found_inf`` (``fused=True``), exactly one otherwise (one for
+        each evaluation, where it calls a closure several times).
+
+        Returns:
+            What ``optimizer.step`` returned, or None for a skipped step.
+
+        Raises:
+            LoopError: The optimizer has stepped since the last `update`.
+        """
+        if not self.is_enabled():
+            return optimizer.step(*args, **kwargs)
+        scalers = _with_partners([self, *vars(optimizer).get("_amp_scalers", ())], optimizer)
+        self._check_step(optimizer)
+        for scaler in scalers:
+            if scaler.guard.has_stepped(optimizer) and scaler.guard.is_attached(optimizer):
+                scaler.update()
+        self._partners = scalers[1:]
+        return step_unless_bad(scalers, optimizer, optimizer.step, *args, **kwargs)
+
+    def _check_step(self, optimizer: Optimizer) -> None:
+        if self._is_copy:
+            self._is_copy = False
+            warn_user(
+                "amp.scaler.step: this scaler is a copy, and no converted model reads its scale. Use the "
+                "scaler of the model, and carry the numbers over with load_state_dict(scaler.state_dict())."
+            )
+        if optimizer not in self._known:
+            self._known.add(optimizer)
+            self._warn_about_strangers(optimizer, "step")
+        is_dynamic = isinstance(self.config, DynamicLossScale)
+        if is_dynamic and self.guard.has_stepped(optimizer) and not self.guard.is_attached(optimizer):
+            raise LoopError(
+                f"step was already called for this {type(optimizer).__name__} since the last update; after "
+                "each round of steps, call amp.scaler.update()."
+            )
+
+    def _warn_about_strangers(self, optimizer: Optimizer, method: str) -> None:
+        parameters = parameters_of(optimizer)
+        if parameters and all(slot is None for slot in self._slots.of(parameters)):
+            warn_user(
+                f"amp.scaler.{method}: none of the {len(parameters)} parameters of this "
+                f"{type(optimizer).__name__} belongs to this model; is it the optimizer of another?"
+            )
+
+    def update(self, new_scale: float | Tensor | None = None) -> None:
+        """Ends a round: grows or backs off the scale, and forgets the found overflow.
+
+        A round without a step, or without gradients, counts neither as good nor as bad.
+
+        Args:
+            new_scale: The next scale, in place of what the rule says.
+
+        Raises:
+            PolicyError: ``new_scale`` is no positive, finite number.
+        """
+        if not self.is_enabled():
+            return
+        if new_scale is not None:
+            self.state.set(in_range(self.config, new_scale_of(new_scale, self.state.scale)))
+        elif isinstance(self.config, DynamicLossScale) and self.guard.has_judged:
+            bad = self.guard.found > 0
+            scale, self._counters = adapted(self.config, self.state.scale, self._counters, bad)
+            self.state.set(scale)
+        self.guard.reset()
+        partners, self._partners = self._partners, []
+        for scaler in partners:
+            scaler.update()
+
+    # -- the numbers -----------------------------------------------------------------------------
+
+    def get_scale(self) -> float:
+        """Returns the current scale; waits for the device.
+
+        No gradient that a loop sees carries it: ``torch.autograd.grad(scaler.scale(loss), ...)`` returns true
+        gradients, and a recipe that divides them by this number (torch's gradient penalty) must not.
+        """
+        return float(self.state.scale)
+
+    def get_growth_factor(self) -> float:
+        """Returns `DynamicLossScale.growth_factor`."""
+        return self._dynamic().growth_factor
+
+    def set_growth_factor(self, new_factor: float) -> None:
+        """Changes `DynamicLossScale.growth_factor`."""
+        self.config = dataclasses.replace(self._dynamic(), growth_factor=new_factor)
+
+    def get_backoff_factor(self) -> float:
+        """Returns `DynamicLossScale.backoff_factor`."""
+        return self._dynamic().backoff_factor
+
+    def set_backoff_factor(self, new_factor: float) -> None:
+        """Changes `DynamicLossScale.backoff_factor`."""
+        self.config = dataclasses.replace(self._dynamic(), backoff_factor=new_factor)
+
+    def get_growth_interval(self) -> int:
+        """Returns `DynamicLossScale.growth_interval`."""
+        return self._dynamic().growth_interval
+
+    def set_growth_interval(self, new_interval: int) -> None:
+        """Changes `DynamicLossScale.growth_interval`."""
+        self.config = dataclasses.replace(self._dynamic(), growth_interval=new_interval)
+
+    def _dynamic(self) -> DynamicLossScale:
+        if isinstance(self.config, DynamicLossScale):
+            return self.config
+        raise PolicyError(
+            f"{type(self.config).__name__} neither grows nor backs off; "
+            "Policy(loss_scale=DynamicLossScale()) does."
+        )
+
+    @property
+    def last_overflow(self) -> Overflow | None:
+        """The last step whose gradients were not finite; waits for the device."""
+        return self.guard.overflows.last()
+
+    # -- for the graphs and `training.optimizer_step` ---------------------------------------------------------
+
+    def slot_of(self, parameter: object) -> int | None:
+        """Returns the probe's slot of a parameter that a graph's boundary is about to check, or None."""
+        self._is_copy = False
+        return self._slots.of([parameter])[0] if isinstance(parameter, Tensor) else None
+
+    def check_loop(self) -> None:
+        """Tells once that a loop steps its optimizer past an active scaler."""
+        self._watch.check()
+
+    def note_wrapper(self) -> None:
+        """Remembers the process group of the wrapper that calls the model now."""
+        self.guard.note_wrapper()
+
+    def skips(self) -> bool:
+        """Whether a step with non-finite gradients is left out."""
+        return not isinstance(self.config, StaticLossScale) or self.config.skip_on_overflow
+
+    # -- state -----------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns ``torch.amp.GradScaler``'s keys and ours; plain numbers only."""
+        if not self.is_enabled():
+            return {}
+        good, bad, patience = self._counters.tolist()
+        config = {k: getattr(self.config, k) for k in getattr(self.config, "__dataclass_fields__", ())}
+        last = self.last_overflow
+        return {
+            "scale": self.get_scale(),
+            "_growth_tracker": good,
+            **config,
+            "_bad_tracker": bad,
+            "_hysteresis_left": patience,
+            "_steps": self.guard.steps,
+            "_last_overflow": None if last is None else (last.step, last.parameters, last.scale),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes over a state of ours or of ``torch.amp.GradScaler``; what was found so far is forgotten.
+
+        Raises:
+            PolicyError: The state is empty (of a scaler that was not enabled), or a number in it is none
+                that a scale can have. Nothing is changed then.
+        """
+        if not self.is_enabled():
+            return
+        numbers = checked_state(self.config, state, self._counters.tolist())
+        self.config = numbers.config
+        device = self.state.scale.device
+        scale = torch.tensor(numbers.scale, dtype=torch.float32, device=device)
+        self.state.set(in_range(self.config, scale))
+        self._counters = torch.tensor(numbers.counters, dtype=torch.int32, device=device)
+        self.guard.reset()
+        self.guard.steps = numbers.steps
+        last = state.get("_last_overflow")
+        self.guard.overflows.restore(Overflow(last[0], tuple(last[1]), last[2]) if last else None)
+
+    def _forget_optimizers(self) -> None:
+        self._known = weakref.WeakSet()
+        self._partners = []
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name not in ("_known", "_partners")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _is_copy=True)
+        self._forget_optimizers()
+        self._flags.connect()
+        _all_scalers.add(self)
+
+    def move(self, device: torch.device) -> None:
+        """Moves the state to the model's device; a model without values has it on the CPU."""
+        if device in (self.state.scale.device, torch.device("meta")):
+            return
+        self.state.move(device)
+        self._counters = self._counters.to(device)
+        self.guard.reset()
+
+
+def _scalers_of(optimizer: Optimizer) -> list[LossScaler]:
+    return _with_partners(vars(optimizer)["_amp_scalers"], optimizer)
+
+
+def _with_partners(scalers: Sequence[LossScaler], optimizer: Optimizer) -> list[LossScaler]:
+    """Returns the scalers, each once, and those of other converted models with parameters among these."""
+    found = list(dict.fromkeys(scalers))
+    rest = parameters_of(optimizer)
+    for scaler in found:
+        rest = [p for p, slot in zip(rest, scaler.guard.slots.of(rest), strict=True) if slot is None]
+    if not rest:
+        return found
+    for other in list(_all_scalers):
+        if other in found or not other.is_enabled() or not other.state.was_reached:
+            continue
+        slots = other.guard.slots.of(rest)
+        if any(slot is not None for slot in slots):
+            found.append(other)
+            rest = [p for p, slot in zip(rest, slots, strict=True) if slot is None]
+    return found

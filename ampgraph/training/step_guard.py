@@ -1,0 +1,161 @@
+"""What a loss scaler decides of optimizer steps: the verdict on gradients, and when a round is over."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from .._compat import expects_uneven_inputs
+from ..errors import LoopError
+from .distributed import active_wrapper, groups_of, is_distributed, join
+from .gradient_flags import GradientFlags
+from .nested_optimizers import outermost
+from .overflow import OverflowLog
+from .parameter_index import ParameterSlots
+from .scale_state import ScaleState
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.nn.parallel import DistributedDataParallel
+
+
+class Verdict(NamedTuple):
+    """What is known of the gradients that an optimizer is about to take.
+
+    Attributes:
+        flags: Positive in the slots of those that are not finite; the last slot is for what has none.
+        found: Whether there is one: 0-dim float32, 1 or 0.
+    """
+
+    flags: Tensor
+    found: Tensor
+
+
+class StepGuard:
+    """Judges gradients for one scaler and counts its rounds.
+
+    A round is what ends with an update of the scale: one step of each optimizer, at most.
+
+    Attributes:
+        found: Whether a gradient of this round was not finite, 0-dim float32.
+        has_judged: Whether there was any gradient in this round.
+        steps: Rounds with gradients so far.
+        process_groups: See `LossScaler.process_groups`.
+        overflows: Who overflowed.
+    """
+
+    def __init__(self, slots: ParameterSlots, state: ScaleState, flags: GradientFlags):
+        self.slots, self._state, self._flags = slots, state, flags
+        self.overflows = OverflowLog(slots.names)
+        self.process_groups: Sequence[ProcessGroup] | None = None
+        self._wrapper: weakref.ref[DistributedDataParallel] | None = None
+        self.steps = 0
+        self._attached: list[weakref.ref[Optimizer]] = []
+        self.reset()
+
+    def reset(self) -> None:
+        """Begins a round."""
+        self.found = torch.zeros((), dtype=torch.float32, device=self._state.scale.device)
+        self.has_judged = False
+        self._stepped: list[Optimizer] = []
+        self._unscaled: list[tuple[Optimizer, Verdict | None]] = []
+
+    def __getstate__(self) -> dict[str, object]:
+        # A copy has no optimizers yet, and no peers.
+        nothing: dict[str, list] = {"_attached": [], "_stepped": [], "_unscaled": []}
+        return {**vars(self), **nothing, "process_groups": None, "_wrapper": None}
+
+    # -- rounds ----------------------------------------------------------------------------------
+
+    def attach(self, optimizer: Optimizer) -> None:
+        """Notes an optimizer whose own ``step`` asks the guard."""
+        self._attached.append(weakref.ref(optimizer))
+
+    def is_attached(self, optimizer: Optimizer) -> bool:
+        """Whether the optimizer's own ``step`` asks the guard."""
+        return any(ref() is outermost(optimizer) for ref in self._attached)
+
+    def is_end_of_round(self) -> bool:
+        """Whether every attached optimizer has stepped since the last update."""
+        return all(self.has_stepped(o) for ref in self._attached if (o := ref()) is not None)
+
+    def has_stepped(self, optimizer: Optimizer) -> bool:
+        """Whether the optimizer has stepped since the last update."""
+        return any(s is outermost(optimizer) for s in self._stepped)
+
+    def begin(self, optimizer: Optimizer) -> None:
+        """Notes that an optimizer is about to step."""
+        self._stepped.append(outermost(optimizer))
+        self._flags.watch.asked()
+
+    # -- verdicts --------------------------------------------------------------------------------
+
+    def judge_early(self, optimizer: Optimizer, parameters: list[Tensor]) -> None:
+        """Judges gradients as they are now; what is done to them before the step does not count.
+
+        Raises:
+            LoopError: It is too late, or was done already.
+        """
+        if self.has_stepped(optimizer):
+            raise LoopError(
+                "unscale_ is called after step of this optimizer; call it before, or update first."
+            )
+        if any(o is optimizer for o, _ in self._unscaled):
+            raise LoopError("unscale_ was already called for this optimizer since the last update.")
+        self._unscaled.append((optimizer, self.judge(parameters)))
+
+    def verdict(self, optimizer: Optimizer, parameters: list[Tensor]) -> Verdict | None:
+        """Returns the verdict on the gradients that the optimizer takes now; None if there are none."""
+        early = [verdict for o, verdict in self._unscaled if o is optimizer]
+        return early[0] if early else self.judge(parameters)
+
+    def judge(self, parameters: Iterable[Tensor]) -> Verdict | None:
+        """Returns the verdict on these parameters' gradients; None if there are none on any rank."""
+        parameters = list(parameters)
+        flags = self._flags.of(parameters)
+        if is_distributed():
+            if flags is None:
+                flags = torch.zeros_like(self._state.probe, requires_grad=False)
+            flags = flags if self._is_uneven() else join(flags, self._groups(parameters))
+        return None if flags is None else Verdict(flags, (flags > 0).any().to(torch.float32))
+
+    def count(self, verdict: Verdict) -> None:
+        """Lets a verdict count for the scale."""
+        self.steps += not self.has_judged
+        self.has_judged = True
+        self.found = torch.maximum(self.found, verdict.found)
+
+    def note(self, verdict: Verdict) -> None:
+        """Keeps an overflow for `LossScaler.last_overflow` without waiting for the device."""
+        self.overflows.note(self.steps, verdict.flags, self._state.scale, verdict.found)
+
+    # -- ranks -----------------------------------------------------------------------------------
+
+    def note_wrapper(self) -> None:
+        """Remembers the wrapper that calls the model now."""
+        if (wrapper := active_wrapper()) is not None:
+            self._wrapper = weakref.ref(wrapper)
+
+    def _noted_wrapper(self) -> DistributedDataParallel | None:
+        return self._wrapper() if self._wrapper is not None else None
+
+    def _is_uneven(self) -> bool:
+        """Whether ranks may have run out of inputs, and so answer DistributedDataParallel alone.
+
+        The gradients that it has averaged are the same on all that are left, and so is what they decide.
+        """
+        wrapper = self._noted_wrapper()
+        return wrapper is not None and self.process_groups is None and expects_uneven_inputs(wrapper)
+
+    def _groups(self, parameters: list[Tensor]) -> Sequence[ProcessGroup] | None:
+        if self.process_groups is not None:
+            return self.process_groups
+        groups = groups_of(parameters)
+        if (wrapper := self._noted_wrapper()) is not None:
+            groups.append(wrapper.process_group)
+        return groups or None

@@ -1,0 +1,125 @@
+"""Notices a training loop that does not ask the loss scaler, or that scales the loss once more."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from .._compat import is_scaled_by_grad_scaler
+from ..warn import warn_user
+from .distributed import local
+from .nested_optimizers import is_inside
+from .parameter_index import ParameterSlots
+
+_ROUNDS = 10
+_VALUES = 8
+
+
+class LoopWatch:
+    """Watches the first rounds of a training loop, and tells once.
+
+    A hook that torch calls after the step of any optimizer watches those. What changes parameters by hand is
+    noticed by their values, at the next call of the model.
+
+    Args:
+        model: The model; its parameters are looked up each time, since wrappers exchange them.
+        slots: Which parameters are the model's.
+    """
+
+    def __init__(self, model: nn.Module, slots: ParameterSlots):
+        self._model, self._slots = model, slots
+        self._hook: Any = None
+        self._values: Tensor | None = None
+        self._rounds = 0
+        self._was_asked = self._saw_backward = self._is_over = False
+
+    def asked(self) -> None:
+        """Notes that the loop asked the scaler."""
+        self._was_asked = True
+        self._count()
+
+    def check(self) -> None:
+        """Is called before the model runs with gradients."""
+        if self._is_over:
+            return
+        if self._hook is None:
+            self._start()
+        if self._saw_backward and not self._was_asked and self._has_changed():
+            self._tell(
+                "ampgraph scales the loss of this model, but the loop changes its parameters after every "
+                "backward, overflow or not, and the scale never adapts. Call "
+                "amp.scaler.step(optimizer) and amp.scaler.update(), or before the loop, once: "
+                "amp.scaler.attach(optimizer)"
+            )
+
+    def note_backward(self) -> None:
+        """Is called during each backward through the model's boundary."""
+        if self._is_over:
+            return
+        if not self._saw_backward and not self._was_asked and is_scaled_by_grad_scaler():
+            self._tell(
+                "a torch.amp.GradScaler multiplies the loss of this converted model, whose graph scales "
+                "by itself: with both, gradients overflow at every step. Put amp.scaler in its place, "
+                "or convert with Policy(loss_scale=ampgraph.NoLossScale())."
+            )
+        self._saw_backward = True
+
+    def _start(self) -> None:
+        this = weakref.ref(self)
+
+        def after_step(optimizer: Optimizer, args: tuple, kwargs: dict[str, Any]) -> None:
+            if (watch := this()) is not None:
+                watch._stepped(optimizer)
+
+        self._hook = register_optimizer_step_post_hook(after_step)
+        weakref.finalize(self, self._hook.remove)
+
+    def _stepped(self, optimizer: Optimizer) -> None:
+        if not self._saw_backward or is_inside(optimizer):
+            return
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        if any(slot is not None for slot in self._slots.of(parameters)):
+            self._tell(
+                f"ampgraph scales the loss of this model, but {type(optimizer).__name__}.step() happens "
+                "after every backward, overflow or not, and the scale never adapts. Before the loop, add: "
+                "amp.scaler.attach(optimizer)"
+            )
+
+    def _has_changed(self) -> bool:
+        watched = [local(p).detach().reshape(-1) for p in self._model.parameters() if p.requires_grad]
+        watched = [p for p in watched if p.numel() and p.device.type != "meta"]
+        if not watched or any(_is_capturing(p.device) for p in watched):
+            return False
+        values = torch.cat([p[:: -(-p.numel() // _VALUES)].to(watched[0].device) for p in watched])
+        before, self._values = self._values, values
+        self._count()
+        if before is None or before.shape != values.shape:
+            return False
+        return not torch.equal(before.to(values.device), values)
+
+    def _count(self) -> None:
+        self._rounds += 1
+        if self._rounds > _ROUNDS:
+            self._stop()
+
+    def _stop(self) -> None:
+        self._is_over = True
+        self._values = None
+        if self._hook is not None:
+            self._hook.remove()
+
+    def _tell(self, message: str) -> None:
+        self._stop()
+        warn_user(message)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_hook": None}
+
+
+def _is_capturing(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()

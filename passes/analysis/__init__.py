@@ -1,0 +1,1 @@
+"""What the passes know of a graph: no file here edits one."""

@@ -1,0 +1,192 @@
+"""Which nodes share memory, and which of them are written in place. Analysis only."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+
+import torch
+from torch.fx import Graph, Node
+
+from ampgraph._compat import FakeTensorMode, OpOverload, evaluate, size_hint, storage_key
+from ampgraph.ops.kernels import is_composite, is_dropout, is_opaque, is_view, may_convert, reads_strides
+
+from .arguments import argument
+
+SOURCES = ("placeholder", "get_attr")
+
+
+def written_args(node: Node) -> list[Node]:
+    """Returns the nodes that ``node`` writes in place, by its schema."""
+    if not isinstance(node.target, OpOverload) or not node.target._schema.is_mutable:
+        return []
+    written = []
+    for position, parameter in enumerate(node.target._schema.arguments):
+        if parameter.alias_info is None or not parameter.alias_info.is_write:
+            continue
+        value = node.args[position] if position < len(node.args) else node.kwargs.get(parameter.name)
+        values = value if isinstance(value, (list, tuple)) else (value,)
+        written += [v for v in values if isinstance(v, Node)]
+    return written
+
+
+def returned_views(graph: Graph) -> set[Node]:
+    """Returns the views of the caller's own memory that the graph returns, and the views between."""
+    found: set[Node] = set()
+    for node in graph.output_node().all_input_nodes:
+        chain = []
+        while source := _passed_on(node):
+            chain.append(node)
+            node = source[0]
+        if node.op in SOURCES:
+            found.update(chain)
+    return found
+
+
+def viewed(node: Node) -> list[Node]:
+    """Returns the arguments whose memory the node returns; none for an op that writes or converts.
+
+    Views say so in their schema. Composite ops need not (einsum, sum_to_size), but fake tensors show it; not
+    so of dropout where it has nothing to drop.
+    """
+    target = node.target
+    if not isinstance(target, OpOverload) or target._schema.is_mutable or may_convert(target):
+        return []
+    if is_view(target) or (is_dropout(target) and not _drops(node)):
+        return node.all_input_nodes[:1]
+    if not is_composite(target):
+        return []
+    keys, of = set(_keys(node)), {n: set(_keys(n)) for n in node.all_input_nodes}
+    return [n for n in of if keys & of[n]] if keys <= set().union(*of.values()) else []
+
+
+def _passed_on(node: Node) -> list[Node]:
+    """As `viewed`, and what else passes a tensor on in the source: casts to its own dtype, in-place ops."""
+    if node.target is operator.getitem:
+        return node.all_input_nodes[:1]
+    if written := written_args(node):
+        return written[:1]
+    if isinstance(node.target, OpOverload) and may_convert(node.target):
+        source, keys = node.all_input_nodes[0], set(_keys(node))
+        return [source] if keys and keys <= set(_keys(source)) else []
+    return viewed(node)
+
+
+def returns_its_input(node: Node, mode: FakeTensorMode | None) -> bool:
+    """Whether the result is an argument, the tensor itself: ``x.to(x.dtype)``, ``x.contiguous()``."""
+    if not isinstance(node.target, OpOverload) or "val" not in node.meta or is_opaque(node.target):
+        return False
+    if is_dropout(node.target) and not _drops(node):
+        return True
+    if not (is_composite(node.target) or may_convert(node.target)):
+        return False
+    result = evaluate(node, mode)
+    return any(result is n.meta.get("val") for n in node.all_input_nodes)
+
+
+def _drops(dropout: Node) -> bool:
+    return argument(dropout, "train") is not False and argument(dropout, "p") != 0
+
+
+def written_memory(graph: Graph) -> set[Node]:
+    """Returns the nodes whose tensors live in memory that some node writes in place."""
+    return _same_memory(graph, [n for node in graph.nodes for n in written_args(node)])
+
+
+def strided_memory(graph: Graph) -> set[Node]:
+    """Returns the nodes in whose memory ``as_strided`` reads more than the tensor that it is given.
+
+    A cast of that tensor, which is a part, is not laid out like the whole.
+    """
+    strided = [n.args[0] for n in graph.nodes if isinstance(n.target, OpOverload) and reads_strides(n.target)]
+    return _same_memory(graph, [n for n in strided if not _is_whole(n.meta["val"])])
+
+
+def overlaps_itself(tensor: torch.Tensor) -> bool:
+    """Whether two indices may name the same place: expanded tensors, sliding windows (``unfold``)."""
+    sizes = [size_hint(size, fallback=2) for size in tensor.shape]
+    steps = sorted(zip(map(size_hint, tensor.stride()), sizes, strict=True))
+    furthest = 0
+    for stride, size in steps:
+        if size > 1 and stride <= furthest:
+            return True
+        furthest += stride * max(size - 1, 0)
+    return False
+
+
+def _is_whole(tensor: torch.Tensor) -> bool:
+    return size_hint(tensor.numel()) * tensor.itemsize == size_hint(tensor.untyped_storage().nbytes())
+
+
+def _same_memory(graph: Graph, nodes: list[Node]) -> set[Node]:
+    if not nodes:
+        return set()
+    aliases = AliasSets(graph)
+    return {member for node in nodes for member in aliases.of(node)}
+
+
+class AliasSets:
+    """Groups the nodes of a graph by the memory their tensors live in.
+
+    Two nodes are in one set when their fake tensors share a storage, or when the op's schema says
+    that it returns (part of) an argument.
+    """
+
+    def __init__(self, graph: Graph):
+        self._parent: dict[Node, Node] = {}
+        owner: dict[int, Node] = {}
+        for node in graph.nodes:
+            for key in _keys(node):
+                self._union(owner.setdefault(key, node), node)
+            for source in (*_schema_aliases(node), *viewed(node)):
+                self._union(source, node)
+        self.members: dict[Node, list[Node]] = {}
+        for node in graph.nodes:
+            self.members.setdefault(self.root(node), []).append(node)
+
+    def root(self, node: Node) -> Node:
+        """Returns the representative of the node's set."""
+        while (parent := self._parent.get(node, node)) is not node:
+            self._parent[node] = self._parent.get(parent, parent)
+            node = parent
+        return node
+
+    def of(self, node: Node) -> list[Node]:
+        """Returns all nodes in the set of ``node``, in graph order."""
+        return self.members[self.root(node)]
+
+    def _union(self, a: Node, b: Node) -> None:
+        a, b = self.root(a), self.root(b)
+        if a is not b:
+            self._parent[b] = a
+
+
+def _keys(node: Node) -> Iterator[int]:
+    value = node.meta.get("val")
+    for tensor in value if isinstance(value, (list, tuple)) else (value,):
+        if isinstance(tensor, torch.Tensor) and (key := storage_key(tensor)) is not None:
+            yield key
+
+
+def _schema_aliases(node: Node) -> Iterator[Node]:
+    if not isinstance(node.target, OpOverload):
+        return
+    schema = node.target._schema
+    if not any(r.alias_info is not None for r in schema.returns):
+        return
+    for position, parameter in enumerate(schema.arguments):
+        if parameter.alias_info is None or position >= len(node.args):
+            continue
+        source = node.args[position]
+        if isinstance(source, Node) and not _converts(source, node):
+            yield source
+
+
+def _converts(source: Node, node: Node) -> bool:
+    """Whether the op made new memory because it changed the dtype, as ``to`` does, or was told to."""
+    if is_view(node.target):  # type: ignore[arg-type]
+        return False
+    if argument(node, "copy"):
+        return True
+    before, after = (getattr(n.meta.get("val"), "dtype", None) for n in (source, node))
+    return before != after

@@ -1,0 +1,264 @@
+"""Finds values that lose their meaning when they are rounded, as long as nothing low feeds them.
+
+Analysis only. A node is *exact* when no op that the autocast rule moves to another dtype feeds it, through
+floats, integers or memory. Of the exact nodes these must stay so:
+
+- *positions*: arithmetic on what is computed from integers, buffers and constants alone. A position of 2,047
+  is 2,048 in bfloat16, and its angles are wrong. Short matrix products of positions count (angles by
+  ``einsum``, rotated grids), although the lists name them white. What takes few values (masks) does not
+  count: rounding moves each value as a whole.
+- *decisions*: what leads to integers, booleans, other dtypes, indices, and steps such as ``round``.
+- *angles*: what leads into a periodic function.
+
+The autocast rule keeps all of them in float32 but the products.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import reduce
+from typing import NamedTuple
+
+import torch
+from torch.fx import GraphModule, Node
+
+from ampgraph._compat import OpOverload
+from ampgraph.ops import kernels
+from ampgraph.ops.lists import OpClass
+
+from ..classify import Facts, NodeFacts, is_cast, tensors
+from .alias import SOURCES, AliasSets, written_args
+from .arguments import argument, argument_name, tensor_arguments
+from .products import terms
+
+# Longer products are no coordinates: the weights of a frozen model may be buffers too.
+MOST_TERMS = 8
+
+_DETACH = torch.ops.aten.detach_.default  # it writes no value
+_FILLS = frozenset(("zeros", "ones", "full", "scalar_tensor", "empty", "empty_strided"))
+
+
+class Hazard(NamedTuple):
+    """Why a node must stay exact, and the node for whose sake."""
+
+    reason: str
+    because: Node | None = None
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Where the value of one node comes from.
+
+    Attributes:
+        measured: From a floating input of the graph, a parameter or random numbers.
+        counted: From integers.
+        few: It takes few values, each of which a low dtype rounds as a whole: masks, single numbers.
+        moved: The autocast rule moves it, or what feeds it, to another dtype than the source's.
+    """
+
+    measured: bool = False
+    counted: bool = False
+    few: bool = True
+    moved: bool = False
+
+    def __or__(self, other: Trace) -> Trace:
+        return Trace(
+            self.measured or other.measured,
+            self.counted or other.counted,
+            self.few and other.few,
+            self.moved or other.moved,
+        )
+
+
+Traces = Mapping[Node, Trace]
+
+
+def find_hazards(
+    graph_module: GraphModule, facts: Facts, fixed: Mapping[Node, bool], low_dtype: torch.dtype
+) -> dict[Node, Hazard]:
+    """Returns the nodes that must stay exact.
+
+    Args:
+        graph_module: The graph.
+        facts: What is known of its nodes.
+        fixed: The labels (True: low) that something above the op lists decides.
+        low_dtype: The policy's low dtype.
+    """
+    traces = _Tracer(graph_module, facts, fixed, low_dtype).run()
+    needed: dict[Node, Hazard] = {}
+    waiting = list(_starts(facts, traces))
+    while waiting:
+        node, hazard = waiting.pop()
+        node = facts[node].owner
+        if node in needed or node.op in SOURCES or traces[node].moved:
+            continue
+        needed[node] = hazard
+        waiting += [(n, Hazard(hazard.reason, hazard.because or node)) for n in _floats_read(node, facts)]
+    return needed
+
+
+def values_read(node: Node) -> list[Node]:
+    """Returns the nodes whose values, not only whose sizes or dtypes, a node reads."""
+    if not isinstance(node.target, OpOverload):
+        return node.all_input_nodes
+    if kernels.reads_no_values(node.target):
+        return []
+    shape_only = kernels.shape_slots(node.target)
+    read = (tensor for path, tensor in tensor_arguments(node) if argument_name(node, path) not in shape_only)
+    return list(dict.fromkeys(read))
+
+
+def _floats_read(node: Node, facts: Facts) -> list[Node]:
+    return [n for n in values_read(node) if facts[n].dtype]
+
+
+class _Tracer:
+    """Goes from the graph's beginning to its end; labels as the autocast rule on the same lists does."""
+
+    def __init__(
+        self, graph_module: GraphModule, facts: Facts, fixed: Mapping[Node, bool], low_dtype: torch.dtype
+    ) -> None:
+        self.graph_module, self.facts, self.fixed, self.low_dtype = graph_module, facts, fixed, low_dtype
+        self.labels: dict[Node, bool] = {}
+        self.traces: dict[Node, Trace] = {}
+        writes = [n for node in facts for n in written_args(node) if node.target is not _DETACH]
+        self.memory = AliasSets(graph_module.graph) if writes else None
+        self.changed = {self.memory.root(n) for n in writes} if self.memory else set()
+        self.written: dict[Node, Trace] = {}
+
+    def run(self) -> dict[Node, Trace]:
+        for node, fact in self.facts.items():
+            self.traces[node] = self._source(node, fact) if node.op in SOURCES else self._op(node, fact)
+            if self.memory and (written := written_args(node)):
+                for root in map(self.memory.root, written):
+                    self.written[root] = self.written.get(root, Trace()) | self.traces[node]
+        return self.traces
+
+    def _source(self, node: Node, fact: NodeFacts) -> Trace:
+        if fact.dtype and fact.owner is node:
+            self.labels[node] = fact.dtype == self.low_dtype
+        values = tensors(node)
+        counted = any(not v.dtype.is_floating_point and v.dtype is not torch.bool for v in values)
+        boolean = bool(values) and all(v.dtype is torch.bool for v in values)
+        changed = self.memory is not None and self.memory.root(node) in self.changed
+        if changed or not is_table(self.graph_module, node):
+            return Trace(measured=not (counted or boolean), counted=counted, few=boolean)
+        number = all(v.numel() == 1 for v in values)
+        return Trace(counted=counted and not number, few=boolean or number)
+
+    def _op(self, node: Node, fact: NodeFacts) -> Trace:
+        reads = [self._read(n) for n in values_read(node)]
+        trace = reduce(Trace.__or__, reads, Trace())
+        random = isinstance(node.target, OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
+        trace = Trace(
+            trace.measured or random,
+            trace.counted or self._counts(node),
+            self._takes_few_values(node, fact, trace),
+            trace.moved,
+        )
+        if fact.dtype is None:
+            return trace
+        label = self.labels[node] = self._label(node, fact, trace)
+        return trace | Trace(moved=label != (fact.dtype == self.low_dtype))
+
+    def _read(self, node: Node) -> Trace:
+        trace = self.traces[node]
+        if self.memory and (more := self.written.get(self.memory.root(node))):
+            return trace | more
+        return trace
+
+    def _label(self, node: Node, fact: NodeFacts, trace: Trace) -> bool:
+        if fact.owner is not node:
+            return self.labels[fact.owner]
+        if node in self.fixed:
+            return self.fixed[node]
+        if fact.op_class is OpClass.WHITE:
+            return fact.dtype == self.low_dtype if is_position_product(node, trace) else True
+        if fact.op_class in (None, OpClass.BLACK):
+            return False
+        return all(self.labels[self.facts[s.tensor].owner] for s in fact.slots if s.follow)
+
+    def _counts(self, node: Node) -> bool:
+        """Whether the node makes integers of nothing: ``arange``."""
+        made = any(v.numel() != 1 and not v.dtype.is_floating_point for v in tensors(node))
+        return made and not values_read(node)
+
+    def _takes_few_values(self, node: Node, fact: NodeFacts, read: Trace) -> bool:
+        values = tensors(node)
+        if all(v.dtype is torch.bool for v in values):
+            return True  # numbers are no tensors
+        if all(v.numel() == 1 for v in values) and not read.counted:
+            return True
+        if node.target is operator.getitem:
+            return read.few
+        if not isinstance(node.target, OpOverload):
+            return False
+        if not values_read(node):
+            name = kernels.packet_name(node.target).removeprefix("aten.")
+            return name in _FILLS or (kernels.reads_no_values(node.target) and not name.startswith("rand"))
+        keeps = fact.op_class is OpClass.CLEAR or kernels.promotes(node.target) or is_cast(node)
+        return keeps and read.few
+
+
+def is_table(graph_module: GraphModule, node: Node) -> bool:
+    """Whether the node is a buffer or a constant: what the model reads and training does not change."""
+    if node.op != "get_attr":
+        return bool(node.meta.get("ampgraph_table"))
+    value: object = graph_module
+    for part in str(node.target).split("."):
+        value = getattr(value, part)
+    return not isinstance(value, torch.nn.Parameter)
+
+
+def is_position_product(node: Node, trace: Trace) -> bool:
+    """Whether a matrix product computes positions from positions, of so few terms that low gains nothing."""
+    if trace.measured or trace.moved:
+        return False
+    added = terms(node)
+    return added is not None and added <= MOST_TERMS
+
+
+# -- what must stay exact --------------------------------------------------------------------------------
+
+
+def _starts(facts: Facts, traces: Traces) -> Iterator[tuple[Node, Hazard]]:
+    """Yields the positions that are computed, and what decisions and periodic functions read."""
+    for node, fact in facts.items():
+        if traces[node].moved or node.op in (*SOURCES, "output"):
+            continue
+        if fact.dtype is None:
+            yield from _decided_by(node, facts)
+            continue
+        if not isinstance(node.target, OpOverload):
+            continue
+        if why := _own_hazard(node):
+            yield node, Hazard(why)
+        elif _computes_positions(node, fact, traces[node]):
+            yield node, Hazard("computed from positions and tables alone: exact until a low op reads it")
+
+
+def _computes_positions(node: Node, fact: NodeFacts, trace: Trace) -> bool:
+    if trace.measured or fact.owner is not node or not fact.slots:
+        return False
+    return fact.op_class is OpClass.WHITE or (fact.op_class is not OpClass.CLEAR and not trace.few)
+
+
+def _own_hazard(node: Node) -> str:
+    """Returns why what the node itself reads must be exact; empty if it need not."""
+    assert isinstance(node.target, OpOverload)
+    if kernels.is_step(node.target) or argument(node, "rounding_mode"):
+        return "its result jumps, and no low op feeds it"
+    return "a function of angles, and no low op feeds it" if kernels.is_periodic(node.target) else ""
+
+
+def _decided_by(node: Node, facts: Facts) -> Iterator[tuple[Node, Hazard]]:
+    """Yields the floats from which a node makes integers, booleans, or floats that are not ours to move."""
+    picked = node.target is operator.getitem and node.users
+    if not (picked or isinstance(node.target, OpOverload)):
+        return
+    kinds = ", ".join(dict.fromkeys(str(v.dtype).removeprefix("torch.") for v in tensors(node)))
+    hazard = Hazard(f"{node.name!r} makes {kinds or 'a number'} of it, and no low op feeds it", node)
+    for read in _floats_read(node, facts):
+        yield read, hazard

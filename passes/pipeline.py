@@ -1,0 +1,172 @@
+"""The whole pipeline as one tuple, and `rewrite`, which every entry point calls to run it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import fx
+
+from ampgraph._compat import HigherOrderOperator, OpOverload
+from ampgraph.errors import PassError
+from ampgraph.guards import FP16, guard_of
+from ampgraph.ops.lists import OpClass
+from ampgraph.plan import META_KEY, Plan
+from ampgraph.policy.policy import Policy
+
+from .analysis.hazards import is_table
+from .base import Hook, Pass, Pins, Workspace, run_passes, workspace
+from .classify import ClassifyOps, tensors
+from .clean_casts import CleanCasts
+from .inline_regions import InlineRegions
+from .inline_transforms import InlineTransforms
+from .insert_casts import InsertCasts
+from .normalize import Normalize
+from .place import PlaceCasts
+from .propagate import PropagatePins
+from .verify import Verify
+
+# Higher-order ops whose bodies compute on whole tensors.
+_WITH_BODIES = ("cond", "while_loop", "map_impl", "scan", "associative_scan", "invoke_subgraph")
+
+
+def default_pipeline(
+    policy: Policy,
+    low_dtype: torch.dtype,
+    modules: tuple[str, ...] = (),
+    check_rules: bool = True,
+    pins: Pins = (),
+    edits: bool = True,
+) -> tuple[Pass, ...]:
+    """Returns the pipeline that `ampgraph.convert` runs on a captured graph.
+
+    Args:
+        policy: What the user wants.
+        low_dtype: ``torch.float16`` or ``torch.bfloat16``.
+        modules: Module paths of the source model, which rules may name.
+        check_rules: Whether a rule that matches nothing is an error.
+        pins: See `PropagatePins`.
+        edits: Whether anything may go low; else the graph is planned, for the reasons, and stays as it is.
+    """
+    analysis = (
+        ClassifyOps(policy.ops, low_dtype, policy.keep_io_dtypes),
+        PropagatePins(policy, low_dtype, modules, check_rules, pins),
+        PlaceCasts(policy, low_dtype),
+    )
+    if policy.level == "O0" or not edits:
+        return analysis
+    return (
+        InlineRegions(low_dtype),
+        InlineTransforms(),
+        Normalize(),
+        *analysis,
+        InsertCasts(),
+        CleanCasts(),
+        Verify(policy.keep_io_dtypes),
+    )
+
+
+def rewrite(
+    graph_module: fx.GraphModule,
+    policy: Policy,
+    low_dtype: torch.dtype,
+    modules: Iterable[str] = (),
+    check_rules: bool = True,
+    hook: Hook | None = None,
+    pins: Pins = (),
+) -> Plan:
+    """Plans and inserts casts in place, in the bodies of ``torch.cond`` and its kind too.
+
+    A body keeps the dtypes of its inputs and outputs, so each is planned by itself.
+    A graph for which nothing is to be done (level O0, an all-black list) stays node for node as it came.
+
+    Args:
+        graph_module: A captured graph; edited in place.
+        policy: What the user wants.
+        low_dtype: The low dtype.
+        modules: Module paths that rules may name.
+        check_rules: Whether a rule that matches nothing is an error.
+        hook: See `run_passes`.
+        pins: See `PropagatePins`; not for nodes of bodies.
+
+    Returns:
+        The plan.
+
+    Raises:
+        PolicyError: The rules do not fit the model.
+        PassError: A pass failed; the graph module must not be used then.
+    """
+    asked, policy = policy, _with_guard_scope(graph_module, policy)
+    for body, operands in _bodies(graph_module):
+        _mark_parameters(graph_module, body, operands)
+        rewrite(body, policy, low_dtype, check_rules=False)
+    graph_module.meta[META_KEY] = Workspace()
+    edits = any(low for _, low in pins) or may_go_low(graph_module.graph, policy, low_dtype)
+    run_passes(
+        graph_module, default_pipeline(policy, low_dtype, tuple(modules), check_rules, pins, edits), hook
+    )
+    space = workspace(graph_module)
+    if space.plan is None:
+        raise PassError("the pipeline ended without a plan.")
+    # Analysis results point at nodes; the plan alone stays.
+    graph_module.meta[META_KEY] = Workspace(plan=space.plan, seconds=space.seconds, policy=asked)
+    _leave_reasons(graph_module.graph, space.plan)
+    return space.plan
+
+
+def _leave_reasons(graph: fx.Graph, plan: Plan) -> None:
+    """Leaves each decision on its node, for ``print_readable(additional_meta=["ampgraph"])``."""
+    for node in graph.nodes:
+        decision = plan.decisions.get(node.name)
+        if decision and META_KEY not in node.meta:
+            node.meta[META_KEY] = {"by": decision.by, "reason": decision.reason}
+
+
+def may_go_low(graph: fx.Graph, policy: Policy, low_dtype: torch.dtype) -> bool:
+    """Whether anything in the graph could be low; if not, there is nothing to normalize, plan or insert."""
+    if policy.level == "O0":
+        return False
+    if "low" in policy.rules.values():
+        return True
+    return any(_may_go_low(node, policy, low_dtype) for node in graph.nodes)
+
+
+def _may_go_low(node: fx.Node, policy: Policy, low_dtype: torch.dtype) -> bool:
+    if guard_of(node) == FP16 or any(t.dtype == low_dtype for t in tensors(node)):
+        return True
+    if isinstance(node.target, HigherOrderOperator):
+        return True
+    rule = policy.ops.lookup(node.target) if isinstance(node.target, OpOverload) else None
+    return rule is not None and (rule.cls is not OpClass.BLACK or policy.level == "O3")
+
+
+def _bodies(graph_module: fx.GraphModule) -> Iterator[tuple[fx.GraphModule, list[fx.Node]]]:
+    """Yields each sub-graph that a higher-order op runs, with the op's tensor operands, once."""
+    seen: set[int] = set()
+    for node in graph_module.graph.nodes:
+        if not isinstance(node.target, HigherOrderOperator) or node.target.name() not in _WITH_BODIES:
+            continue
+        operands = [n for n in node.all_input_nodes if n.op != "get_attr" or "val" in n.meta]
+        for reference in node.all_input_nodes:
+            body = getattr(graph_module, str(reference.target), None) if reference.op == "get_attr" else None
+            if isinstance(body, fx.GraphModule) and id(body) not in seen:
+                seen.add(id(body))
+                yield body, operands
+
+
+def _mark_parameters(graph_module: fx.GraphModule, body: fx.GraphModule, operands: list[fx.Node]) -> None:
+    inputs = body.graph.find_nodes(op="placeholder")
+    for inner, outer in zip(reversed(inputs), reversed(operands), strict=False):
+        if outer.op == "get_attr" or outer.meta.get("ampgraph_parameter"):
+            inner.meta["ampgraph_parameter"] = True
+        if is_table(graph_module, outer):
+            inner.meta["ampgraph_table"] = True
+
+
+def _with_guard_scope(graph_module: fx.GraphModule, policy: Policy) -> Policy:
+    """Settles ``use_fp16_guard=None`` for the graph and its bodies together."""
+    if policy.use_fp16_guard is not None:
+        return policy
+    graphs = [m.graph for m in graph_module.modules() if isinstance(m, fx.GraphModule)]
+    guarded = any(guard_of(node) == FP16 for graph in graphs for node in graph.nodes)
+    return policy.replace(use_fp16_guard=True) if guarded else policy

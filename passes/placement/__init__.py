@@ -1,0 +1,1 @@
+"""The placement: its cost model, and the exact minimum that `place` asks for."""

@@ -1,0 +1,158 @@
+"""Placement as a minimum cut: what becomes a vertex, an arc and a choice.
+
+Every free node is a vertex that ends low (source side) or float32 (sink side); a pinned node is a
+terminal. Arcs:
+
+- the traffic of an op in either dtype: an arc from the source or to the sink;
+- a tensor with producer p and cast cost w gets one auxiliary vertex per direction, so that a cast
+  is paid once however many consumers share it: ``p -w-> a -inf-> c`` for every consumer c that,
+  being float32, needs a float32 operand (p low and some c float32 costs w), and
+  ``c -inf-> b -w-> p`` for every c that, being low, needs a low one;
+- "gray follows its inputs" is an infinite arc from the node to each floating producer.
+
+One thing is not an arc: a float32 op that promotes (``add``, ``where``, ``cat``) widens its low operands
+inside the kernel as long as one operand, its *anchor*, is float32. "a ends on the sink side" says that
+the tensor is read in float32, because its producer is float32 (then it is free) or because it is cast;
+so the op is the head of a choice among the auxiliary vertices ``a`` of its operands.
+
+Source of the shared-cost construction: the "cover" gadgets of energy minimisation by graph cuts
+(Kolmogorov and Zabih, 2004; robust P^n potentials, Kohli et al., 2008).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Hashable
+
+from torch.fx import Node
+
+from ampgraph.plan import Cost
+
+from ..classify import SlotKind
+from ..propagate import Problem
+from .cost_model import CAST_BYTES, FP32_BYTES, LOW_BYTES, node_terms, promoted_operands, required
+from .min_cut import INFINITE, SINK, SOURCE, CutNetwork, Vertex
+
+Weigher = Callable[[Cost], int]
+Widened = dict[tuple[Node, Node], Vertex]
+
+
+def cut_network(problem: Problem, weigh: Weigher) -> tuple[CutNetwork, Widened]:
+    """Builds the network.
+
+    Args:
+        problem: The pinned graph.
+        weigh: The number to minimise, linear in the fields of `Cost`.
+
+    Returns:
+        The network, and for every (tensor, promoting op that reads it) the vertex that ends on the sink
+        side if the op finds the tensor in float32.
+    """
+    builder = _Builder(problem, weigh)
+    builder.build()
+    return builder.network, builder.widened
+
+
+class _Builder:
+    def __init__(self, problem: Problem, weigh: Weigher) -> None:
+        self.problem = problem
+        self.weigh = weigh
+        self.network = CutNetwork()
+        self.widened: Widened = {}
+        self.undecided = {n: operands for n in problem.variables if (operands := self._open_operands(n))}
+
+    def build(self) -> None:
+        problem, network = self.problem, self.network
+        low_byte, fp32_byte = (self.weigh(Cost(traffic=width)) for width in (LOW_BYTES, FP32_BYTES))
+        for node, variable in problem.variables.items():
+            if variable.pinned is None:
+                network.add_vertex(node)
+                self._add_constraints(node)
+        for node in problem.facts:
+            for owner, elements in node_terms(problem, node):
+                if not isinstance(owner, bool) and problem.variables[owner].pinned is None:
+                    network.add_arc(owner, SINK, low_byte * elements)
+                    network.add_arc(SOURCE, owner, fp32_byte * elements)
+        for tensor in problem.uses:
+            self._add_casts(tensor)
+        for node, operands in self.undecided.items():
+            network.add_choice(node, self._vertex(node), [self.widened[t, node] for t in operands])
+
+    def _vertex(self, node: Node) -> Vertex:
+        if node not in self.problem.variables:
+            return SINK
+        pinned = self.problem.variables[node].pinned
+        return node if pinned is None else SOURCE if pinned else SINK
+
+    def _open_operands(self, node: Node) -> list[Node]:
+        """Returns the operands among which a promoting op may have to choose an anchor."""
+        if self.problem.variables[node].pinned:
+            return []
+        operands = promoted_operands(self.problem, node)
+        return [] if any(self.problem.pin(t) is False for t in operands) else operands
+
+    def _add_constraints(self, node: Node) -> None:
+        problem, variable = self.problem, self.problem.variables[node]
+        if variable.follows:
+            for slot in problem.facts[node].slots:
+                if slot.follow:
+                    self.network.add_arc(node, self._vertex(problem.facts[slot.tensor].owner), INFINITE)
+
+    def _add_casts(self, tensor: Node) -> None:
+        """Adds the cost of casting one tensor, once per direction (once per use if its memory is written)."""
+        problem, fact = self.problem, self.problem.facts[tensor]
+        widening: dict[Hashable, _Readers] = defaultdict(_Readers)
+        narrowing: dict[Hashable, _Readers] = defaultdict(_Readers)
+        for user, index in problem.uses[tensor]:
+            slot, at = problem.facts[user].slots[index], self._vertex(user)
+            promoted = slot.kind is SlotKind.PROMOTED
+            key = (user, promoted or index) if fact.written else None
+            if promoted and user in self.undecided:
+                widening[key].may_choose(user)
+            elif slot.kind is SlotKind.KEEP:
+                at = SOURCE if fact.dtype == problem.low_dtype else SINK
+                (narrowing if at == SOURCE else widening)[key].need(at)
+                continue
+            elif at != SOURCE and required(problem, user, slot, False, None) is False:
+                widening[key].need(at)
+            if at != SINK and required(problem, user, slot, True, None):
+                narrowing[key].need(at)
+        moved, activation = CAST_BYTES * fact.elements, 0 if fact.is_parameter else 1
+        weight = self.weigh(Cost(moved, moved, 1, moved * activation, activation))
+        producer = self._vertex(fact.owner)
+        for group, readers in widening.items():
+            cast = readers.shared(SINK, (tensor, "widen", group))
+            self.network.add_arc(producer, cast, weight * (readers.uses if fact.written else 1))
+            for reader in readers.needing - {cast, SINK}:
+                self.network.add_arc(cast, reader, INFINITE)
+            self.widened.update(((tensor, user), cast) for user in readers.choosing)
+        for group, readers in narrowing.items():
+            cast = readers.shared(SOURCE, (tensor, "narrow", group))
+            self.network.add_arc(cast, producer, weight * (readers.uses if fact.written else 1))
+            for reader in readers.needing - {cast, SOURCE}:
+                self.network.add_arc(reader, cast, INFINITE)
+
+
+class _Readers:
+    """Who shares one cast of a tensor: vertices that need it, and ops that may choose it."""
+
+    def __init__(self) -> None:
+        self.needing: set[Vertex] = set()
+        self.choosing: set[Node] = set()
+        self.uses = 0
+
+    def need(self, vertex: Vertex) -> None:
+        self.needing.add(vertex)
+        self.uses += 1
+
+    def may_choose(self, node: Node) -> None:
+        self.choosing.add(node)
+        self.uses += 1
+
+    def shared(self, terminal: Vertex, auxiliary: Vertex) -> Vertex:
+        """Returns the vertex that says if the cast is there: a terminal, the only reader, or its own."""
+        if terminal in self.needing:
+            return terminal
+        if len(self.needing) == 1 and not self.choosing:
+            return next(iter(self.needing))
+        return auxiliary

@@ -1,0 +1,116 @@
+"""Turns a labelling into the frozen `Plan`: decisions with reasons, casts with bytes. Analysis only."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch.fx import Node
+
+from ampgraph.ops import kernels
+from ampgraph.plan import Cast, Cost, Decision, Plan, Use
+
+from ..classify import Slot, SlotKind
+from ..propagate import Problem
+from .cost_model import CAST_BYTES, Anchors, Demand, Labels, cost_of, demands, label_of
+
+
+def build_plan(
+    problem: Problem, labels: Labels, anchors: Anchors, baselines: Mapping[str, Cost], gap: int | None
+) -> Plan:
+    """Freezes a labelling; see `Plan`."""
+    decisions = {n.name: _decision(problem, labels, n) for n in problem.facts}
+    found = demands(problem, labels, anchors)
+    casts = [c for demand, uses in found.items() for c in _casts(problem, decisions, demand, uses)]
+    widened, dtype_args = _in_kernel(problem, labels, anchors)
+    cost = cost_of(problem, labels, anchors)
+    return Plan(decisions, tuple(casts), widened, dtype_args, problem.low_dtype, cost, baselines, gap)
+
+
+def _dtype(problem: Problem, low: bool) -> torch.dtype:
+    return problem.low_dtype if low else torch.float32
+
+
+def _decision(problem: Problem, labels: Labels, node: Node) -> Decision:
+    fact = problem.facts[node]
+    op_class = fact.op_class.value if fact.op_class else None
+    if fact.dtype is None:
+        return Decision(None, "source", "no float32 or low-precision result", op_class)
+    if fact.owner is not node:
+        return Decision(
+            _dtype(problem, labels[fact.owner]),
+            "source",
+            f"has the dtype of {fact.owner.name!r}",
+            op_class,
+            (fact.owner.name,),
+        )
+    variable, dtype = problem.variables[node], _dtype(problem, labels[node])
+    if variable.pinned is None:
+        reason, because = _choice(problem, labels, node)
+        return Decision(dtype, "placement", f"{variable.reason}: {reason}", op_class, because)
+    because = (variable.because.name,) if variable.because else ()
+    return Decision(dtype, variable.by, variable.reason, op_class, because)
+
+
+def _choice(problem: Problem, labels: Labels, node: Node) -> tuple[str, tuple[str, ...]]:
+    """Returns why placement gave a free node its dtype, and the neighbours that have the same."""
+    low = labels[node]
+    dtype = _dtype_name(problem, low)
+    producers = [s.tensor for s in problem.facts[node].slots if s.follow]
+    agreeing = tuple(t.name for t in producers if label_of(problem, labels, t) == low)
+    if len(agreeing) == len(producers):
+        return f"its inputs are {dtype} and fewest bytes move so", agreeing
+    users = [user for user, _ in problem.uses.get(node, ()) if labels.get(user) == low]
+    users.sort(key=lambda user: problem.variables[user].pinned is None)
+    return f"fewest bytes move with it in {dtype}", (*(user.name for user in users), *agreeing)
+
+
+def _dtype_name(problem: Problem, low: bool) -> str:
+    return str(_dtype(problem, low)).removeprefix("torch.")
+
+
+def _casts(
+    problem: Problem, decisions: Mapping[str, Decision], demand: Demand, uses: list[tuple[Node, Slot]]
+) -> list[Cast]:
+    tensor, low = demand
+    fact = problem.facts[tensor]
+    # A tensor that is written in place has another value at each use: its casts are not shared.
+    groups = [[use] for use in uses] if fact.written else [uses]
+    return [
+        Cast(
+            tensor.name,
+            _dtype(problem, not low),
+            _dtype(problem, low),
+            tuple(Use(node.name, slot.path) for node, slot in group),
+            CAST_BYTES * fact.elements,
+            fact.is_parameter,
+            _cast_reason(decisions, tensor, [n for n, _ in group], low),
+            saturates=low and tensor in problem.large,
+        )
+        for group in groups
+    ]
+
+
+def _cast_reason(decisions: Mapping[str, Decision], tensor: Node, users: list[Node], low: bool) -> str:
+    first = users[0]
+    wants = "graph output keeps its dtype" if first.op == "output" else decisions[first.name].reason
+    more = f" and {len(users) - 1} more" if len(users) > 1 else ""
+    return f"{tensor.name}: {decisions[tensor.name].reason}; {first.name}{more}: {wants}"
+
+
+def _in_kernel(problem: Problem, labels: Labels, anchors: Anchors) -> tuple[tuple[Use, ...], dict[str, str]]:
+    """Returns the uses that a float32 kernel widens itself, and the dtype arguments to set for them."""
+    widened: list[Use] = []
+    dtype_args: dict[str, str] = {}
+    for node in problem.variables:
+        if labels[node]:
+            continue
+        for slot in problem.facts[node].slots:
+            if slot.kind not in (SlotKind.PROMOTED, SlotKind.DTYPE_ARG) or slot.tensor is anchors.get(node):
+                continue
+            if not label_of(problem, labels, slot.tensor):
+                continue
+            widened.append(Use(node.name, slot.path))
+            if slot.kind is SlotKind.DTYPE_ARG:
+                dtype_args[node.name] = kernels.dtype_arg(node.target)  # type: ignore[arg-type, assignment]
+    return tuple(widened), dtype_args

@@ -1,0 +1,139 @@
+"""What a labelling needs and what it moves: the cost model that placement minimises and reports.
+
+A labelling gives every variable True (low) or False (float32). `demands` says which tensors must then
+be cast for which uses; `cost_of` counts bytes:
+
+- a cast reads and writes its tensor once (2 + 4 bytes an element), whoever shares it;
+- an op that moves data writes its outputs and reads its inputs at the width supplied; an operand that
+  the kernel may widen itself (`SlotKind.PROMOTED`, ``DTYPE_ARG``, ``ANY``) counts at its producer's width;
+- views, inputs and parameters move nothing by themselves; symbolic sizes count with their hints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from torch.fx import Node
+
+from ampgraph.plan import Cost
+
+from ..classify import Slot, SlotKind
+from ..propagate import Problem
+
+LOW_BYTES, FP32_BYTES = 2, 4
+CAST_BYTES = LOW_BYTES + FP32_BYTES
+
+Labels = Mapping[Node, bool]
+Anchors = Mapping[Node, Node]
+Demand = tuple[Node, bool]
+
+
+def label_of(problem: Problem, labels: Labels, tensor: Node) -> bool:
+    """Returns whether the node that produces ``tensor`` is low."""
+    return labels[problem.facts[tensor].owner]
+
+
+def required(problem: Problem, node: Node, slot: Slot, low: bool, anchor: Node | None) -> bool | None:
+    """Returns the label that ``node``, labelled ``low``, needs of a slot's tensor; None: either will do."""
+    if slot.kind is SlotKind.ANY:
+        return None
+    if slot.kind is SlotKind.KEEP:
+        return problem.facts[slot.tensor].dtype == problem.low_dtype
+    if low or slot.kind is SlotKind.COMPUTE:
+        return low
+    return False if slot.kind is SlotKind.PROMOTED and slot.tensor is anchor else None
+
+
+def demands(problem: Problem, labels: Labels, anchors: Anchors) -> dict[Demand, list[tuple[Node, Slot]]]:
+    """Returns, for each (tensor, needed label) that differs from the tensor's own, the uses that need it."""
+    found: dict[Demand, list[tuple[Node, Slot]]] = {}
+    for node, fact in problem.facts.items():
+        low = labels.get(node, False)
+        for slot in fact.slots:
+            need = required(problem, node, slot, low, anchors.get(node))
+            if need is not None and need != label_of(problem, labels, slot.tensor):
+                found.setdefault((slot.tensor, need), []).append((node, slot))
+    return found
+
+
+def promoted_operands(problem: Problem, node: Node) -> list[Node]:
+    """Returns the tensors that a promoting op reads and that decide what it returns."""
+    slots = problem.facts[node].slots
+    return list(dict.fromkeys(s.tensor for s in slots if s.kind is SlotKind.PROMOTED))
+
+
+def needs_anchor(problem: Problem, labels: Labels, node: Node) -> bool:
+    """Whether a float32 op that promotes would read low operands only, and so would return low."""
+    if labels.get(node, True):
+        return False
+    operands = promoted_operands(problem, node)
+    return bool(operands) and all(label_of(problem, labels, t) for t in operands)
+
+
+def greedy_anchors(problem: Problem, labels: Labels) -> dict[Node, Node]:
+    """Gives every op that needs one an operand to widen: one that is widened anyway, else the smallest."""
+    missing = sorted((n for n in problem.variables if needs_anchor(problem, labels, n)), key=lambda n: n.name)
+    if not missing:
+        return {}
+    chosen: dict[Node, Node] = {}
+    widened = {tensor for tensor, low in demands(problem, labels, chosen) if not low}
+    for node in missing:
+        chosen[node] = min(
+            promoted_operands(problem, node),
+            key=lambda t: (t not in widened and problem.facts[t].elements, t.name),
+        )
+        widened.add(chosen[node])
+    return chosen
+
+
+def cost_of(problem: Problem, labels: Labels, anchors: Anchors, shared: bool = True) -> Cost:
+    """Counts the bytes of a labelling.
+
+    Args:
+        problem: The pinned graph.
+        labels: True (low) or False (float32) for every variable.
+        anchors: The operand that each float32 promoting op over low operands widens.
+        shared: Whether one cast serves all uses of a tensor; ``torch.autocast`` shares only weights.
+    """
+    traffic = sum(_node_traffic(problem, labels, node) for node in problem.facts)
+    casts = cast_bytes = activation_casts = activation_bytes = 0
+    for (tensor, _), uses in demands(problem, labels, anchors).items():
+        fact = problem.facts[tensor]
+        count = 1 if (shared or fact.is_parameter) and not fact.written else len(uses)
+        casts += count
+        cast_bytes += count * CAST_BYTES * fact.elements
+        if not fact.is_parameter:
+            activation_casts += count
+            activation_bytes += count * CAST_BYTES * fact.elements
+    return Cost(traffic + cast_bytes, cast_bytes, casts, activation_bytes, activation_casts)
+
+
+def node_terms(problem: Problem, node: Node) -> Iterator[tuple[Node | bool, int]]:
+    """Yields (whose label sets the width, or the label itself; elements) for all a node reads and writes."""
+    fact = problem.facts[node]
+    if not fact.moves_data:
+        return
+    if fact.dtype is not None:
+        yield fact.owner, fact.elements
+    for slot in fact.slots:
+        elements = problem.facts[slot.tensor].elements
+        if slot.kind is SlotKind.COMPUTE:
+            yield node, elements
+        elif slot.kind is not SlotKind.KEEP:
+            yield problem.facts[slot.tensor].owner, elements
+        else:
+            yield problem.facts[slot.tensor].dtype == problem.low_dtype, elements
+
+
+def scale_above_traffic(problem: Problem) -> int:
+    """Returns a factor larger than any traffic, so that traffic decides nothing but ties."""
+    elements = sum(e for n in problem.facts for _, e in node_terms(problem, n))
+    casts = sum(problem.facts[t].elements * len(u) for t, u in problem.uses.items())
+    return 1 + FP32_BYTES * elements + 2 * CAST_BYTES * casts
+
+
+def _node_traffic(problem: Problem, labels: Labels, node: Node) -> int:
+    return sum(
+        elements * (LOW_BYTES if (owner if isinstance(owner, bool) else labels[owner]) else FP32_BYTES)
+        for owner, elements in node_terms(problem, node)
+    )

@@ -1,0 +1,72 @@
+"""One labelling of a graph: by a cut of least weight, or by the rule of ``torch.autocast``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch.fx import Node
+
+from ampgraph.ops.lists import OpClass
+
+from ..propagate import Problem
+from .branch_and_bound import Search
+from .build_network import Weigher, cut_network
+from .cost_model import greedy_anchors, needs_anchor, promoted_operands
+
+# Steps that may be spent on proving one plan minimal: table entries of eliminations, and cuts by their size.
+MAX_WORK = 200_000
+
+
+@dataclass(frozen=True)
+class Placement:
+    """A labelling and its anchors.
+
+    Attributes:
+        labels: True (low) or False (float32) for every variable.
+        anchors: The operand that each float32 promoting op over low operands widens.
+        gap: How far above the least it is at most: 0 for a proven minimum, None where nothing is known.
+    """
+
+    labels: dict[Node, bool]
+    anchors: dict[Node, Node]
+    gap: int | None = 0
+
+    @property
+    def optimal(self) -> bool:
+        """Whether it is proven minimal."""
+        return self.gap == 0
+
+
+def autocast_rule(problem: Problem) -> Placement:
+    """Labels the graph as ``torch.autocast`` does: lists decide, the rest runs low if all its inputs are."""
+    labels: dict[Node, bool] = {}
+    for node, variable in problem.variables.items():
+        if variable.pinned is not None:
+            labels[node] = variable.pinned
+        elif problem.facts[node].op_class is OpClass.BLACK:
+            labels[node] = False
+        else:
+            slots = [s for s in problem.facts[node].slots if s.follow]
+            labels[node] = all(labels[problem.facts[s.tensor].owner] for s in slots)
+    return Placement(labels, greedy_anchors(problem, labels), gap=None)
+
+
+def place_optimally(problem: Problem, weigh: Weigher, search: Search | None = None) -> Placement:
+    """Returns a labelling of least weight.
+
+    Args:
+        problem: The pinned graph.
+        weigh: The number to minimise, linear in the fields of `Cost`.
+        search: The budget of work, shared by all that is solved for one plan.
+    """
+    network, widened = cut_network(problem, weigh)
+    cost, lower, sides = (search or Search(MAX_WORK)).solve(network)
+    labels = {n: sides[n] if v.pinned is None else v.pinned for n, v in problem.variables.items()}
+    anchors = {}
+    for node in problem.variables:
+        if needs_anchor(problem, labels, node):
+            anchors[node] = min(
+                promoted_operands(problem, node),
+                key=lambda t: (sides.get(widened[t, node], False), problem.facts[t].elements, t.name),
+            )
+    return Placement(labels, anchors, cost - lower)

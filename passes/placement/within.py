@@ -1,0 +1,242 @@
+"""The least traffic among all labellings that cast no more activation bytes than a bound.
+
+A cut minimises traffic plus a price for every cast byte. Each cut tells two things (Lagrangian duality):
+
+- its labelling is a corner of the lower convex hull of all (cast bytes, traffic), and a candidate if it
+  meets the bound;
+- no labelling within the bound moves less than the least weight minus the price of the whole bound.
+
+The two ends of the hull come first; then each price is the slope between the last corner above the bound
+and the last below, until no corner lies between them. A corner right on the bound is the least of all.
+Between two corners may lie labellings that no price finds. So a node on which the two disagree is tried in
+either dtype, the most promising case first, until the proof is complete or the work is spent. What remains
+between the best labelling and the lower bound is the gap.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from heapq import heappop, heappush
+from itertools import count
+from math import inf
+
+from torch.fx import Node
+
+from ..propagate import Problem, force_followers
+from .branch_and_bound import Search
+from .cost_model import cost_of, scale_above_traffic
+from .labelling import MAX_WORK, Placement, autocast_rule, place_optimally
+
+# What a cut costs for each free node, in steps of `Search.budget`, once nodes are tried in either dtype.
+CUT_STEPS = 20
+
+
+def place_within(problem: Problem, cast_bytes: int) -> Placement:
+    """Returns a labelling of little traffic within a bound, and how many bytes it is from the least at most.
+
+    It moves no more than the rule of ``torch.autocast`` and than what level O1 would choose from the same
+    pins, as far as these meet the bound.
+
+    Args:
+        problem: The pinned graph.
+        cast_bytes: The bound. If no labelling meets it, one of the fewest cast bytes is returned.
+    """
+    found = _Bounded(problem, cast_bytes)
+    found.solve()
+    if found.gap == 0 or (followed := _followed(problem)) is None:
+        return found.placement()
+    other = _Bounded(followed, cast_bytes)
+    other.solve()
+    found.consider(other.best)
+    return found.placement()
+
+
+def _followed(problem: Problem) -> Problem | None:
+    """Returns the problem in which gray ops follow their inputs, as at level O1; None if they do already."""
+    if all(v.follows or v.narrowable for v in problem.variables.values() if v.pinned is None):
+        return None
+    variables = {n: replace(v, follows=v.follows or not v.narrowable) for n, v in problem.variables.items()}
+    followed = replace(problem, variables=variables)
+    force_followers(followed)
+    return followed
+
+
+@dataclass(frozen=True)
+class _Point:
+    """A labelling and what it costs."""
+
+    placement: Placement
+    traffic: int
+    cast_bytes: int
+
+
+@dataclass(frozen=True, order=True)
+class _Case:
+    """Some nodes tried in one dtype. The case of the least lower bound comes first, of several the deepest.
+
+    Attributes:
+        lower: The traffic below which no labelling of this case within the bound falls.
+        over: The corner of the hull just above the bound.
+        within: The corner just below.
+    """
+
+    lower: float
+    height: int
+    number: int
+    pins: dict[Node, bool] = field(compare=False)
+    over: _Point | None = field(compare=False, default=None)
+    within: _Point | None = field(compare=False, default=None)
+
+
+class _Bounded:
+    """Minimises the traffic of one problem within one bound.
+
+    Attributes:
+        best: The least point found within the bound.
+        fewest: The point of fewest cast bytes, once it was asked for.
+        lower: The traffic below which no labelling within the bound falls; infinite if there is none.
+    """
+
+    def __init__(self, problem: Problem, cast_bytes: int) -> None:
+        self.problem = problem
+        self.bound = cast_bytes
+        self.search = Search(MAX_WORK)
+        self.best: _Point | None = None
+        self.fewest: _Point | None = None
+        self.lower: float = -inf
+        self.open: list[_Case] = []
+        self.numbers = count()
+
+    @property
+    def gap(self) -> int | None:
+        """How far `best` is from the least at most."""
+        if self.best is None:
+            return 0 if self.lower == inf and self.fewest and self.fewest.placement.optimal else None
+        return max(0, self.best.traffic - int(min(self.lower, self.best.traffic)))
+
+    def placement(self) -> Placement:
+        """Returns the best labelling found."""
+        point = self.best or self.fewest
+        assert point is not None
+        return replace(point.placement, gap=self.gap)
+
+    def consider(self, point: _Point | None) -> None:
+        """Takes a point if it is within the bound and the least so far."""
+        if point is None or point.cast_bytes > self.bound:
+            return
+        if self.best is None or point.traffic < self.best.traffic:
+            self.best = point
+
+    def solve(self) -> None:
+        """Finds the least point and the lower bound."""
+        root = self._closed_in(_Case(-inf, 0, next(self.numbers), {}))
+        self.lower = root.lower
+        if self.gap == 0:
+            return
+        rule = autocast_rule(self.problem)
+        self.consider(self._point(self.problem, rule))
+        heappush(self.open, root)
+        stuck = inf
+        while self.open and self.search.budget > 0:
+            case = heappop(self.open)
+            if self.best and case.lower >= self.best.traffic:
+                break
+            if (node := self._disputed(case)) is None:
+                stuck = min(stuck, case.lower)
+                continue
+            for side in (True, False):
+                heappush(self.open, self._tried(case, node, side))
+        self.lower = min([stuck, *(case.lower for case in self.open)])
+
+    def _disputed(self, case: _Case) -> Node | None:
+        """Returns the largest node on which the corners of a case disagree."""
+        if case.over is None or case.within is None:
+            return None
+        over, within = case.over.placement.labels, case.within.placement.labels
+        nodes = [n for n in over if over[n] != within[n]]
+        return max(nodes, key=lambda n: (self.problem.facts[n].elements, n.name), default=None)
+
+    def _tried(self, case: _Case, node: Node, low: bool) -> _Case:
+        pins = {**case.pins, node: low}
+        if low:
+            _pin_followed(self.problem, node, pins)
+        agrees = case.over and case.over.placement.labels[node] == low
+        over, within = (case.over, None) if agrees else (None, case.within)
+        return self._closed_in(
+            _Case(case.lower, case.height - 1, next(self.numbers), pins, over, within), spend=True
+        )
+
+    def _closed_in(self, case: _Case, spend: bool = False) -> _Case:
+        """Finds the corners of a case next to the bound, and its lower bound."""
+        variables = {**self.problem.variables}
+        for node, low in case.pins.items():
+            variables[node] = replace(variables[node], pinned=low)
+        problem = replace(self.problem, variables=variables)
+        lower, over, within = case.lower, case.over, case.within
+        if spend:
+            self.search.budget -= CUT_STEPS * sum(v.pinned is None for v in variables.values())
+        if over is None:
+            over, least = self._corner(problem, 1, 0)
+            lower = max(lower, least)
+            if over.cast_bytes <= self.bound:
+                return replace(case, lower=lower, over=None, within=over)
+        if within is None:
+            scale = scale_above_traffic(problem)
+            within, least = self._corner(problem, 1, scale)
+            self.fewest = self.fewest or within
+            if (
+                within.traffic + scale * within.cast_bytes - (within.placement.gap or 0)
+            ) // scale > self.bound:
+                return replace(case, lower=inf, over=over, within=None)
+            lower = max(lower, least)
+        while within.cast_bytes < self.bound < over.cast_bytes and within.traffic > over.traffic:
+            run, rise = over.cast_bytes - within.cast_bytes, within.traffic - over.traffic
+            between, least = self._corner(problem, run, rise)
+            lower = max(lower, least)
+            if (
+                run * between.traffic + rise * between.cast_bytes
+                >= run * over.traffic + rise * over.cast_bytes
+            ):
+                break
+            if between.cast_bytes <= self.bound:
+                within = between
+            else:
+                over = between
+        return replace(case, lower=lower, over=over, within=within)
+
+    def _corner(self, problem: Problem, traffic: int, cast_bytes: int) -> tuple[_Point, float]:
+        """Returns a point of least weight, and the traffic below which no point within the bound falls.
+
+        Args:
+            problem: The problem of a case.
+            traffic: The weight of a byte of traffic.
+            cast_bytes: The weight of a cast byte.
+        """
+        placement = place_optimally(
+            problem,
+            lambda cost: traffic * cost.traffic + cast_bytes * cost.activation_cast_bytes,
+            self.search,
+        )
+        point = self._point(problem, placement)
+        self.consider(point)
+        assert placement.gap is not None
+        least = traffic * point.traffic + cast_bytes * point.cast_bytes - placement.gap
+        return point, -((cast_bytes * self.bound - least) // traffic)
+
+    def _point(self, problem: Problem, placement: Placement) -> _Point:
+        cost = cost_of(problem, placement.labels, placement.anchors)
+        return _Point(placement, cost.traffic, cost.activation_cast_bytes)
+
+
+def _pin_followed(problem: Problem, node: Node, pins: dict[Node, bool]) -> None:
+    """Pins low what a node follows that is tried low."""
+    stack = [node]
+    while stack:
+        reader = stack.pop()
+        if not problem.variables[reader].follows:
+            continue
+        for slot in problem.facts[reader].slots:
+            owner = problem.facts[slot.tensor].owner
+            if slot.follow and problem.variables[owner].pinned is None and owner not in pins:
+                pins[owner] = True
+                stack.append(owner)
