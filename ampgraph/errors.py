@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
+import sys
+import warnings
 from collections.abc import Iterable
+from pathlib import Path
+
+import torch
 
 
 class AmpGraphError(Exception):
@@ -54,3 +60,14 @@ def did_you_mean(word: str, legal: Iterable[str], count: int = 3) -> str:
     by_lower = {name.lower(): name for name in reversed(list(legal))}  # the first of a spelling wins
     near = [by_lower[n] for n in difflib.get_close_matches(word.lower(), list(by_lower), n=count, cutoff=0.6)]
     return f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
+
+
+_INSIDE = (str(Path(__file__).parent), str(Path(torch.__file__).parent), contextlib.__file__)
+
+
+def warn_user(message: str) -> None:
+    """Issues a `UserWarning` at the innermost line that is neither ampgraph's nor torch's."""
+    frame, level = sys._getframe(), 1
+    while frame.f_back and frame.f_code.co_filename.startswith(_INSIDE):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, stacklevel=level)

@@ -13,7 +13,7 @@ from torch.export import ExportedProgram
 
 from ._compat import wrap_grad_modes
 from .capture import LOST_KEY, capture_program
-from .errors import PolicyError
+from .errors import PolicyError, warn_user
 from .module import AmpModule
 from .passes import ExplicitCasts, ReadStored, run_passes
 from .passes.insert_casts import is_inserted
@@ -22,7 +22,6 @@ from .passes.read_shadows import casts_of
 from .plan import META_KEY
 from .policy.policy import Policy
 from .runtime.device import device_of_tensors
-from .warn import warn_user
 
 
 def export(

@@ -16,7 +16,7 @@ from torch.fx import Node
 from torch.fx import traceback as fx_traceback
 
 from ._compat import is_exporting, keep_dynamo_out, never_log_raised_errors
-from .warn import warn_user
+from .errors import warn_user
 
 GUARD_KEY = "ampgraph_guard"
 FP16, FP32, LISTS = "fp16", "fp32", "lists"

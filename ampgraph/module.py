@@ -21,13 +21,13 @@ from ._compat import (
     is_exporting,
     no_ambient_autocast,
 )
-from .errors import AheadOfTimeError, AmpGraphError, CaptureError
+from .errors import AheadOfTimeError, AmpGraphError, CaptureError, warn_user
 from .guards import is_capturing, keep_errors_out_of_log, warn_about_uncaptured_guards
 from .plan import Plan
 from .policy.policy import Policy
-from .proxy.module_proxy import SourceFace
-from .report.coverage import Coverage
+from .report.converted import Converted
 from .runtime.captured_graph import Timing, Variant
+from .runtime.coverage import Coverage
 from .runtime.device import CPU, device_of
 from .runtime.graph_cache import Captures
 from .runtime.low_storage import StoredLow
@@ -35,13 +35,12 @@ from .runtime.options import AUTO, JUST_IN_TIME, Options
 from .runtime.own_error import own_error
 from .training.distributed import sharded_error
 from .training.scaler import LossScaler
-from .warn import warn_user
 
 # As many things that a capture lost are named in an error.
 NAMED = 3
 
 
-class AmpModule(SourceFace):
+class AmpModule(Converted):
     """A converted model; made by `ampgraph.convert`.
 
     It shares the source's parameters, buffers and submodules (the same objects, the same state_dict
@@ -141,6 +140,10 @@ class AmpModule(SourceFace):
 
     def extra_repr(self) -> str:
         return f"{type(self.source).__name__}, {self.policy!r}, backend={self.options.backend!r}"
+
+    @property
+    def is_just_in_time(self) -> bool:
+        return self.options.just_in_time
 
     # -- running ---------------------------------------------------------------------------------
 

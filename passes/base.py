@@ -23,8 +23,8 @@ from ampgraph.plan import META_KEY, Plan
 if TYPE_CHECKING:
     from ampgraph.policy.policy import Policy
 
-    from .classify import Facts
-    from .propagate import Problem
+    from .analysis.facts import Facts
+    from .analysis.problem import Problem
 
 
 @dataclass

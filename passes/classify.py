@@ -9,9 +9,8 @@ Analysis only. The result, `Facts`, is what `PropagatePins` and `PlaceCasts` rea
 
 from __future__ import annotations
 
-import enum
 import operator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import prod
 from typing import ClassVar, NamedTuple
 
@@ -25,83 +24,25 @@ from ampgraph.policy.policy import LOW_DTYPES
 
 from .analysis.alias import returned_views, strided_memory, viewed, written_args, written_memory
 from .analysis.arguments import argument, argument_name, tensor_arguments
+from .analysis.facts import (
+    Facts,
+    NodeFacts,
+    Slot,
+    SlotKind,
+    _is_on_cpu,
+    has_kernel,
+    is_cast,
+    is_dense,
+    tensors,
+)
 from .analysis.low_dtype_probe import run_low
 from .base import Pass, workspace
 
 _CASTS_LIKE = (torch.ops.aten.type_as.default, torch.ops.aten.to.other)
-_CASTS = ("aten.to", "aten._to_copy", "prims.convert_element_type")
-
-
-class SlotKind(enum.Enum):
-    """Which dtypes a kernel takes in one argument."""
-
-    COMPUTE = "the node's own dtype"
-    PROMOTED = "either: a float32 node widens a low operand itself, if another operand is float32"
-    DTYPE_ARG = "either: a float32 node widens it itself when its dtype argument says so"
-    ANY = "either, without effect on the result's dtype"
-    KEEP = "the dtype it had in the source"
 
 
 # Where the label of the node decides what it reads.
 _DECIDED = (SlotKind.COMPUTE, SlotKind.PROMOTED, SlotKind.DTYPE_ARG)
-
-
-class Slot(NamedTuple):
-    """One argument through which a node reads a tensor: ``(args, kwargs)`` path, tensor, kind."""
-
-    path: tuple[int | str, ...]
-    tensor: Node
-    kind: SlotKind
-    follow: bool
-
-
-@dataclass
-class NodeFacts:
-    """What is known about one node before anything is decided.
-
-    Attributes:
-        dtype: The floating dtype it produced in the source, if managed.
-        owner: The node whose label decides: itself; for ``getitem`` the multi-output op, for
-            ``x.type_as(other)`` the owner of ``other``.
-        slots: How it reads managed tensors.
-        op_class: What the op lists say, with the reason from the data.
-        fixed_dtype: A dtype that the source names explicitly (a user's cast, ``dtype=``).
-        elements: Elements of each managed output together.
-        wide_results: Results of a multi-output op, by index, that stay float32 when it runs low (statistics).
-        refuses_low: Why the op cannot run low although it is not known for that; empty if it can.
-        moves_data: Whether it costs memory traffic (views and inputs do not).
-        written: Whether the tensor lives in memory that some node writes in place.
-        strided: Whether ``as_strided`` reads more of the tensor's memory than the tensor it is given.
-        is_parameter: Whether it is a parameter, buffer or constant of the module, or a view of one.
-        returned: Whether it is a view of the caller's own memory that the graph returns.
-        reads_sparse: Whether it reads a sparse or nested tensor, which nothing here casts.
-        reads_other_low: Whether it reads a low dtype that is not the policy's.
-    """
-
-    dtype: torch.dtype | None
-    owner: Node
-    slots: list[Slot] = field(default_factory=list)
-    op_class: OpClass | None = None
-    class_reason: str = ""
-    fixed_dtype: torch.dtype | None = None
-    elements: int = 0
-    wide_results: frozenset[int] = frozenset()
-    refuses_low: str = ""
-    moves_data: bool = False
-    written: bool = False
-    strided: bool = False
-    is_parameter: bool = False
-    returned: bool = False
-    reads_sparse: bool = False
-    reads_other_low: bool = False
-
-    @property
-    def keeps_memory(self) -> bool:
-        """Whether it must be the very memory that it is in the source, in the dtype it has there."""
-        return self.written or self.strided or self.returned
-
-
-Facts = dict[Node, NodeFacts]
 
 
 class _Shared(NamedTuple):
@@ -242,52 +183,11 @@ class ClassifyOps(Pass):
         return kernels.promotes(node.target) or len(managed) == 1
 
 
-def tensors(node: Node) -> list[torch.Tensor]:
-    """Returns the (fake) tensors that a node produces."""
-    value = node.meta.get("val")
-    values = value if isinstance(value, (list, tuple)) else (value,)
-    return [v for v in values if isinstance(v, torch.Tensor)]
-
-
-def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is neither sparse nor nested nor in a library's own layout."""
-    return tensor.layout == torch.strided and not tensor.is_nested
-
-
 def _holds_statistics(node: Node, name: str, tensor: Node) -> bool:
     """Whether an argument of a CPU norm stays float32 beside a low input; CUDA's kernels want one dtype."""
     if name not in kernels.statistics_slots(node.target) or not _is_on_cpu(node):  # type: ignore[arg-type]
         return False
     return tensors(tensor)[0].dtype == torch.float32
-
-
-def _is_on_cpu(node: Node) -> bool:
-    return tensors(node)[0].device.type == "cpu"
-
-
-def saves_large_statistics(node: Node, low_dtype: torch.dtype) -> bool:
-    """Whether a norm would save 1/sqrt(variance + eps), for its backward, in a dtype that cannot hold it.
-
-    The CPU kernels save their statistics in the dtype of weight and bias, the CUDA kernels in float32.
-    """
-    if not kernels.statistics_slots(node.target) or not _is_on_cpu(node):  # type: ignore[arg-type]
-        return False
-    eps = argument(node, "eps")
-    return isinstance(eps, float) and 0 < eps < torch.finfo(low_dtype).max ** -2
-
-
-def has_kernel(node: Node, low_dtype: torch.dtype) -> bool:
-    """Whether an ATen op has a kernel for ``low_dtype`` on the device of its tensors."""
-    found = [*tensors(node), *(t for n in node.all_input_nodes for t in tensors(n))]
-    device = found[0].device.type if found else ""
-    return not kernels.fp32_only(node.target, device, low_dtype)  # type: ignore[arg-type]
-
-
-def is_cast(node: Node) -> bool:
-    """Whether the node is an explicit dtype conversion (one that names its dtype)."""
-    if not isinstance(node.target, OpOverload) or kernels.packet_name(node.target) not in _CASTS:
-        return False
-    return argument(node, "dtype") is not None
 
 
 def _is_parameter(node: Node, facts: Facts) -> bool:

@@ -14,8 +14,8 @@ from torch.fx import Graph, GraphModule, Node
 
 from ampgraph.plan import META_KEY
 
+from .analysis.facts import Facts, is_cast
 from .base import Pass, workspace
-from .classify import Facts, is_cast
 from .insert_casts import is_inserted_cast
 from .normalize import STORAGE_NODE
 

@@ -15,8 +15,8 @@ from ampgraph.plan import Cast, Use
 
 from .analysis.alias import written_args
 from .analysis.arguments import argument, tensor_arguments
+from .analysis.facts import is_cast
 from .base import Pass
-from .classify import is_cast
 from .insert_casts import after, insert_cast, is_inserted_cast, refresh_metadata, set_argument
 
 

@@ -14,9 +14,10 @@ from ampgraph.ops.lists import OpClass
 from ampgraph.plan import META_KEY, Plan
 from ampgraph.policy.policy import Policy
 
+from .analysis.facts import tensors
 from .analysis.hazards import is_table
 from .base import Hook, Pass, Pins, Workspace, run_passes, workspace
-from .classify import ClassifyOps, tensors
+from .classify import ClassifyOps
 from .clean_casts import CleanCasts
 from .inline_regions import InlineRegions
 from .inline_transforms import InlineTransforms

@@ -16,6 +16,7 @@ from torch.fx import GraphModule
 from ampgraph.plan import META_KEY, Cost
 from ampgraph.policy.policy import Policy
 
+from .analysis.problem import Problem
 from .base import Pass, workspace
 from .insert_casts import is_inserted_cast
 from .placement.build_network import Weigher
@@ -23,7 +24,6 @@ from .placement.build_plan import build_plan
 from .placement.cost_model import FP32_BYTES, cost_of, node_terms, scale_above_traffic
 from .placement.labelling import Placement, autocast_rule, place_optimally
 from .placement.within import place_within
-from .propagate import Problem
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ What is left free is for `PlaceCasts` to choose, under two constraints that make
 from __future__ import annotations
 
 import operator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import ClassVar
 
@@ -31,43 +31,11 @@ from ampgraph.origin import module_paths_of
 from ampgraph.policy.policy import Policy
 
 from .analysis.arguments import argument
+from .analysis.facts import Facts, NodeFacts, SlotKind, has_kernel
 from .analysis.hazards import Hazard, find_hazards
+from .analysis.problem import Problem, Variable, force_followers
 from .analysis.ranges import find_range_pins
 from .base import Pass, Pins, workspace
-from .classify import Facts, NodeFacts, SlotKind, has_kernel
-
-
-@dataclass
-class Variable:
-    """One node's label: pinned low (True), pinned float32 (False) or free (None), and why.
-
-    Attributes:
-        follows: Low only if all floating producers are low.
-        narrowable: Whether every consumer is low anyway, so that it need not follow.
-        because: The node whose pin is the reason.
-    """
-
-    pinned: bool | None
-    by: str
-    reason: str
-    follows: bool = False
-    because: Node | None = None
-    narrowable: bool = False
-
-
-@dataclass
-class Problem:
-    """Every managed op's variable, all uses of every managed tensor, and the tensors too large for low."""
-
-    variables: dict[Node, Variable]
-    facts: Facts
-    low_dtype: torch.dtype
-    uses: dict[Node, list[tuple[Node, int]]] = field(default_factory=dict)
-    large: dict[Node, str] = field(default_factory=dict)
-
-    def pin(self, tensor: Node) -> bool | None:
-        """Returns the pinned label of the node that produces ``tensor``."""
-        return self.variables[self.facts[tensor].owner].pinned
 
 
 @dataclass(frozen=True)
@@ -271,13 +239,3 @@ def _is_low_anyway(user: Node, kind: SlotKind, problem: Problem, narrowable: set
     return problem.variables[user].pinned is True or user in narrowable
 
 
-def force_followers(problem: Problem) -> None:
-    """Pins, in graph order, every follower of a float32 value."""
-    for node, variable in problem.variables.items():
-        if variable.pinned is not None or not variable.follows:
-            continue
-        for slot in problem.facts[node].slots:
-            if slot.follow and problem.pin(slot.tensor) is False:
-                variable.pinned, variable.by, variable.because = False, "propagation", slot.tensor
-                variable.reason = f"{variable.reason}: follows {slot.tensor.name!r}, which is float32"
-                break

@@ -15,9 +15,9 @@ from ampgraph.plan import META_KEY
 from ampgraph.training.gradient_boundary import scale_gradients, trace_of, unscale_gradients
 
 from .analysis.alias import returns_its_input, written_args
+from .analysis.facts import tensors
 from .analysis.grad_modes import without_gradients
 from .base import Pass
-from .classify import tensors
 
 BOUNDARY = "boundary"
 # Parameters are unscaled in groups of about this many bytes, so that gradients leave the backward (and

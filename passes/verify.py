@@ -15,8 +15,8 @@ from ampgraph.origin import module_path, user_line
 from ampgraph.plan import Plan
 
 from .analysis.arguments import argument
+from .analysis.facts import Facts, is_cast, tensors
 from .base import Pass, workspace
-from .classify import Facts, is_cast, tensors
 from .insert_casts import is_inserted, is_inserted_cast
 
 

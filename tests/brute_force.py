@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 from torch.fx import Node
 
-from ampgraph.passes.classify import SlotKind
-from ampgraph.passes.propagate import Problem
+from ampgraph.passes.analysis.facts import SlotKind
+from ampgraph.passes.analysis.problem import Problem
 
 Labels = dict[Node, bool]
 Anchors = dict[Node, Node]

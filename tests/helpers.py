@@ -13,8 +13,8 @@ from torch.fx import Graph, GraphModule, Node
 from ampgraph import Policy
 from ampgraph._compat import FakeTensorMode, evaluate
 from ampgraph.passes import ClassifyOps, Normalize, PropagatePins, is_inserted_cast, run_passes, workspace
+from ampgraph.passes.analysis.problem import Problem
 from ampgraph.passes.place import Placement, _weigher, place_optimally
-from ampgraph.passes.propagate import Problem
 
 aten = torch.ops.aten
 LOW = torch.bfloat16

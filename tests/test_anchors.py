@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ampgraph import Policy
 from ampgraph.passes import ClassifyOps, PropagatePins, workspace
-from ampgraph.passes.classify import SlotKind
+from ampgraph.passes.analysis.facts import SlotKind
 from ampgraph.passes.place import place_optimally
 from ampgraph.passes.placement import labelling
 from ampgraph.passes.placement.branch_and_bound import Search

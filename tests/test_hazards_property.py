@@ -11,8 +11,8 @@ from torch.fx import Node
 
 from ampgraph import Policy
 from ampgraph.ops.lists import OpClass
+from ampgraph.passes.analysis.problem import Problem
 from ampgraph.passes.place import autocast_rule
-from ampgraph.passes.propagate import Problem
 
 from .brute_force import Labels
 from .exact_integers import integers_fed_by_no_low_op, positions

@@ -29,7 +29,7 @@ from ampgraph.passes import (
     run_passes,
     workspace,
 )
-from ampgraph.passes.classify import tensors
+from ampgraph.passes.analysis.facts import tensors
 from ampgraph.passes.pipeline import rewrite
 from ampgraph.plan import META_KEY
 

@@ -15,9 +15,9 @@ from torch.fx import Node
 
 from ampgraph import Policy
 from ampgraph.ops.lists import OpClass
-from ampgraph.passes.classify import SlotKind
+from ampgraph.passes.analysis.facts import SlotKind
+from ampgraph.passes.analysis.problem import Problem
 from ampgraph.passes.place import autocast_rule, place_within
-from ampgraph.passes.propagate import Problem
 from ampgraph.policy.policy import OBJECTIVES
 
 from .brute_force import Labels, allowed, is_low, moved

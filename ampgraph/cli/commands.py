@@ -18,8 +18,8 @@ from ..convert import convert
 from ..drawing.draw import format_suffix
 from ..errors import AmpGraphError, did_you_mean
 from ..module import AmpModule
+from ..policy.plain_data import read_text
 from ..policy.policy import Policy
-from ..policy_file import read_text
 from ..report.comparison import compare_policies
 from ..report.explain import explain
 from ..report.explanation import Explanation

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 from torch.fx import GraphModule, Node
 
 from ..errors import AmpGraphError, did_you_mean
-from ..module import AmpModule
 from ..origin import beside_users
 from ..passes import Workspace
 from ..plan import META_KEY, Plan
 from ..report import graph_view as view
+from ..report.converted import Converted
 from .attributes import (
     LOW_DTYPES,
     body_of,
@@ -52,7 +52,7 @@ class Annotated:
     scopes: dict[str, Scope] = field(default_factory=dict)
 
 
-def to_networkx(amp: AmpModule | GraphModule, graph: str = "forward") -> nx.DiGraph:
+def to_networkx(amp: Converted | GraphModule, graph: str = "forward") -> nx.DiGraph:
     """Returns a graph as an annotated networkx graph, in graph order.
 
     Every value is a str, int or bool, so that the graph can be written as GraphML. Nodes are keyed by name;
@@ -102,7 +102,7 @@ def to_networkx(amp: AmpModule | GraphModule, graph: str = "forward") -> nx.DiGr
     return annotated(amp, graph).graph
 
 
-def annotated(amp: AmpModule | GraphModule, graph: str = "forward") -> Annotated:
+def annotated(amp: Converted | GraphModule, graph: str = "forward") -> Annotated:
     """Returns `to_networkx`'s graph with the scopes of its nodes."""
     if graph not in GRAPHS:
         hint = did_you_mean(str(graph), GRAPHS)
@@ -116,7 +116,7 @@ def annotated(amp: AmpModule | GraphModule, graph: str = "forward") -> Annotated
     return _side_by_side(forward, backward)
 
 
-def _forward(amp: AmpModule | GraphModule) -> tuple[GraphModule, Plan | None]:
+def _forward(amp: Converted | GraphModule) -> tuple[GraphModule, Plan | None]:
     if not isinstance(amp, GraphModule) or _plan_of(amp):
         return view.rewritten(amp)
     if not any("val" in node.meta for node in amp.graph.nodes):
@@ -129,8 +129,8 @@ def _plan_of(graph_module: GraphModule) -> Plan | None:
     return space.plan if isinstance(space, Workspace) else None
 
 
-def _aot_graph(amp: AmpModule | GraphModule, which: str) -> GraphModule:
-    if not isinstance(amp, AmpModule):
+def _aot_graph(amp: Converted | GraphModule, which: str) -> GraphModule:
+    if not isinstance(amp, Converted):
         raise AmpGraphError(
             f"graph={which!r}: only a converted model has one; draw amp.{which}_graph by itself."
         )

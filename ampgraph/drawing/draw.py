@@ -8,7 +8,7 @@ from pathlib import Path
 from torch.fx import GraphModule
 
 from ..errors import AmpGraphError, did_you_mean
-from ..module import AmpModule
+from ..report.converted import Converted
 from .annotated import annotated
 from .dot import dot_text
 from .page import page
@@ -24,7 +24,7 @@ PAGE_SIZE = 80
 
 
 def draw(
-    amp: AmpModule | GraphModule,
+    amp: Converted | GraphModule,
     path: str | Path,
     *,
     depth: int | None = None,
@@ -96,7 +96,7 @@ def format_suffix(path: Path) -> str:
 
 
 def to_dot(
-    amp: AmpModule | GraphModule,
+    amp: Converted | GraphModule,
     *,
     depth: int | None = None,
     focus: str | None = None,
@@ -108,7 +108,7 @@ def to_dot(
     return dot_text(picture(annotated(amp, graph), depth, focus, highlight, plumbing))
 
 
-def notebook_svg(amp: AmpModule) -> str | None:
+def notebook_svg(amp: Converted) -> str | None:
     """Returns a small diagram for notebooks: folded until it has at most `NOTEBOOK_SIZE` boxes and nodes.
 
     None where nothing is captured yet or nothing can render it, so that notebooks show the text instead.

@@ -6,12 +6,12 @@ from typing import Any
 
 from torch.fx import GraphModule
 
-from ..module import AmpModule
+from ..report.converted import Converted
 from . import styles
 from .annotated import to_networkx
 
 
-def to_model_explorer(amp: AmpModule | GraphModule) -> dict[str, Any]:
+def to_model_explorer(amp: Converted | GraphModule) -> dict[str, Any]:
     """Returns the graph's precision in Model Explorer's node-data format.
 
     Every node gets the dtype it computes in, casts ``"cast to float16"``, in the colours of `draw`. Nodes

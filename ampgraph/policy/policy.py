@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from os import PathLike
@@ -11,8 +12,18 @@ from typing import Any
 import torch
 
 from ..errors import PolicyError, did_you_mean
-from ..ops.lists import OpLists
+from ..ops.lists import PRESETS, OpLists
 from .loss_scale import DynamicLossScale, LossScale, NoLossScale
+from .plain_data import (
+    check_keys,
+    json_object,
+    loss_scale_from_dict,
+    loss_scale_to_dict,
+    mapping,
+    ops_from_dict,
+    ops_to_dict,
+    read_text,
+)
 
 LEVELS = ("O0", "O1", "O2", "O3")
 PLACEMENTS = ("optimal", "autocast")
@@ -134,13 +145,11 @@ class Policy:
         Raises:
             PolicyError: There is no such policy, the file is none, or ``dtype`` contradicts the policy's.
         """
-        from ..policy_file import policy_named
-
         dtype = low_dtype_of(dtype)
         if policy is None:
             return cls(dtype=dtype)
         if isinstance(policy, (str, PathLike)):
-            policy = policy_named(policy)
+            policy = _named(policy)
         if not isinstance(policy, cls):
             raise PolicyError(
                 f"policy must be a Policy, a name ({', '.join(LEVELS)}, torch ..) or a policy file's path, "
@@ -161,9 +170,12 @@ class Policy:
 
     def to_dict(self) -> dict[str, Any]:
         """Returns plain dicts, lists, strings, numbers, booleans and None; `from_dict` builds it again."""
-        from ..policy_file import policy_to_dict
-
-        return policy_to_dict(self)
+        data = {f.name: getattr(self, f.name) for f in fields(self)}
+        data["dtype"] = str(self.dtype).removeprefix("torch.") if self.dtype else None
+        data["ops"] = ops_to_dict(self.ops)
+        data["rules"] = dict(self.rules)
+        data["loss_scale"] = loss_scale_to_dict(self.loss_scale)
+        return data
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Policy:
@@ -172,9 +184,15 @@ class Policy:
         Raises:
             PolicyError: A key or a value is not legal; names it and the nearest legal one.
         """
-        from ..policy_file import policy_from_dict
-
-        return policy_from_dict(data)
+        given = dict(mapping("policy", data))
+        check_keys("policy", given, [f.name for f in fields(cls)])
+        if "ops" in given:
+            given["ops"] = ops_from_dict(given["ops"])
+        if "rules" in given:
+            given["rules"] = mapping("policy: rules", given["rules"])
+        if given.get("loss_scale") is not None:
+            given["loss_scale"] = loss_scale_from_dict(given["loss_scale"])
+        return cls(**given)
 
     def to_json(self, indent: int | None = 2) -> str:
         """Returns `to_dict` as JSON."""
@@ -187,9 +205,7 @@ class Policy:
         Raises:
             PolicyError: It is no JSON, or no policy.
         """
-        from ..policy_file import policy_from_json
-
-        return policy_from_json(text)
+        return cls.from_dict(json_object(text))  # type: ignore[arg-type]  # checked there
 
     def low_dtype(self, device: torch.device | str = "cpu") -> torch.dtype:
         """Returns the low dtype, by the device where the policy does not say."""
@@ -221,6 +237,37 @@ class Policy:
         default = {f.name: getattr(_DEFAULT, f.name) for f in fields(self)} if _DEFAULT else {}
         given = ((f.name, getattr(self, f.name)) for f in fields(self))
         return f"Policy({', '.join(f'{k}={v!r}' for k, v in given if k == 'level' or v != default.get(k))})"
+
+
+def _named(name: str | PathLike[str]) -> Policy:
+    """Returns the policy of a level, of a peer or of a JSON file; a path object is always a file's.
+
+    Raises:
+        PolicyError: There is none of that name, or the file is no policy.
+    """
+    if name in LEVELS:
+        return Policy(str(name))
+    if name in PRESETS:
+        return Policy(ops=OpLists.preset(str(name)), placement="autocast")
+    path = os.fspath(name)
+    if isinstance(path, str) and (path is not name or _looks_like_a_file(path)):
+        return _policy_in(path)
+    known = (*LEVELS, *PRESETS)
+    hint = did_you_mean(str(name), known)
+    raise PolicyError(f"there is no policy {name!r}; legal: {', '.join(known)}, or a .json file.{hint}")
+
+
+def _looks_like_a_file(name: str) -> bool:
+    return name.lower().endswith(".json") or os.path.basename(name) != name
+
+
+def _policy_in(path: str) -> Policy:
+    try:
+        return Policy.from_json(read_text(path))
+    except PolicyError as error:
+        raise PolicyError(f"{path}: {error}") from error
+    except (OSError, ValueError) as error:  # a path that is none, bytes that are no text
+        raise PolicyError(f"{path}: {getattr(error, 'strerror', None) or error}") from error
 
 
 def low_dtype_of(dtype: torch.dtype | str | None) -> torch.dtype | None:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from .explanation import Explanation
+from .explanation_data import ExplanationData
 from .graph_view import human_bytes
 from .rows import CastRow, NodeRow, Totals
 from .tables import Column, Section
@@ -154,7 +154,7 @@ class Difference:
         return Section("Totals", _TOTALS, rows)
 
 
-def difference(before: Explanation, after: Explanation) -> Difference:
+def difference(before: ExplanationData, after: ExplanationData) -> Difference:
     """Compares two plans, node by node and cast by cast; bodies of higher-order ops are left out."""
     first, second = ({n.name: n for n in e.nodes if n.kind == "op"} for e in (before, after))
     changed = [(first[name], second[name]) for name in first if name in second]

@@ -5,79 +5,41 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
-from typing import TYPE_CHECKING, Any, Protocol
+from os import PathLike
+from typing import Any
 
 from ..errors import AmpGraphError, did_you_mean
+from ..policy.policy import Policy
+from ..runtime.coverage import Coverage
 from . import text
 from .advice import Advice
-from .coverage import Coverage
-from .rows import CastRow, ModuleRow, NodeRow, Totals, module_rows, operator_counts
-
-if TYPE_CHECKING:
-    from os import PathLike
-
-    from ..policy.policy import Policy
-    from .difference import Difference
-
-
-class Replanner(Protocol):
-    """Plans the explained graph in other ways, without capturing it again."""
-
-    def under(self, policy: Policy | str | PathLike[str]) -> Explanation:
-        """Explains the graph as it would be under another policy."""
-
-    def flipped(self, name: str) -> Explanation:
-        """Explains the graph as it would be with one node in the other dtype."""
-
-    def peers(self) -> dict[str, Totals]:
-        """Returns what the autocast rule costs on the peers' op lists."""
+from .difference import Difference, difference
+from .explanation_data import ExplanationData
+from .read_graph import Source, source_of
+from .rows import CastRow, NodeRow, Totals
 
 
 @dataclass(frozen=True)
-class Explanation:
+class Explanation(ExplanationData):
     """What `explain` returns; ``str()`` is a table for people.
 
+    The attributes are those of `ExplanationData`: ``nodes``, ``casts``, ``totals``, ``baselines``,
+    ``modules``, ``operators`` and the rest.
+
     Attributes:
-        model: Class name of the converted model.
-        policy: The policy's repr.
-        low_dtype: ``"float16"`` or ``"bfloat16"``.
-        graph: Which of the model's graphs this is, ``"1 of 1"``, or ``""``.
-        bodies: The bodies of its higher-order ops (``torch.cond`` ...), each explained by itself: which of
-            them run, and how often, a graph does not tell, so they are not in the totals.
-        nodes: Every node but the inserted casts, in graph order.
-        casts: Every inserted cast, in graph order.
-        totals: Counts of this graph.
-        baselines: The same counts for ``"autocast"`` (the rule of ``torch.autocast`` on the same graph and
-            lists) and ``"fp32"``, as the cost model has them.
-        widened: How many operands float32 kernels widen themselves, without a cast.
-        gap: How many bytes the placement is above the least that the objective allows, at most; see `Plan`.
-        advice: Rules of hardware that low ops miss.
-        keeps_low_copies: Whether a converted model casts its parameters once per update (shadow weights) and
-            not, as the totals count them, in every forward.
-        coverage: How much of a model captured just in time its graphs hold; None ahead of time.
-        replanner: What `under`, `flip` and `peers` ask; None for what was read from a file.
+        source: The graph, for `under`, `flip` and `peers`; None for what was read from a file.
     """
 
-    model: str
-    policy: str
-    low_dtype: str
-    graph: str
-    bodies: dict[str, Explanation]
-    nodes: tuple[NodeRow, ...]
-    casts: tuple[CastRow, ...]
-    totals: Totals
-    baselines: dict[str, Totals]
-    widened: int
-    gap: int | None
-    advice: tuple[Advice, ...] = ()
-    keeps_low_copies: bool = False
-    coverage: Coverage | None = None
-    replanner: Replanner | None = field(default=None, repr=False, compare=False)
+    bodies: Mapping[str, Explanation]
+    source: Source | None = field(default=None, repr=False, compare=False)
 
-    @property
-    def optimal(self) -> bool:
-        """Whether the placement is proven minimal for the policy's objective."""
-        return self.gap == 0
+    @classmethod
+    def of(cls, source: Source, graph: str = "") -> Explanation:
+        """Explains a rewritten graph; ``graph`` says which of the model's it is."""
+        data = source.read(graph)
+        rows = {f.name: getattr(data, f.name) for f in fields(data) if f.name != "bodies"}
+        bodies = {name: cls.of(body) for name, body in source.bodies().items()}
+        return cls(**rows, bodies=bodies, source=source)
 
     # -- reports ---------------------------------------------------------------------------------
 
@@ -105,7 +67,7 @@ class Explanation:
         Raises:
             AmpGraphError: ``top`` is no number of rows.
         """
-        return text.text(self, text.Extent(casts_only, peers, top, all_layers))
+        return text.text(self, text.Extent(casts_only, self.peers() if peers else {}, top, all_layers))
 
     def to_markdown(
         self,
@@ -115,11 +77,11 @@ class Explanation:
         all_layers: bool | None = None,
     ) -> str:
         """Returns the report as Markdown; arguments as for `table`."""
-        return text.markdown(self, text.Extent(casts_only, peers, top, all_layers))
+        return text.markdown(self, text.Extent(casts_only, self.peers() if peers else {}, top, all_layers))
 
     def to_dict(self) -> dict[str, Any]:
         """Returns plain dicts, lists, strings, integers and booleans; bytes are integers."""
-        left_out = ("coverage", "replanner", "bodies")
+        left_out = ("coverage", "source", "bodies")
         rows: dict[str, Any] = {"coverage": self.coverage}
         rows |= {f.name: getattr(self, f.name) for f in fields(self) if f.name not in left_out}
         rows |= {"optimal": self.optimal, "modules": self.modules, "operators": self.operators}
@@ -138,7 +100,7 @@ class Explanation:
             AmpGraphError: It is something else, or of another version.
         """
         try:
-            plain = {f.name: data[f.name] for f in fields(cls) if f.name != "replanner"}
+            plain = {f.name: data[f.name] for f in fields(cls) if f.name != "source"}
             plain["nodes"] = tuple(NodeRow(**_tuples(row)) for row in data["nodes"])
             plain["casts"] = tuple(CastRow(**_tuples(row)) for row in data["casts"])
             plain["advice"] = tuple(Advice(**row) for row in data["advice"])
@@ -153,24 +115,6 @@ class Explanation:
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise AmpGraphError(f"not a report that this version of ampgraph wrote: {error!r}") from error
         return cls(**plain)
-
-    # -- summaries -------------------------------------------------------------------------------
-
-    @property
-    def modules(self) -> tuple[ModuleRow, ...]:
-        """What is inside each module, in the order in which they run."""
-        return module_rows(self.nodes, self.casts, self.low_dtype)
-
-    @property
-    def operators(self) -> dict[str, dict[str, int]]:
-        """How often each operator runs in each dtype; inserted casts are ``"cast (inserted)"``."""
-        return operator_counts(self.nodes, self.casts)
-
-    @property
-    def low_share(self) -> float:
-        """How much of the ops whose dtype ampgraph decides runs low, from 0 to 1."""
-        ops = [n for n in self.nodes if n.is_float_op]
-        return sum(n.is_low(self.low_dtype) for n in ops) / len(ops) if ops else 0.0
 
     # -- questions -------------------------------------------------------------------------------
 
@@ -227,7 +171,7 @@ class Explanation:
         Raises:
             PolicyError: The policy or its rules make no sense for this graph.
         """
-        return self._replanner().under(policy)
+        return Explanation.of(self._source().under(policy))
 
     def flip(self, name: str) -> Difference:
         """Returns what would change if one node ran in the other dtype and all else were planned anew.
@@ -235,7 +179,7 @@ class Explanation:
         Raises:
             AmpGraphError: The graph has no such node, or no policy can flip it.
         """
-        return self.diff(self._replanner().flipped(self.node(name).name))
+        return self.diff(Explanation.of(self._source().flipped(self.node(name).name)))
 
     def diff(self, other: object) -> Difference:
         """Compares with another plan of the same model.
@@ -244,10 +188,11 @@ class Explanation:
             other: An `Explanation`, a converted model or its graph module; or a policy, as `under` takes it,
                 for the same graph under it.
         """
-        from .difference import difference
-        from .explain import as_explanation
-
-        return difference(self, as_explanation(self, other))
+        if isinstance(other, (Policy, str, PathLike)):
+            other = self.under(other)
+        if not isinstance(other, Explanation):
+            other = Explanation.of(*source_of(other))
+        return difference(self, other)
 
     def peers(self) -> dict[str, Totals]:
         """Returns what the autocast rule costs with the op lists of torch, Paddle, MindSpore and OneFlow.
@@ -255,12 +200,12 @@ class Explanation:
         The same graph, rules and guards; casts of activations are counted at each use, as in
         ``baselines["autocast"]``.
         """
-        return self._replanner().peers()
+        return self._source().peers()
 
-    def _replanner(self) -> Replanner:
-        if self.replanner is None:
+    def _source(self) -> Source:
+        if self.source is None:
             raise AmpGraphError("a report read from a file can be compared, but not planned again.")
-        return self.replanner
+        return self.source
 
 
 def _tuples(row: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,13 +13,13 @@ from torch.fx import GraphModule, Node
 
 from .._compat import OpOverload, size_hint
 from ..errors import AmpGraphError
-from ..module import AmpModule
 from ..origin import user_line as user_line
 from ..passes import Workspace, is_inserted_cast
 from ..passes.analysis.arguments import tensor_arguments
-from ..passes.classify import tensors
+from ..passes.analysis.facts import tensors
 from ..passes.insert_casts import is_inserted
 from ..plan import META_KEY, Plan
+from .converted import Converted
 
 ArgumentPath = tuple[int | str, ...]
 
@@ -44,7 +44,7 @@ def rewritten(amp: object) -> tuple[GraphModule, Plan]:
         CaptureError: The module is not captured yet.
         AmpGraphError: It is something else.
     """
-    if isinstance(amp, AmpModule):
+    if isinstance(amp, Converted):
         return amp.graph_module, amp.plan
     space = amp.meta.get(META_KEY) if isinstance(amp, GraphModule) else None
     if isinstance(amp, GraphModule) and isinstance(space, Workspace) and space.plan is not None:
@@ -199,4 +199,4 @@ def human_bytes(count: int) -> str:
 
 def graph_name(amp: Any) -> str:
     """Returns the class name of the model that the graph came from."""
-    return type(amp.source).__name__ if isinstance(amp, AmpModule) else type(amp).__name__
+    return type(amp.source).__name__ if isinstance(amp, Converted) else type(amp).__name__

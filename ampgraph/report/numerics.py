@@ -14,9 +14,9 @@ from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
 
 from ..errors import AmpGraphError
-from ..module import AmpModule
 from ..plan import Plan
 from . import graph_view as view
+from .converted import Converted
 from .tables import Column, table
 
 # Unit roundoffs of error for the square root of each rounding in a row: independent errors add up by their
@@ -33,7 +33,7 @@ _COLUMNS = (
 
 
 def assert_close_to_fp32(
-    amp: AmpModule, args: tuple, kwargs: Mapping[str, Any] | None = None, *, tolerance: float | None = None
+    amp: Converted, args: tuple, kwargs: Mapping[str, Any] | None = None, *, tolerance: float | None = None
 ) -> None:
     """Asserts that a converted model gives what its float32 source gives, up to the low dtype's precision.
 
@@ -54,7 +54,7 @@ def assert_close_to_fp32(
             tolerance comes from.
         AmpGraphError: It is no converted model.
     """
-    if not isinstance(amp, AmpModule):
+    if not isinstance(amp, Converted):
         raise AmpGraphError(f"expected what ampgraph.convert returns; got a {type(amp).__name__}.")
     args = args if isinstance(args, tuple) else (args,)
     expected = _outputs(amp.source, amp, args, kwargs)
@@ -77,7 +77,7 @@ def assert_close_to_fp32(
 
 
 def _outputs(
-    model: nn.Module, amp: AmpModule, args: tuple, kwargs: Mapping[str, Any] | None
+    model: nn.Module, amp: Converted, args: tuple, kwargs: Mapping[str, Any] | None
 ) -> dict[str, Any]:
     args, kwargs = copy.deepcopy((args, dict(kwargs or {})))  # a model may write to its inputs
     with torch.no_grad(), torch.random.fork_rng(), _same_buffers(amp.source):
@@ -97,11 +97,11 @@ def _same_buffers(model: nn.Module) -> Iterator[None]:
             buffer.copy_(before[name])
 
 
-def _tolerance(amp: AmpModule, given: float | None) -> tuple[float, str]:
+def _tolerance(amp: Converted, given: float | None) -> tuple[float, str]:
     if given is not None:
         return given, "as given"
     low_dtype = amp.plan.low_dtype
-    graphs = amp.graph_modules if amp.options.just_in_time else [amp.graph_module]
+    graphs = amp.graph_modules if amp.is_just_in_time else [amp.graph_module]
     unit, count = torch.finfo(low_dtype).eps / 2, max(1, sum(map(roundings_in_a_row, graphs)))
     return FACTOR * unit * math.sqrt(count), (
         f"{FACTOR} unit roundoffs of {view.dtype_name(low_dtype)}, {unit:.1e} each, by the square root of "

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from ..errors import AmpGraphError
+from .explanation_data import ExplanationData
 from .graph_view import human_bytes, short_line
 from .layers import Repeat, is_repeated, repeats, times
 from .rows import CastRow, NodeRow, Totals
 from .tables import Column, Section, printable
-
-if TYPE_CHECKING:
-    from .explanation import Explanation
 
 # Modules deeper than this are left out of the text; `Explanation.modules` has them all.
 MODULE_DEPTH = 2
@@ -73,7 +70,7 @@ class Extent:
     """How much of an explanation is reported; see `Explanation.table` for the fields."""
 
     casts_only: bool = False
-    peers: bool = False
+    peers: Mapping[str, Totals] = field(default_factory=dict)
     top: int | None = None
     all_layers: bool | None = None
 
@@ -83,15 +80,15 @@ class Extent:
 
     def of_body(self) -> Extent:
         """Returns it for the body of a higher-order op, which has no peers."""
-        return Extent(self.casts_only, False, self.top, self.all_layers)
+        return Extent(self.casts_only, {}, self.top, self.all_layers)
 
-    def repeats(self, explanation: Explanation) -> tuple[Repeat, ...]:
+    def repeats(self, explanation: ExplanationData) -> tuple[Repeat, ...]:
         """Returns the layers that are shown once."""
         shown = (len(explanation.nodes) <= LARGE) if self.all_layers is None else self.all_layers
         return () if shown else repeated_layers(explanation)
 
 
-def repeated_layers(explanation: Explanation) -> tuple[Repeat, ...]:
+def repeated_layers(explanation: ExplanationData) -> tuple[Repeat, ...]:
     """Returns the layers whose nodes and casts are equal but for the names of nodes."""
     nodes = [
         (n.module, (n.op, n.dtype, n.shape, n.op_class, n.by, _nameless(n.reason), n.line, len(n.widens)))
@@ -113,7 +110,7 @@ def _nameless(reason: str) -> str:
     return re.sub(r"'[^']*'", "''", reason)
 
 
-def text(explanation: Explanation, extent: Extent) -> str:
+def text(explanation: ExplanationData, extent: Extent) -> str:
     """Returns the report as plain text; see `Explanation.table`."""
     parts = [
         *_coverage(explanation),
@@ -125,7 +122,7 @@ def text(explanation: Explanation, extent: Extent) -> str:
     return "\n\n".join(parts)
 
 
-def markdown(explanation: Explanation, extent: Extent, body: str = "") -> str:
+def markdown(explanation: ExplanationData, extent: Extent, body: str = "") -> str:
     """Returns the report as Markdown, see `Explanation.to_markdown`; ``body`` goes before the title."""
     title, *policy = _title(explanation).splitlines()
     parts = [
@@ -138,12 +135,12 @@ def markdown(explanation: Explanation, extent: Extent, body: str = "") -> str:
     return "\n\n".join(parts)
 
 
-def _coverage(explanation: Explanation) -> Iterator[str]:
+def _coverage(explanation: ExplanationData) -> Iterator[str]:
     if explanation.coverage is not None:
         yield printable(str(explanation.coverage))
 
 
-def _title(explanation: Explanation) -> str:
+def _title(explanation: ExplanationData) -> str:
     counts = Counter(n.dtype for n in explanation.nodes if n.kind == "op")
     ops = ", ".join(f"{count} {dtype or 'other'}" for dtype, count in counts.most_common())
     where = "" if explanation.graph in ("", "1 of 1") else f" (graph {explanation.graph})"
@@ -152,7 +149,7 @@ def _title(explanation: Explanation) -> str:
     return printable(head + policy)
 
 
-def _sections(explanation: Explanation, extent: Extent) -> Iterator[Section]:
+def _sections(explanation: ExplanationData, extent: Extent) -> Iterator[Section]:
     once, top = extent.repeats(explanation), extent.top
     if not extent.casts_only:
         yield _nodes(explanation, once, top)
@@ -164,7 +161,7 @@ def _sections(explanation: Explanation, extent: Extent) -> Iterator[Section]:
     yield _totals(explanation, extent.peers)
 
 
-def _nodes(explanation: Explanation, once: Sequence[Repeat], top: int | None) -> Section:
+def _nodes(explanation: ExplanationData, once: Sequence[Repeat], top: int | None) -> Section:
     nodes = explanation.nodes
     shown = [n for n in nodes if n.kind in ("input", "op") and "[" not in n.label]
     shown = [n for n in shown if not is_repeated(n.module, once)]
@@ -236,7 +233,7 @@ def casts_section(
     return Section(title, CASTS, rows, tuple(notes), empty="no casts")
 
 
-def _operators(explanation: Explanation, top: int | None) -> Section:
+def _operators(explanation: ExplanationData, top: int | None) -> Section:
     dtypes = (explanation.low_dtype, "float32")
     columns = (Column("operator", 44), *(Column(d, 9, right=True) for d in dtypes), Column("other", 6, True))
     rows = []
@@ -250,7 +247,7 @@ def _operators(explanation: Explanation, top: int | None) -> Section:
     return Section("Operators by dtype", columns, rows, tuple(notes), empty="no operators")
 
 
-def _modules(explanation: Explanation, once: Sequence[Repeat], top: int | None) -> Iterator[Section]:
+def _modules(explanation: ExplanationData, once: Sequence[Repeat], top: int | None) -> Iterator[Section]:
     modules = explanation.modules
     names = {f"{r.parent}.{r.first}".lstrip("."): str(r) for r in once}
     beside = {r.parent for r in once if r.parent.count(".") < MODULE_DEPTH}
@@ -277,7 +274,7 @@ def _modules(explanation: Explanation, once: Sequence[Repeat], top: int | None) 
     yield Section("Modules", MODULES, rows, tuple(notes))
 
 
-def _advice(explanation: Explanation) -> Iterator[Section]:
+def _advice(explanation: ExplanationData) -> Iterator[Section]:
     groups: dict[str, list[str]] = {}
     for advice in explanation.advice:
         where = advice.node + (f" ({advice.module})" if advice.module else "")
@@ -291,11 +288,11 @@ def _named(names: Sequence[str]) -> str:
     return ", ".join(names[:NAMED]) + (", .." if len(names) > NAMED else "")
 
 
-def _totals(explanation: Explanation, peers: bool) -> Section:
+def _totals(explanation: ExplanationData, peers: Mapping[str, Totals]) -> Section:
     rows = [("this graph", explanation.totals)]
     rows += [("autocast rule" if k == "autocast" else k, v) for k, v in explanation.baselines.items()]
     if peers:
-        rows += [(f"{name} lists", totals) for name, totals in explanation.peers().items()]
+        rows += [(f"{name} lists", totals) for name, totals in peers.items()]
     notes: tuple[str, ...] = (
         f"widened inside kernels, without a cast: {explanation.widened}",
         f"placement: {_proof(explanation.gap)}",

@@ -13,13 +13,13 @@ from torch import fx
 
 from .._compat import outside_transforms
 from ..capture import LOST_KEY
+from ..errors import warn_user
 from ..passes import ExplicitCasts, Pass, ReadShadows, ScaleLoss, run_passes
 from ..passes.analysis.alias import written_memory
 from ..passes.read_shadows import casts_of
 from ..plan import Plan
 from ..training.gradient_boundary import scale_gradients
 from ..training.scaler import LossScaler
-from ..warn import warn_user
 from .lowering import AotGraphs, compiled
 from .options import Options
 from .python_state import PythonState

@@ -24,14 +24,13 @@ from .._compat import (
 )
 from ..capture.just_in_time import drop_values, lower_dynamo_graph
 from ..capture.split import compile_around_custom_functions
-from ..errors import CaptureError, PassError, PolicyError, did_you_mean
+from ..errors import CaptureError, PassError, PolicyError, did_you_mean, warn_user
 from ..passes import Pass, ReadShadows, run_passes
 from ..passes.pipeline import rewrite
 from ..plan import Plan
 from ..policy.policy import LOW_DTYPES, Policy
 from ..training.scale_state import STATE_NAMES
 from ..training.scaler import LossScaler
-from ..warn import warn_user
 from .captured_graph import (
     Timing,
     boundary_pass,

@@ -13,14 +13,13 @@ from torch.export import Dim, ExportedProgram, ShapesCollection
 from torch.utils._pytree import tree_leaves
 
 from ..capture import Reads, capture_program, distinct, unlift
-from ..errors import CaptureError, NoGraphError
+from ..errors import CaptureError, NoGraphError, warn_user
 from ..passes.pipeline import rewrite
 from ..plan import Plan
-from ..report.coverage import CoverageWatch
 from ..training.scaler import LossScaler
-from ..warn import warn_user
 from .capture_lock import gate_of
 from .captured_graph import Timing, Variant
+from .coverage import CoverageWatch
 from .device import device_of
 from .low_storage import StoredLow
 from .lowering import AotGraphs

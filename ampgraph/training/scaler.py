@@ -1,8 +1,8 @@
 """`LossScaler`: the state of loss scaling, the skipping of bad steps, and who overflowed.
 
-The scaling itself is inside the converted graph (`training.gradient_boundary`); the scaler owns the
-numbers that the graph reads. Its method names are those of ``torch.amp.GradScaler``, so that loops written for that
-run unchanged; `scale` has nothing left to do.
+The scaling itself is inside the converted graph (`training.gradient_boundary`). The scaler owns the
+numbers that the graph reads. It has the method names of ``torch.amp.GradScaler``, so loops written for
+that run unchanged; `scale` returns its argument.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..errors import LoopError, PolicyError
+from ..errors import LoopError, PolicyError, warn_user
 from ..policy.loss_scale import (
     DynamicLossScale,
     LossScale,
@@ -29,7 +29,6 @@ from ..policy.loss_scale import (
     in_range,
     new_scale_of,
 )
-from ..warn import warn_user
 from .gradient_flags import GradientFlags
 from .nested_optimizers import nested, put_inside
 from .optimizer_step import attached_step, parameters_of, shares, step_unless_bad, stepping
@@ -262,7 +261,7 @@ class LossScaler:
         """The last step whose gradients were not finite; waits for the device."""
         return self.guard.overflows.last()
 
-    # -- for the graphs and `training.optimizer_step` ---------------------------------------------------------
+    # -- for the graphs and `training.optimizer_step` ------------------------------------------------
 
     def slot_of(self, parameter: object) -> int | None:
         """Returns the probe's slot of a parameter that a graph's boundary is about to check, or None."""

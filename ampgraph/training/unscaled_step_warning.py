@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from .._compat import is_scaled_by_grad_scaler
-from ..warn import warn_user
+from ..errors import warn_user
 from .distributed import local
 from .nested_optimizers import is_inside
 from .parameter_index import ParameterSlots

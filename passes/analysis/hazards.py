@@ -28,9 +28,9 @@ from ampgraph._compat import OpOverload
 from ampgraph.ops import kernels
 from ampgraph.ops.lists import OpClass
 
-from ..classify import Facts, NodeFacts, is_cast, tensors
 from .alias import SOURCES, AliasSets, written_args
 from .arguments import argument, argument_name, tensor_arguments
+from .facts import Facts, NodeFacts, is_cast, tensors
 from .products import terms
 
 # Longer products are no coordinates: the weights of a frozen model may be buffers too.

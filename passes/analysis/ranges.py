@@ -17,9 +17,9 @@ from ampgraph._compat import FakeTensor, OpOverload
 from ampgraph.ops import kernels
 from ampgraph.ops.lists import OpClass
 
-from ..classify import Facts, Slot, SlotKind, saves_large_statistics
 from .alias import SOURCES
 from .arguments import argument, argument_name
+from .facts import Facts, Slot, SlotKind, saves_large_statistics
 
 _NUMBER_TYPES = ("Tensor", "number", "Optional[number]", "Optional[Tensor]")
 

@@ -28,8 +28,8 @@ from torch.fx import Node
 
 from ampgraph.plan import Cost
 
-from ..classify import SlotKind
-from ..propagate import Problem
+from ..analysis.facts import SlotKind
+from ..analysis.problem import Problem
 from .cost_model import CAST_BYTES, FP32_BYTES, LOW_BYTES, node_terms, promoted_operands, required
 from .min_cut import INFINITE, SINK, SOURCE, CutNetwork, Vertex
 

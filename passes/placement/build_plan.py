@@ -10,8 +10,8 @@ from torch.fx import Node
 from ampgraph.ops import kernels
 from ampgraph.plan import Cast, Cost, Decision, Plan, Use
 
-from ..classify import Slot, SlotKind
-from ..propagate import Problem
+from ..analysis.facts import Slot, SlotKind
+from ..analysis.problem import Problem
 from .cost_model import CAST_BYTES, Anchors, Demand, Labels, cost_of, demands, label_of
 
 

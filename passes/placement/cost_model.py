@@ -17,8 +17,8 @@ from torch.fx import Node
 
 from ampgraph.plan import Cost
 
-from ..classify import Slot, SlotKind
-from ..propagate import Problem
+from ..analysis.facts import Slot, SlotKind
+from ..analysis.problem import Problem
 
 LOW_BYTES, FP32_BYTES = 2, 4
 CAST_BYTES = LOW_BYTES + FP32_BYTES

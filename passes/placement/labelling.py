@@ -8,7 +8,7 @@ from torch.fx import Node
 
 from ampgraph.ops.lists import OpClass
 
-from ..propagate import Problem
+from ..analysis.problem import Problem
 from .branch_and_bound import Search
 from .build_network import Weigher, cut_network
 from .cost_model import greedy_anchors, needs_anchor, promoted_operands

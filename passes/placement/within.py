@@ -22,7 +22,7 @@ from math import inf
 
 from torch.fx import Node
 
-from ..propagate import Problem, force_followers
+from ..analysis.problem import Problem, force_followers
 from .branch_and_bound import Search
 from .cost_model import cost_of, scale_above_traffic
 from .labelling import MAX_WORK, Placement, autocast_rule, place_optimally

@@ -10,8 +10,8 @@ from typing import Any
 from torch import nn
 
 from .._compat import BreakLog
-from ..runtime.options import Options
-from ..warn import warn_user
+from ..errors import warn_user
+from .options import Options
 
 # As many modules and graph breaks are named in a line of text.
 NAMED = 5

@@ -1,0 +1,1 @@
+"""Modules that forward parameters, state and attributes to the module that they wrap."""

@@ -1,0 +1,123 @@
+"""What is known of each node before anything is decided: its dtype, its class, how it reads its tensors."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch.fx import Node
+
+from ampgraph._compat import OpOverload
+from ampgraph.ops import kernels
+from ampgraph.ops.lists import OpClass
+
+from .arguments import argument
+
+_CASTS = ("aten.to", "aten._to_copy", "prims.convert_element_type")
+class SlotKind(enum.Enum):
+    """Which dtypes a kernel takes in one argument."""
+
+    COMPUTE = "the node's own dtype"
+    PROMOTED = "either: a float32 node widens a low operand itself, if another operand is float32"
+    DTYPE_ARG = "either: a float32 node widens it itself when its dtype argument says so"
+    ANY = "either, without effect on the result's dtype"
+    KEEP = "the dtype it had in the source"
+
+
+class Slot(NamedTuple):
+    """One argument through which a node reads a tensor: ``(args, kwargs)`` path, tensor, kind."""
+
+    path: tuple[int | str, ...]
+    tensor: Node
+    kind: SlotKind
+    follow: bool
+
+
+@dataclass
+class NodeFacts:
+    """What is known about one node before anything is decided.
+
+    Attributes:
+        dtype: The floating dtype it produced in the source, if managed.
+        owner: The node whose label decides: itself; for ``getitem`` the multi-output op, for
+            ``x.type_as(other)`` the owner of ``other``.
+        slots: How it reads managed tensors.
+        op_class: What the op lists say, with the reason from the data.
+        fixed_dtype: A dtype that the source names explicitly (a user's cast, ``dtype=``).
+        elements: Elements of each managed output together.
+        wide_results: Results of a multi-output op, by index, that stay float32 when it runs low (statistics).
+        refuses_low: Why the op cannot run low although it is not known for that; empty if it can.
+        moves_data: Whether it costs memory traffic (views and inputs do not).
+        written: Whether the tensor lives in memory that some node writes in place.
+        strided: Whether ``as_strided`` reads more of the tensor's memory than the tensor it is given.
+        is_parameter: Whether it is a parameter, buffer or constant of the module, or a view of one.
+        returned: Whether it is a view of the caller's own memory that the graph returns.
+        reads_sparse: Whether it reads a sparse or nested tensor, which nothing here casts.
+        reads_other_low: Whether it reads a low dtype that is not the policy's.
+    """
+
+    dtype: torch.dtype | None
+    owner: Node
+    slots: list[Slot] = field(default_factory=list)
+    op_class: OpClass | None = None
+    class_reason: str = ""
+    fixed_dtype: torch.dtype | None = None
+    elements: int = 0
+    wide_results: frozenset[int] = frozenset()
+    refuses_low: str = ""
+    moves_data: bool = False
+    written: bool = False
+    strided: bool = False
+    is_parameter: bool = False
+    returned: bool = False
+    reads_sparse: bool = False
+    reads_other_low: bool = False
+
+    @property
+    def keeps_memory(self) -> bool:
+        """Whether it must be the very memory that it is in the source, in the dtype it has there."""
+        return self.written or self.strided or self.returned
+
+
+Facts = dict[Node, NodeFacts]
+def tensors(node: Node) -> list[torch.Tensor]:
+    """Returns the (fake) tensors that a node produces."""
+    value = node.meta.get("val")
+    values = value if isinstance(value, (list, tuple)) else (value,)
+    return [v for v in values if isinstance(v, torch.Tensor)]
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is neither sparse nor nested nor in a library's own layout."""
+    return tensor.layout == torch.strided and not tensor.is_nested
+
+
+def _is_on_cpu(node: Node) -> bool:
+    return tensors(node)[0].device.type == "cpu"
+
+
+def saves_large_statistics(node: Node, low_dtype: torch.dtype) -> bool:
+    """Whether a norm would save 1/sqrt(variance + eps), for its backward, in a dtype that cannot hold it.
+
+    The CPU kernels save their statistics in the dtype of weight and bias, the CUDA kernels in float32.
+    """
+    if not kernels.statistics_slots(node.target) or not _is_on_cpu(node):  # type: ignore[arg-type]
+        return False
+    eps = argument(node, "eps")
+    return isinstance(eps, float) and 0 < eps < torch.finfo(low_dtype).max ** -2
+
+
+def has_kernel(node: Node, low_dtype: torch.dtype) -> bool:
+    """Whether an ATen op has a kernel for ``low_dtype`` on the device of its tensors."""
+    found = [*tensors(node), *(t for n in node.all_input_nodes for t in tensors(n))]
+    device = found[0].device.type if found else ""
+    return not kernels.fp32_only(node.target, device, low_dtype)  # type: ignore[arg-type]
+
+
+def is_cast(node: Node) -> bool:
+    """Whether the node is an explicit dtype conversion (one that names its dtype)."""
+    if not isinstance(node.target, OpOverload) or kernels.packet_name(node.target) not in _CASTS:
+        return False
+    return argument(node, "dtype") is not None

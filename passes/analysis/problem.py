@@ -1,0 +1,55 @@
+"""The problem of placement: each node has a pinned dtype with its reason, or is free under constraints."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch.fx import Node
+
+from .facts import Facts
+
+
+@dataclass
+class Variable:
+    """One node's label: pinned low (True), pinned float32 (False) or free (None), and why.
+
+    Attributes:
+        follows: Low only if all floating producers are low.
+        narrowable: Whether every consumer is low anyway, so that it need not follow.
+        because: The node whose pin is the reason.
+    """
+
+    pinned: bool | None
+    by: str
+    reason: str
+    follows: bool = False
+    because: Node | None = None
+    narrowable: bool = False
+
+
+@dataclass
+class Problem:
+    """Every managed op's variable, all uses of every managed tensor, and the tensors too large for low."""
+
+    variables: dict[Node, Variable]
+    facts: Facts
+    low_dtype: torch.dtype
+    uses: dict[Node, list[tuple[Node, int]]] = field(default_factory=dict)
+    large: dict[Node, str] = field(default_factory=dict)
+
+    def pin(self, tensor: Node) -> bool | None:
+        """Returns the pinned label of the node that produces ``tensor``."""
+        return self.variables[self.facts[tensor].owner].pinned
+
+
+def force_followers(problem: Problem) -> None:
+    """Pins, in graph order, every follower of a float32 value."""
+    for node, variable in problem.variables.items():
+        if variable.pinned is not None or not variable.follows:
+            continue
+        for slot in problem.facts[node].slots:
+            if slot.follow and problem.pin(slot.tensor) is False:
+                variable.pinned, variable.by, variable.because = False, "propagation", slot.tensor
+                variable.reason = f"{variable.reason}: follows {slot.tensor.name!r}, which is float32"
+                break
