@@ -171,7 +171,7 @@ def test_asking_changes_nothing(amp: ampgraph.AmpModule, explanation: Explanatio
 
 
 def test_explaining_alone_plans_nothing_again(amp: ampgraph.AmpModule) -> None:
-    module = sys.modules["ampgraph.explain"]  # the name is the function's, too
+    module = sys.modules["ampgraph.report.read_graph"]
     with mock.patch.object(module, "replanned", side_effect=AssertionError("planned again")):
         explanation = ampgraph.explain(amp)
         assert str(explanation)

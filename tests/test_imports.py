@@ -67,7 +67,7 @@ print(json.dumps([n for n in {HEAVY} if n in sys.modules and n not in before]))
     [
         "import ampgraph; ampgraph.testing, ampgraph.drawing, ampgraph.convert, ampgraph.passes",
         "import ampgraph.runtime.dynamo_backend",  # the entry point of torch.compile
-        "import ampgraph.cli; ampgraph.cli.parser()",
+        "from ampgraph.cli.parser import parser; parser()",
     ],
 )
 def test_import_adds_nothing_heavy_to_torch(imports):

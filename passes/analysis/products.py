@@ -19,7 +19,8 @@ _ELLIPSIS = "..."
 def terms(node: Node) -> int | None:
     """Returns the number of products; None for an op that is no matrix product."""
     if (summed := kernels.contracted(node.target)) is not None:  # type: ignore[arg-type]
-        return prod(_size(node.args[at], dim) for at, dim in summed)  # type: ignore[arg-type]
+        sizes: list[int] = [_size(node.args[at], dim) for at, dim in summed]  # type: ignore[arg-type]
+        return prod(sizes)
     name = kernels.packet_name(node.target).removeprefix("aten.")  # type: ignore[arg-type]
     if name == "einsum":
         return _of_equation(argument(node, "equation"), argument(node, "tensors"))
