@@ -238,6 +238,59 @@ def test_without_a_wrapper_all_ranks_agree(ranks) -> None:
     assert ranks.run(_averaged_by_hand) == [512.0, 512.0]
 
 
+def linear() -> ampgraph.AmpModule:
+    return ampgraph.convert(nn.Linear(4, 4), (torch.ones(2, 4),), policy=FLOAT16)
+
+
+def _many_models(rank: int) -> list[float]:
+    kept, models = [], []
+    for i in range(8):  # objects lie elsewhere in the memory of each rank
+        kept.append([bytearray(100 * (i + 1)) for _ in range(500 * rank)])
+        models.append(linear())
+    optimizer = torch.optim.SGD([p for m in models for p in m.parameters()], lr=0.1)
+    models[0].scaler.attach(optimizer)
+    for i, model in enumerate(models):
+        (model(torch.ones(2, 4)).sum() * (float("inf") if i == 5 and rank == 1 else 1.0)).backward()
+    optimizer.step()
+    return [m.scaler.get_scale() for m in models]
+
+
+def test_ranks_agree_on_the_scales_of_many_models(ranks) -> None:
+    expected = [512.0 if i == 5 else 1024.0 for i in range(8)]
+    assert ranks.run(_many_models) == [expected, expected]
+
+
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = linear()
+        self.b = ampgraph.convert(
+            nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), (torch.ones(2, 4),), policy=FLOAT16
+        )
+
+    def forward(self, x: torch.Tensor, both: bool) -> torch.Tensor:
+        return self.a(x) + self.b(x) if both else self.a(x)
+
+
+def _unused_expert(rank: int, own_group: bool) -> list[float]:
+    experts = Experts()
+    group = dist.new_group([0, 1]) if own_group else None
+    wrapped = DistributedDataParallel(experts, find_unused_parameters=True, process_group=group)
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
+    experts.a.scaler.attach(optimizer)
+    for step in range(3):
+        optimizer.zero_grad()
+        loss = wrapped(torch.ones(2, 4), rank == 0 or step > 0).sum()
+        (loss * (float("inf") if rank == 0 and step == 0 else 1.0)).backward()
+        optimizer.step()
+    return [m.scaler.get_scale() for m in (experts.a, experts.b)]
+
+
+@pytest.mark.parametrize("own_group", [False, True])
+def test_a_rank_that_leaves_an_expert_out_asks_for_it_too(ranks, own_group) -> None:
+    assert ranks.run(_unused_expert, own_group) == [[512.0, 512.0]] * 2
+
+
 # -- FSDP2 -----------------------------------------------------------------------------------------------
 
 

@@ -432,3 +432,48 @@ def test_attach_tells_of_an_optimizer_of_another_model():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         amp.scaler.attach(torch.optim.SGD([*other.parameters(), *amp.parameters()], lr=0.1))
+
+
+@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("unscale", [False, True])
+@pytest.mark.parametrize("reverse", [False, True])
+def test_one_scaler_steps_an_optimizer_of_each_model(count, unscale, reverse) -> None:
+    models = [convert() for _ in range(count)]
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in models]
+    scaler, order = models[0].scaler, list(reversed(optimizers)) if reverse else optimizers
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(3):
+            for i, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+                backward(model, optimizer, float("inf") if i == 1 else None)
+            for optimizer in order if unscale else ():
+                scaler.unscale_(optimizer)
+            for optimizer in order:
+                scaler.step(optimizer)
+            scaler.update()
+    assert [m.scaler.get_scale() for m in models] == [128.0 if i == 1 else 1024.0 for i in range(count)]
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_a_joint_optimizer_and_one_of_a_single_model(reverse) -> None:
+    models = convert(), convert()
+    joint = torch.optim.SGD([*models[0].first.parameters(), *models[1].parameters()], lr=0.1)
+    single = torch.optim.SGD(models[0].second.parameters(), lr=0.1)
+    for _ in range(2):
+        backward(models[0], single)
+        backward(models[1], joint, float("inf"))
+        for optimizer in (single, joint) if reverse else (joint, single):
+            models[0].scaler.step(optimizer)
+        models[0].scaler.update()
+    assert [m.scaler.get_scale() for m in models] == [1024.0, 256.0]
+
+
+def test_models_that_share_a_parameter_both_adapt() -> None:
+    first, second = Net(), Net()
+    second.second = first.second
+    models, head = (convert(first), convert(second)), convert()
+    optimizer = torch.optim.SGD([*head.parameters(), *first.parameters(), *second.first.parameters()], lr=0.1)
+    head.scaler.attach(optimizer)
+    backward(models[1], optimizer, float("inf"))
+    optimizer.step()
+    assert [m.scaler.get_scale() for m in (head, *models)] == [1024.0, 512.0, 512.0]

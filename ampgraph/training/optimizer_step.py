@@ -126,15 +126,17 @@ def _verdicts(scalers: Sequence[S], optimizer: Optimizer) -> list[tuple[S, Verdi
 
 
 def shares(scalers: Sequence[S], optimizer: Optimizer) -> Iterator[tuple[S, list[Tensor]]]:
-    """Yields the parameters of each scaler's model; those of none go to the first."""
-    rest = parameters_of(optimizer)
-    for index, scaler in reversed(list(enumerate(scalers))):
+    """Yields the parameters of each scaler's model; those of none go to the first.
+
+    What two models share counts for both: nothing tells whose scale was too high.
+    """
+    parameters = parameters_of(optimizer)
+    slots = [scaler.guard.slots.of(parameters) for scaler in scalers]
+    for index, scaler in enumerate(scalers):
+        mine = [slots[index][i] is not None for i in range(len(parameters))]
         if index == 0:
-            yield scaler, rest
-            return
-        slots = scaler.guard.slots.of(rest)
-        yield scaler, [p for p, slot in zip(rest, slots, strict=True) if slot is not None]
-        rest = [p for p, slot in zip(rest, slots, strict=True) if slot is None]
+            mine = [is_mine or all(s[i] is None for s in slots) for i, is_mine in enumerate(mine)]
+        yield scaler, [p for p, is_mine in zip(parameters, mine, strict=True) if is_mine]
 
 
 def _any_bad(verdicts: list[tuple[Scaler, Verdict]]) -> Tensor | None:

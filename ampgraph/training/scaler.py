@@ -8,6 +8,7 @@ that run unchanged; `scale` returns its argument.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
 
 # A scaler that steps an optimizer over several converted models asks those of the others too.
 _all_scalers: weakref.WeakSet[LossScaler] = weakref.WeakSet()
+_numbers = itertools.count()
 
 
 class LossScaler:
@@ -53,6 +55,7 @@ class LossScaler:
         config: What the policy asked for.
         state: The tensors that the model's graphs read.
         guard: What decides of steps.
+        number: How many scalers were made before it. Ranks ask scalers in this order.
     """
 
     _known: weakref.WeakSet[Optimizer]
@@ -69,7 +72,7 @@ class LossScaler:
         self.guard = StepGuard(self._slots, self.state, self._flags)
         self._is_copy = False
         self._forget_optimizers()
-        _all_scalers.add(self)
+        self._enlist()
 
     @property
     def process_groups(self) -> Sequence[ProcessGroup] | None:
@@ -138,6 +141,7 @@ class LossScaler:
             return
         optimizer = stepping(optimizer)
         scalers = _with_partners([self], optimizer)
+        self._add_partners(scalers)
         for scaler, parameters in shares(scalers, optimizer):
             if scaler.guard.has_stepped(optimizer) and scaler.guard.is_attached(optimizer):
                 scaler.update()  # another attached optimizer rests
@@ -162,8 +166,11 @@ class LossScaler:
         for scaler in scalers:
             if scaler.guard.has_stepped(optimizer) and scaler.guard.is_attached(optimizer):
                 scaler.update()
-        self._partners = scalers[1:]
+        self._add_partners(scalers)
         return step_unless_bad(scalers, optimizer, optimizer.step, *args, **kwargs)
+
+    def _add_partners(self, scalers: Sequence[LossScaler]) -> None:
+        self._partners += [s for s in scalers if s is not self and s not in self._partners]
 
     def _check_step(self, optimizer: Optimizer) -> None:
         if self._is_copy:
@@ -184,7 +191,9 @@ class LossScaler:
 
     def _warn_about_strangers(self, optimizer: Optimizer, method: str) -> None:
         parameters = parameters_of(optimizer)
-        if parameters and all(slot is None for slot in self._slots.of(parameters)):
+        if not parameters or len(_with_partners([self], optimizer)) > 1:
+            return
+        if all(slot is None for slot in self._slots.of(parameters)):
             warn_user(
                 f"amp.scaler.{method}: none of the {len(parameters)} parameters of this "
                 f"{type(optimizer).__name__} belongs to this model; is it the optimizer of another?"
@@ -323,6 +332,10 @@ class LossScaler:
         self._known = weakref.WeakSet()
         self._partners = []
 
+    def _enlist(self) -> None:
+        self.number = next(_numbers)
+        _all_scalers.add(self)
+
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name not in ("_known", "_partners")}
 
@@ -330,7 +343,7 @@ class LossScaler:
         vars(self).update(state, _is_copy=True)
         self._forget_optimizers()
         self._flags.connect()
-        _all_scalers.add(self)
+        self._enlist()
 
     def move(self, device: torch.device) -> None:
         """Moves the state to the model's device; a model without values has it on the CPU."""
@@ -346,18 +359,21 @@ def _scalers_of(optimizer: Optimizer) -> list[LossScaler]:
 
 
 def _with_partners(scalers: Sequence[LossScaler], optimizer: Optimizer) -> list[LossScaler]:
-    """Returns the scalers, each once, and those of other converted models with parameters among these."""
+    """Returns the scalers, each once, and those of other converted models with parameters among these.
+
+    Whether a model has run does not count: ranks of a mixture of experts would disagree about that.
+    """
     found = list(dict.fromkeys(scalers))
     rest = parameters_of(optimizer)
     for scaler in found:
         rest = [p for p, slot in zip(rest, scaler.guard.slots.of(rest), strict=True) if slot is None]
     if not rest:
         return found
-    for other in list(_all_scalers):
-        if other in found or not other.is_enabled() or not other.state.was_reached:
+    for other in sorted(_all_scalers, key=lambda scaler: scaler.number):
+        if other in found or not other.is_enabled():
             continue
-        slots = other.guard.slots.of(rest)
-        if any(slot is not None for slot in slots):
+        if any(slot is not None for slot in other.guard.slots.of(rest)):
             found.append(other)
-            rest = [p for p, slot in zip(rest, slots, strict=True) if slot is None]
+    for scaler in found:
+        scaler.guard.share_wrapper([other.guard for other in found])
     return found

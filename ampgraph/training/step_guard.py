@@ -116,7 +116,8 @@ class StepGuard:
 
     def judge(self, parameters: Iterable[Tensor]) -> Verdict | None:
         """Returns the verdict on these parameters' gradients; None if there are none on any rank."""
-        parameters = list(parameters)
+        if not (parameters := list(parameters)):
+            return None
         flags = self._flags.of(parameters)
         if is_distributed():
             if flags is None:
@@ -140,6 +141,11 @@ class StepGuard:
         """Remembers the wrapper that calls the model now."""
         if (wrapper := active_wrapper()) is not None:
             self._wrapper = weakref.ref(wrapper)
+
+    def share_wrapper(self, others: Iterable[StepGuard]) -> None:
+        """Takes over the wrapper of models that are stepped with this one, which may not have run yet."""
+        if self._noted_wrapper() is None:
+            self._wrapper = next((o._wrapper for o in others if o._noted_wrapper() is not None), None)
 
     def _noted_wrapper(self) -> DistributedDataParallel | None:
         return self._wrapper() if self._wrapper is not None else None
