@@ -1,4 +1,4 @@
-# make demo | test | lint | typecheck | check | clean
+# make demo | test | lint | typecheck | docs | check | clean
 #
 # Everything happens in $(VENV), made on first use from $(CONSTRAINTS) and remade when that or
 # pyproject.toml changes. PIP_FLAGS goes to every pip install, to name another package index, say.
@@ -12,7 +12,7 @@ PYTEST_FLAGS ?= -n 2
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) -c $(CONSTRAINTS)
 
-.PHONY: demo test lint typecheck check clean
+.PHONY: demo test lint typecheck docs check clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python tools/demo.py
@@ -31,7 +31,11 @@ typecheck: $(VENV)/.dev
 	rm -rf build
 	cd $(VENV) && MYPYPATH=typecheck bin/mypy --config-file $(CURDIR)/pyproject.toml -p ampgraph
 
-check: lint typecheck test
+# Strict: a warning fails the build.
+docs: $(VENV)/.dev
+	$(BIN)/python -m mkdocs build --quiet
+
+check: lint typecheck docs test
 
 clean:
 	rm -rf $(VENV) build out *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -11,7 +11,7 @@ from types import ModuleType
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
+PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 NEEDS = {"lightning.md": "lightning", "deployment.md": "onnxruntime"}
 LINK = re.compile(r"\]\(([^)#:]+)\)")
@@ -48,9 +48,9 @@ def test_code_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     exec(compile(code(page), str(page), "exec"), vars(module))
 
 
-@pytest.mark.parametrize("name", ["block", "backward"])
-def test_generated_section_is_up_to_date(generator: ModuleType, name: str) -> None:
-    text = (ROOT / "README.md").read_text()
+@pytest.mark.parametrize(("page", "name"), [("README.md", "block"), ("docs/loss-scaling.md", "backward")])
+def test_generated_section_is_up_to_date(generator: ModuleType, page: str, name: str) -> None:
+    text = (ROOT / page).read_text()
     fresh = generator.with_section(text, name, getattr(generator, f"{name}_section")())
     assert fresh == text, "run python tools/readme.py"
 

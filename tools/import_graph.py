@@ -3,6 +3,7 @@
     python tools/import_graph.py            # counts, and the circles if there are any
     python tools/import_graph.py --rooms    # the imports between rooms
     python tools/import_graph.py --floors   # every file by floor
+    python tools/import_graph.py --draw docs/rooms.svg   # the rooms as a picture; needs pygraphviz
 
 Reads source text, so it needs no installation. Imports under ``TYPE_CHECKING`` and inside of functions count.
 """
@@ -55,6 +56,24 @@ def room_of(module: str) -> str:
     return module.split(".")[1] if "." in module else module
 
 
+def rooms_as_dot(graph: nx.DiGraph) -> str:
+    """Returns the rooms and the imports between them as DOT; implied arrows are left out."""
+    rooms = nx.DiGraph()
+    rooms.add_edges_from(
+        (room_of(a), room_of(b)) for a, b in graph.edges if room_of(a) != room_of(b) and PACKAGE not in (a, b)
+    )
+    rooms.add_nodes_from(room_of(module) for module in graph if module != PACKAGE)
+    sizes = Counter(map(room_of, graph))
+    drawn = nx.transitive_reduction(rooms) if nx.is_directed_acyclic_graph(rooms) else rooms
+    style = 'shape=box, style="rounded,filled", fillcolor="#E8F0FE", fontname="Helvetica"'
+    lines = ["digraph rooms {", f"  node [{style}]"]
+    for room in sorted(rooms):
+        count = f"{sizes[room]} file" + "s" * (sizes[room] > 1)
+        lines.append(f'  "{room}" [label="{room}\\n{count}"]')
+    lines += [f'  "{a}" -> "{b}" [color="#5F6368"]' for a, b in sorted(drawn.edges)]
+    return "\n".join([*lines, "}"]) + "\n"
+
+
 def _modules(root: Path) -> Iterator[tuple[str, Path]]:
     for folder, package in FOLDERS.items():
         for path in sorted((root / folder).rglob("*.py")):
@@ -86,6 +105,7 @@ def main() -> None:
     parser.add_argument("--root", type=Path, default=ROOT, help="the clone to read")
     parser.add_argument("--rooms", action="store_true", help="the imports between rooms")
     parser.add_argument("--floors", action="store_true", help="every file by floor")
+    parser.add_argument("--draw", type=Path, metavar="SVG", help="the rooms as a picture")
     options = parser.parse_args()
     graph = import_graph(options.root)
     level = floors(graph)
@@ -97,6 +117,10 @@ def main() -> None:
         arrows = Counter((room_of(a), room_of(b)) for a, b in graph.edges if room_of(a) != room_of(b))
         for (upper, lower), count in sorted(arrows.items()):
             print(f"  {upper} -> {lower} ({count})")
+    if options.draw:
+        import pygraphviz
+
+        pygraphviz.AGraph(string=rooms_as_dot(graph)).draw(options.draw, prog="dot")
     if options.floors:
         for floor in range(max(level.values()), -1, -1):
             print(f"  {floor:2}  {', '.join(sorted(m for m in level if level[m] == floor))}")

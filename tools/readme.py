@@ -1,4 +1,4 @@
-"""Writes the generated parts of README.md and docs/block.svg.
+"""Writes the generated parts of README.md and docs/loss-scaling.md, and docs/block.svg.
 
     python tools/readme.py           # rewrite them
     python tools/readme.py --check   # exit 1 where the README's cast map is not what the code gives
@@ -26,7 +26,8 @@ from ampgraph.testing import cast_map
 ROOT = Path(__file__).resolve().parent.parent
 # What the loss-scaling nodes read; AOTAutograd's own names follow the order in which bytecode reads inputs.
 _STATE = {"scale": "scale", "unscale": "inverse"}
-README, PICTURE, DEMO = ROOT / "README.md", ROOT / "docs/block.svg", ROOT / "out/demo/summary.txt"
+README, SCALING = ROOT / "README.md", ROOT / "docs/loss-scaling.md"
+PICTURE, DEMO = ROOT / "docs/block.svg", ROOT / "out/demo/summary.txt"
 
 
 class Block(nn.Module):
@@ -105,7 +106,7 @@ def with_section(text: str, name: str, content: str) -> str:
     begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
     pattern = re.compile(f"{re.escape(begin)}.*?{re.escape(end)}", re.DOTALL)
     if not pattern.search(text):
-        raise SystemExit(f"README.md has no section {begin}")
+        raise SystemExit(f"the page has no section {begin}")
     return pattern.sub(lambda _: f"{begin}\n{content}\n{end}", text)
 
 
@@ -113,16 +114,20 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--check", action="store_true")
     options = parser.parse_args()
-    before = README.read_text()
-    after = with_section(before, "block", block_section())
-    after = with_section(after, "backward", backward_section())
+    pages = {
+        README: with_section(README.read_text(), "block", block_section()),
+        SCALING: with_section(SCALING.read_text(), "backward", backward_section()),
+    }
     if options.check:
-        if after != before:
-            print("README.md is not up to date: run python tools/readme.py", file=sys.stderr)
-        return int(after != before)
+        stale = [page.name for page, text in pages.items() if text != page.read_text()]
+        if stale:
+            print(f"not up to date: {', '.join(stale)}; run python tools/readme.py", file=sys.stderr)
+        return int(bool(stale))
     if DEMO.exists():
-        after = with_section(after, "demo", f"```text\n{DEMO.read_text().rstrip()}\n```")
-    README.write_text(after)
+        demo = f"```text\n{DEMO.read_text().rstrip()}\n```"
+        pages[README] = with_section(pages[README], "demo", demo)
+    for page, text in pages.items():
+        page.write_text(text)
     if can_render():
         ampgraph.draw(converted(), PICTURE)
     else:
