@@ -23,6 +23,11 @@ def gradients(module: nn.Module, x: torch.Tensor, weights: torch.Tensor) -> list
     return [p.grad.clone() for p in module.parameters()]
 
 
+class Sampled(nn.Module):
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        return sampled(features, pixels(features))
+
+
 def worst(found: list[torch.Tensor], exact: list[torch.Tensor]) -> float:
     """Returns the largest relative error of one parameter's gradient; NaN counts as infinite."""
     errors = [float((one - other).norm() / other.norm()) for one, other in zip(found, exact, strict=True)]
@@ -63,6 +68,34 @@ def test_on_other_devices_they_run_low():
         layer, x = nn.Conv3d(1, 2, 3), torch.randn(1, 1, 4, 4, 4)
     amp = ampgraph.convert(layer, (x,), dtype=BF16)
     assert dtype_of(amp.graph_module, "conv3d") == [BF16]
+
+
+def pixels(features: torch.Tensor) -> torch.Tensor:
+    """The position of every pixel, as ``grid_sample`` takes it."""
+    spread = torch.eye(features.dim() - 2, features.dim() - 1)[None]
+    return nn.functional.affine_grid(spread, list(features.shape), align_corners=False)
+
+
+def sampled(features: torch.Tensor, grid: torch.Tensor) -> torch.Tensor:
+    return nn.functional.grid_sample(features, grid.to(features.dtype), align_corners=False)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+@pytest.mark.parametrize("dtype", [FP16, BF16])
+@pytest.mark.parametrize(("layer", "shape"), [(nn.Conv2d, (300, 300)), (nn.Conv3d, (2, 8, 300))])
+def test_grid_sample_runs_in_float32(layer, shape, dtype, level):
+    """The low kernel computes positions and weights low, and returns noise or what nothing wrote."""
+    low = torch.randn(1, 2, *shape).to(dtype)
+    grid = pixels(low).to(dtype)
+    found, exact = sampled(low, grid).float(), sampled(low.float(), grid.float())
+    assert not torch.allclose(found, exact, atol=0.02), "torch's kernel is right now: drop it from BROKEN_ON"
+    model = nn.Sequential(layer(1, 2, 1), Sampled()).eval()
+    x = torch.randn(1, 1, *shape)
+    with torch.no_grad():
+        expected = model(x)
+        amp = ampgraph.convert(model, (x,), policy=Policy(level=level, dtype=dtype))
+        assert (amp(x).float() - expected).norm() / expected.norm() < 0.02
+    assert dtype_of(amp.graph_module, "grid_sampler") == [FP32]
 
 
 @pytest.mark.parametrize("dtype", [FP16, BF16])

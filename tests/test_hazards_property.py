@@ -32,7 +32,8 @@ class PositionalGraph(RandomGraph):
         at = [self.build.call(aten.arange.default, n) for n in (rows, columns)]
         if self.rng.random() < 0.5:
             at = [self.build.call(aten.mul.Tensor, a, 0.37) for a in at]
-            return self.build.call(aten.einsum.default, "i,j->ij", at)
+            columns_of = [self.build.call(aten.unsqueeze.default, a, 1) for a in at]
+            return self.build.call(aten.linear.default, *columns_of)
         distance = self.build.call(aten.sub.Tensor, self.build.call(aten.unsqueeze.default, at[0], 1), at[1])
         return self.build.call(aten.mul.Tensor, distance, 1.7)
 

@@ -129,6 +129,63 @@ def test_torch_lists_name_every_op_with_a_cuda_autocast_kernel():
     assert registered - ours == set()
 
 
+ELEMENTWISE, PRODUCT = OpClass.GRAY, OpClass.WHITE
+SUMS = {
+    ("i,j->ij", (3,), (4,)): ELEMENTWISE,
+    ("..., f -> ... f", (3,), (4,)): ELEMENTWISE,
+    ("bi,d->bid", (2, 3), (4,)): ELEMENTWISE,
+    ("i,i->i", (3,), (3,)): ELEMENTWISE,
+    ("i , j", (3,), (4,)): ELEMENTWISE,
+    ("i,j,k->ijk", (3,), (4,), (5,)): ELEMENTWISE,
+    ("b...,b...->b...", (2, 3), (2, 3)): ELEMENTWISE,
+    ("ii->", (3, 3)): ELEMENTWISE,  # a trace
+    ("ii->i", (3, 3)): ELEMENTWISE,  # a diagonal
+    ("ij->ji", (3, 4)): ELEMENTWISE,
+    ("ij->i", (3, 4)): ELEMENTWISE,
+    ("ij,i->i", (3, 4), (3,)): ELEMENTWISE,  # a sum of one operand, then a product
+    ("ii,i->i", (3, 3), (3,)): ELEMENTWISE,
+    ("ij,jk->ik", (3, 1), (1, 4)): ELEMENTWISE,
+    ("ij,jk->ik", (3, 1), (4, 5)): ELEMENTWISE,  # the size of 1 is summed over alone
+    ("ij,jk->ik", (3, 4), (4, 5)): PRODUCT,
+    ("ij,jk", (3, 4), (4, 5)): PRODUCT,
+    ("i,i", (3,), (3,)): PRODUCT,
+    ("ij,ij->i", (3, 4), (3, 4)): PRODUCT,
+    ("ij,kj->", (3, 4), (5, 4)): PRODUCT,
+    ("...k,kj", (2, 3), (3, 4)): PRODUCT,
+    ("...,...->", (3, 4), (4,)): PRODUCT,
+}
+
+
+def node_of(op: torch._ops.OpOverload, shapes: list, *rest: object, equation: str = "") -> torch.fx.Node:
+    graph = torch.fx.Graph()
+    operands = [graph.placeholder(f"x{i}") for i in range(len(shapes))]
+    for node, shape in zip(operands, shapes, strict=True):
+        node.meta["val"] = torch.ones(shape)
+    return graph.call_function(op, (equation, operands) if equation else (*operands, *rest))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("case", SUMS, ids=str)
+def test_an_einsum_is_a_matrix_product_where_it_sums_over_what_operands_share(case, dtype):
+    equation, *shapes = case
+    node = node_of(aten.einsum.default, shapes, equation=equation)
+    assert OpLists.default().classify(node, dtype)[0] is SUMS[case]
+    # torch lowers it to a matrix product, of which its CPU autocast knows, just as often.
+    with torch.autocast("cpu", dtype):
+        lowered = torch.einsum(equation, *map(torch.ones, shapes)).dtype
+    assert lowered == (dtype if SUMS[case] is PRODUCT else torch.float32)
+    # Its CUDA autocast narrows the operands of all.
+    assert OpLists.torch().classify(node, dtype)[0] is OpClass.WHITE
+
+
+def test_a_tensordot_over_nothing_is_an_outer_product():
+    default = OpLists.default()
+    outer = node_of(aten.tensordot.default, [(3,), (4,)], [], [])
+    assert default.classify(outer)[0] is OpClass.GRAY
+    product = node_of(aten.tensordot.default, [(3, 4), (4, 5)], [1], [0])
+    assert default.classify(product)[0] is OpClass.WHITE
+
+
 def test_default_states_its_differences_from_torch():
     default, torchs = OpLists.default(), OpLists.torch()
     for op, ours, theirs in (

@@ -38,14 +38,28 @@ DEFAULT_WHITE = (
     Rows(
         "white",
         "matrix product: fp32 inside, fastest in low",
-        """linear matmul mm bmm mv addmm addmv addbmm baddbmm einsum chain_matmul linalg_multi_dot
+        """linear matmul mm bmm mv addmm addmv addbmm baddbmm chain_matmul linalg_multi_dot
         linalg_vecdot linalg_matmul inner _addmm_activation mkldnn_linear linear_backward matmul_backward
         _grouped_mm""",
     ),
     Rows(
         "white",
+        "matrix product: fp32 inside, fastest in low",
+        "einsum",
+        when="sums_products",
+        otherwise="gray",
+    ),
+    Rows(
+        "white",
         "matrix product behind a reshape; torch only promotes it and so misses a GEMM",
-        "tensordot bilinear _trilinear",
+        "tensordot",
+        when="sums_products",
+        otherwise="gray",
+    ),
+    Rows(
+        "white",
+        "matrix product behind a reshape; torch only promotes it and so misses a GEMM",
+        "bilinear _trilinear",
     ),
     Rows(
         "white",

@@ -8,7 +8,8 @@ from typing import TypeAlias
 
 import torch
 
-from .._compat import OpOverload
+from .._compat import OpOverload, size_hint
+from .einsum import contracts
 
 Predicate: TypeAlias = Callable[[torch.fx.Node, torch.dtype], "str | None"]
 
@@ -49,6 +50,23 @@ def has_weight_gradient(node: torch.fx.Node, low_dtype: torch.dtype) -> str | No
     return "the gradient of a 3-D weight is wrong in bfloat16 on a CPU"
 
 
+def sums_products(node: torch.fx.Node, low_dtype: torch.dtype) -> str | None:
+    """Objects to an ``einsum`` or a ``tensordot`` that sums over no dimension that its operands share.
+
+    Such a one is arithmetic element by element (an outer product, a scaling) or a view, and no GEMM.
+    """
+    bound = _bind(node)
+    if "equation" not in bound:
+        return None if bound.get("dims_self") else "an outer product: arithmetic element by element"
+    values = [operand.meta.get("val") for operand in bound["tensors"]]  # type: ignore[attr-defined]
+    if not all(isinstance(value, torch.Tensor) for value in values):
+        return None
+    shapes = [[size_hint(size, fallback=2) for size in value.shape] for value in values]
+    if contracts(str(bound["equation"]), shapes):
+        return None
+    return "sums over no dimension that its operands share: arithmetic element by element"
+
+
 def _scalar_operands(node: torch.fx.Node) -> list[float]:
     # A small integer that steers the op (dim) always fits, so it needs no exception.
     values = _bind(node).values()
@@ -63,5 +81,8 @@ def _bind(node: torch.fx.Node) -> dict[str, object]:
 
 
 PREDICATES: Mapping[str, Predicate] = MappingProxyType(
-    {function.__name__: function for function in (has_weight_gradient, overwrites, scalars_fit)}
+    {
+        function.__name__: function
+        for function in (has_weight_gradient, overwrites, scalars_fit, sums_products)
+    }
 )

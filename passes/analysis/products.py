@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
 from math import prod
 
 from torch.fx import Node
 
 from ampgraph._compat import size_hint
-from ampgraph.ops import kernels
+from ampgraph.ops import einsum, kernels
 
 from .arguments import argument
-
-_ELLIPSIS = "..."
 
 
 def terms(node: Node) -> int | None:
@@ -23,7 +19,8 @@ def terms(node: Node) -> int | None:
         return prod(sizes)
     name = kernels.packet_name(node.target).removeprefix("aten.")  # type: ignore[arg-type]
     if name == "einsum":
-        return _of_equation(argument(node, "equation"), argument(node, "tensors"))
+        shapes = [[size_hint(size) for size in n.meta["val"].shape] for n in argument(node, "tensors")]
+        return prod(max(sizes) for sizes in einsum.summed(argument(node, "equation"), shapes).values())
     if name == "tensordot":
         return prod(_size(argument(node, "self"), dim) for dim in argument(node, "dims_self"))
     if name == "linalg_vecdot":
@@ -38,27 +35,3 @@ def terms(node: Node) -> int | None:
 def _size(tensor: Node, dim: int) -> int:
     shape = tensor.meta["val"].shape
     return size_hint(shape[dim]) if shape else 1
-
-
-def _of_equation(equation: str, operands: Sequence[Node]) -> int:
-    """Returns the product of the sizes of all dimensions that the result of an ``einsum`` lacks.
-
-    Without ``->`` the result has what stands before it only once, and the dimensions of ``...``.
-    """
-    inputs, arrow, output = equation.replace(" ", "").partition("->")
-    if not arrow:
-        count = Counter(inputs.replace(",", "").replace(".", ""))
-        output = _ELLIPSIS + "".join(letter for letter, times in count.items() if times == 1)
-    sizes: dict[str, int] = {}
-    for subscripts, operand in zip(inputs.split(","), operands, strict=True):
-        shape = [size_hint(size) for size in operand.meta["val"].shape]
-        for name, size in zip(_dimensions(subscripts, len(shape)), shape, strict=True):
-            sizes[name] = max(size, sizes.get(name, 1))  # a size of 1 is broadcast
-    return prod(size for name, size in sizes.items() if name.rstrip("0123456789") not in output)
-
-
-def _dimensions(subscripts: str, rank: int) -> list[str]:
-    """Returns a name for each dimension of an operand; those of ``...`` are counted from the last one."""
-    before, ellipsis, after = subscripts.partition(_ELLIPSIS)
-    covered = rank - len(before) - len(after) if ellipsis else 0
-    return [*before, *(f"{_ELLIPSIS}{at}" for at in range(covered, 0, -1)), *after]
