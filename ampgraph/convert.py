@@ -58,8 +58,8 @@ def convert(
 
     Args:
         model: An ``nn.Module``, an ``fx.GraphModule`` or an ``ExportedProgram``; it is not changed.
-        args: Example positional arguments, to capture the model for now. Without them it is captured at its
-            first call.
+        args: Example positional arguments, a tuple or the only one (no list), to capture the model for now.
+            Without them it is captured at its first call.
         kwargs: Example keyword arguments.
         policy: A `Policy`, a level's name, a peer's (``"torch"``), a policy file's path, or None for O1 with
             the default lists; see `Policy.of`.
@@ -103,8 +103,7 @@ def convert(
     policy = policy.replace(dtype=policy.low_dtype(device))
     policy.check_outputs("convert")
     backend, mode = choose_backend(backend, mode, device)
-    if args is not None and not isinstance(args, tuple):
-        args = (args,)
+    args = _as_tuple(args)
     if capture == JUST_IN_TIME and dynamic_shapes is not None:
         raise CaptureError(
             "dynamic_shapes is for a capture ahead of time: pass example inputs, "
@@ -114,6 +113,16 @@ def convert(
     if has_examples and capture != JUST_IN_TIME:
         amp._capture_now(args or (), dict(kwargs or {}))
     return amp
+
+
+def _as_tuple(args: object) -> tuple | None:
+    """Returns the positional arguments; a tensor or another value that is no tuple is the only one."""
+    if isinstance(args, list):
+        raise CaptureError(
+            "args is a list, which may be the positional arguments or one argument: pass a tuple, "
+            "(x, y), or ([x, y],) for a forward that takes a list."
+        )
+    return args if args is None or isinstance(args, tuple) else (args,)
 
 
 def _checked_model(model: object) -> nn.Module:

@@ -21,7 +21,7 @@ from ._compat import (
     is_exporting,
     no_ambient_autocast,
 )
-from .errors import AheadOfTimeError, AmpGraphError, CaptureError, warn_user
+from .errors import AheadOfTimeError, AmpGraphError, CaptureError, PassError, warn_user
 from .guards import is_capturing, keep_errors_out_of_log, warn_about_uncaptured_guards
 from .plan import Plan
 from .policy.policy import Policy
@@ -199,6 +199,9 @@ class AmpModule(Converted):
                 raise own from None
             self._fall_back(error)
             return self._call_compiled(args, kwargs)
+        except PassError as error:
+            self._fall_back(error)
+            return self._call_compiled(args, kwargs)
         try:
             with self._captures.gate:
                 return variant.run(*args, **kwargs)
@@ -219,12 +222,14 @@ class AmpModule(Converted):
             if not error.is_known and self.options.capture == AUTO and self._own_error(args, kwargs):
                 raise  # nor can it be called
             self._fall_back(error)
+        except PassError as error:
+            self._fall_back(error)
 
-    def _fall_back(self, error: AheadOfTimeError) -> None:
+    def _fall_back(self, error: AheadOfTimeError | PassError) -> None:
         """Captures just in time from now on.
 
         Raises:
-            AheadOfTimeError: ``error``, where that is not asked for or level O3 has given up float32 memory.
+            AmpGraphError: ``error``, where that is not asked for or level O3 has given up float32 memory.
         """
         if self.options.capture != AUTO or self.stored_low:
             raise error

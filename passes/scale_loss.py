@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from ampgraph._compat import fake_mode_of
+from ampgraph._compat import fake_mode_of, size_hint
 from ampgraph.plan import META_KEY
 from ampgraph.training.gradient_boundary import scale_gradients, trace_of, unscale_gradients
 
@@ -101,7 +101,7 @@ def _groups(nodes: list[Node]) -> list[list[Node]]:
             groups.append([])
             size = 0
         groups[-1].append(node)
-        size += sum(t.numel() * t.element_size() for t in tensors(node))
+        size += sum(size_hint(t.numel()) * t.element_size() for t in tensors(node))
     return groups
 
 

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 import ampgraph
-from ampgraph import AmpGraphError, CaptureError, NoLossScale, Policy, PolicyError
+from ampgraph import AmpGraphError, CaptureError, NoLossScale, PassError, Policy, PolicyError
 from ampgraph._compat import VERSION
 
 from .helpers import Fn, close, dtype_of, inserted, nodes_of
@@ -583,6 +583,66 @@ def test_data_dependent_branch_works_just_in_time():
     amp = ampgraph.convert(model, dtype=BF16)
     for x in (X.abs(), -X.abs()):
         close(amp(x), model(x))
+
+
+def cut(self, x, n=None):
+    return self.a(x)[:, :n], x.new_zeros(n)
+
+
+VALUE_SIZED = {
+    "masked rows": (lambda self, x: self.a(x[x[:, 0] > 0]), (X,)),
+    "positions": (lambda self, x: (self.a(x), torch.nonzero(x > 1)), (X,)),
+    "unique numbers": (lambda self, x: (self.a(x), torch.unique((x * 2).int())), (X,)),
+    "unique numbers, used": (
+        lambda self, x: self.a(x) + torch.unique((x * 2).int()).float().cos().sum(),
+        (X,),
+    ),
+    "a number's size": (cut, (X, torch.tensor(4))),
+    "an arange": (lambda self, x, n: (self.a(x), torch.arange(n.item()) * 0.5), (X, torch.tensor(4))),
+}
+
+
+@pytest.mark.parametrize("level", ["O1", "O3"])
+@pytest.mark.parametrize("name", VALUE_SIZED)
+def test_sizes_that_depend_on_values(name, level):
+    body, args = VALUE_SIZED[name]
+    model = Body(body).eval()
+    with torch.no_grad():
+        amp = ampgraph.convert(copy.deepcopy(model), args, policy=level, dtype=BF16, capture="ahead of time")
+        other = (X.flip(1), *args[1:])
+        for inputs in (args, other):
+            found, expected = amp(*inputs), model(*inputs)
+            found, expected = (v if isinstance(v, tuple) else (v,) for v in (found, expected))
+            for one, exact in zip(found, expected, strict=True):
+                close(one, exact)
+    assert str(ampgraph.explain(amp.graph_module))
+
+
+def failing(*_, **__):
+    raise PassError("pass 'propagate' failed: SomeError: a size")
+
+
+def test_a_pass_that_fails_on_the_whole_graph_leaves_it_to_be_captured_just_in_time(monkeypatch):
+    monkeypatch.setattr("ampgraph.runtime.graph_cache.rewrite", failing)
+    model = Body(lambda self, x: self.a(x))
+    with pytest.raises(PassError, match="'propagate'"):
+        ampgraph.convert(model, (X,), dtype=BF16, capture="ahead of time")
+    with pytest.warns(UserWarning, match=r"'propagate' failed.*just in time instead"):
+        amp = ampgraph.convert(model, (X,), dtype=BF16)
+    close(amp(X), model(X))
+    assert dtype_of(amp.graph_modules[0], "linear") == [BF16]
+    at_first_call = ampgraph.convert(model, capture="auto", dtype=BF16)
+    with pytest.warns(UserWarning, match=r"'propagate' failed.*just in time instead"):
+        close(at_first_call(X), model(X))
+
+
+def test_a_list_is_not_taken_for_the_arguments():
+    """It may be all of them or the only one; torch.export refuses it too."""
+    with pytest.raises(CaptureError, match=r"args is a list.*\(\[x, y\],\)"):
+        ampgraph.convert(nn.Linear(8, 8), [X])
+    summed = Body(lambda self, xs: self.a(xs[0] + xs[1]))
+    close(ampgraph.convert(summed, ([X, X],), dtype=BF16)([X, X]), summed([X, X]))
+    close(ampgraph.convert(summed.a, X, dtype=BF16)(X), summed.a(X))
 
 
 def test_random_numbers_are_drawn_at_each_call():

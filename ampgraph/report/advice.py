@@ -15,7 +15,7 @@ from math import prod
 import torch
 from torch.fx import GraphModule, Node
 
-from .._compat import OpOverload
+from .._compat import OpOverload, size_hint
 from ..ops.kernels import packet_name
 from ..origin import module_path
 from ..passes.analysis.arguments import argument
@@ -102,7 +102,7 @@ def _gemm_sizes(node: Node, name: str) -> Iterator[tuple[str, str, int | torch.S
         "columns (N)",
         columns,
     )
-    if rows != 1:
+    if size_hint(rows, fallback=2) != 1:
         yield "gemm", "rows (M)", rows
 
 

@@ -24,7 +24,7 @@ from typing import NamedTuple
 import torch
 from torch.fx import GraphModule, Node
 
-from ampgraph._compat import OpOverload
+from ampgraph._compat import OpOverload, size_hint
 from ampgraph.ops import kernels
 from ampgraph.ops.lists import OpClass
 
@@ -145,7 +145,7 @@ class _Tracer:
         changed = self.memory is not None and self.memory.root(node) in self.changed
         if changed or not is_table(self.graph_module, node):
             return Trace(measured=not (counted or boolean), counted=counted, few=boolean)
-        number = all(v.numel() == 1 for v in values)
+        number = all(is_number(v) for v in values)
         return Trace(counted=counted and not number, few=boolean or number)
 
     def _op(self, node: Node, fact: NodeFacts) -> Trace:
@@ -182,14 +182,14 @@ class _Tracer:
 
     def _counts(self, node: Node) -> bool:
         """Whether the node makes integers of nothing: ``arange``."""
-        made = any(v.numel() != 1 and not v.dtype.is_floating_point for v in tensors(node))
+        made = any(not is_number(v) and not v.dtype.is_floating_point for v in tensors(node))
         return made and not values_read(node)
 
     def _takes_few_values(self, node: Node, fact: NodeFacts, read: Trace) -> bool:
         values = tensors(node)
         if all(v.dtype is torch.bool for v in values):
             return True  # numbers are no tensors
-        if all(v.numel() == 1 for v in values) and not read.counted:
+        if all(is_number(v) for v in values) and not read.counted:
             return True
         if node.target is operator.getitem:
             return read.few
@@ -200,6 +200,11 @@ class _Tracer:
             return name in _FILLS or (kernels.reads_no_values(node.target) and not name.startswith("rand"))
         keeps = fact.op_class is OpClass.CLEAR or kernels.promotes(node.target) or is_cast(node)
         return keeps and read.few
+
+
+def is_number(value: torch.Tensor) -> bool:
+    """Whether a tensor has a single element. One whose size depends on values is taken to have more."""
+    return size_hint(value.numel(), fallback=2) == 1
 
 
 def is_table(graph_module: GraphModule, node: Node) -> bool:
