@@ -166,6 +166,176 @@ def test_one_scaler_for_two_converted_models(bad) -> None:
     assert [m.scaler.get_scale() for m in models] == [512.0 if i == bad else 1024.0 for i in range(2)]
 
 
+# -- what only looks like the boundary's ---------------------------------------------------------------
+
+
+def stepping(amp: nn.Module, scaler: ampgraph.LossScaler) -> torch.optim.Optimizer:
+    optimizer = torch.optim.SGD(amp.parameters(), lr=0.1)
+    scaler.attach(optimizer)
+    return optimizer
+
+
+def spoil(p: torch.Tensor, how: str) -> None:
+    """Makes a gradient infinite, as a hook on its parameter would."""
+    if how == "assign":
+        p.grad = p.grad * INF
+    elif how == "write":
+        p.grad.mul_(INF)
+    elif how == "data":
+        p.grad.data.fill_(INF)
+    else:
+        p.grad.data = torch.full_like(p.grad, INF)
+
+
+HOW = pytest.mark.parametrize("how", ["assign", "write", "data", "replaced data"])
+
+
+@BACKENDS
+@HOW
+def test_a_hook_after_accumulation(backend, how) -> None:
+    amp = convert(backend=backend)
+    optimizer, before = stepping(amp, amp.scaler), values(amp)
+    for p in amp.parameters():
+        p.register_post_accumulate_grad_hook(lambda p: spoil(p, how))
+    amp(batch()).sum().backward()
+    optimizer.step()
+    assert same(before, values(amp))
+    assert amp.scaler.get_scale() == 512.0
+
+
+@BACKENDS
+@pytest.mark.parametrize("after", [False, True])
+def test_a_hook_on_the_node_that_accumulates(backend, after) -> None:
+    amp = convert(backend=backend)
+    optimizer, before = stepping(amp, amp.scaler), values(amp)
+    nodes = [torch.autograd.graph.get_gradient_edge(p).node for p in amp.parameters()]
+    for p, node in zip(amp.parameters(), nodes, strict=True):
+        if after:
+            node.register_hook(lambda *_, p=p: spoil(p, "assign"))
+        else:
+            node.register_prehook(lambda grads: tuple(g * INF for g in grads))
+    amp(batch()).sum().backward()
+    optimizer.step()
+    assert same(before, values(amp))
+    assert amp.scaler.get_scale() == 512.0
+
+
+@BACKENDS
+@pytest.mark.parametrize("how", ["assign", "write", "replaced data"])
+def test_a_change_between_backward_and_step(backend, how) -> None:
+    amp = convert(backend=backend)
+    optimizer, before = stepping(amp, amp.scaler), values(amp)
+    amp(batch()).sum().backward()
+    for p in amp.parameters():
+        spoil(p, how)
+    optimizer.step()
+    assert same(before, values(amp))
+
+
+@BACKENDS
+def test_a_gradient_that_is_handed_to_another_parameter(backend) -> None:
+    amp = ampgraph.convert(Parts(), (batch(), batch()), policy=FLOAT16, backend=backend)
+    optimizer, before = stepping(amp, amp.scaler), values(amp)
+    amp(batch(), batch(bad=True))[1].sum().backward()
+    good = amp.b.weight.grad
+    amp.zero_grad()
+    amp(batch(), batch())[0].sum().backward()
+    amp.a.weight.grad = good
+    optimizer.step()
+    assert same(before, values(amp))
+
+
+class Trunk(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk, self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 1), nn.Linear(8, 1)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        h = self.trunk(x)
+        return self.a(h), self.b(h.detach())
+
+
+@BACKENDS
+@pytest.mark.parametrize("separate", [False, True])
+def test_autograd_grad_before_a_backward(backend, separate) -> None:
+    """The backward reaches other parameters than those whose gradients were assigned."""
+    amp = ampgraph.convert(Trunk(), (batch(),), policy=FLOAT16, backend=backend)
+    optimizer, before = stepping(amp, amp.scaler), values(amp)
+    parameters = [*amp.trunk.parameters(), *amp.a.parameters()]
+    a, b = amp(batch())
+    bad = torch.autograd.grad(a.sum() * INF, parameters, retain_graph=not separate)
+    for p, gradient in zip(parameters, bad, strict=True):
+        p.grad = gradient
+    b = amp(batch())[1] if separate else b
+    b.sum().backward()
+    optimizer.step()
+    assert same(before, values(amp))
+
+
+@BACKENDS
+@pytest.mark.parametrize("warm", [0, 1])
+def test_a_block_whose_output_the_loss_leaves_out(backend, warm) -> None:
+    model = Parts()
+    blocks = ampgraph.convert_blocks(model, ("a", "b"), policy=FLOAT16, backend=backend)
+    optimizer = stepping(model, blocks.scaler)
+    for _ in range(warm):
+        sum(out.mean() for out in model(batch(), batch())).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    nn.init.zeros_(model.b.weight)
+    before = values(model)
+    a, _ = model(batch(), batch())
+    (a.mean() + model.b.weight.square().sum().sqrt()).backward()  # 0/0
+    optimizer.step()
+    assert same(before, values(model))
+    assert blocks.scaler.get_scale() == 512.0
+
+
+@BACKENDS
+@pytest.mark.parametrize("penalty", [torch.Tensor.sum, lambda p: p.square().sum()], ids=["expanded", "dense"])
+@pytest.mark.parametrize("first", [False, True])
+def test_a_penalty_whose_gradient_autograd_adds_to_the_graphs(backend, penalty, first) -> None:
+    amp = convert(backend=backend)
+    optimizer = stepping(amp, amp.scaler)
+    for _ in range(2):
+        optimizer.zero_grad()
+        before = values(amp)
+        early = sum(penalty(p) for p in amp.parameters()) * INF if first else 0.0
+        out = amp(batch()).sum()
+        late = 0.0 if first else sum(penalty(p) for p in amp.parameters()) * INF
+        (out + early + late).backward()
+        optimizer.step()
+        assert same(before, values(amp))
+
+
+# -- a backward that raises ---------------------------------------------------------------------------
+
+
+@BACKENDS
+@pytest.mark.parametrize("clear", [False, True])
+def test_a_backward_that_raises_leaves_nothing(backend, clear) -> None:
+    amp, trunk, failures = convert(backend=backend), nn.Linear(8, 8), [1]
+    optimizer = stepping(amp, amp.scaler)
+    hidden = trunk(batch())
+
+    def fail(gradient: torch.Tensor) -> None:
+        if failures:
+            raise RuntimeError("out of memory")
+
+    hidden.register_hook(fail)
+    before = values(amp)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        (amp(hidden) * INF).sum().backward()
+    failures.clear()
+    assert amp.scaler.state.probe.grad is None
+    for p in amp.parameters():
+        p.grad = None if clear else torch.zeros_like(p)
+    amp(batch()).sum().backward()
+    optimizer.step()
+    assert not same(before, values(amp))
+    assert amp.scaler.get_scale() == 1024.0
+
+
 # -- how long flags live -----------------------------------------------------------------------------
 
 

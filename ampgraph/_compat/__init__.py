@@ -60,6 +60,7 @@ from .quiet import (
     never_log_raised_errors,
     quiet_export,
 )
+from .storages import Content, current_backward, has_content
 from .version import VERSION
 
 __all__ = [
@@ -69,6 +70,7 @@ __all__ = [
     "SET_GRAD_ENABLED",
     "VERSION",
     "BreakLog",
+    "Content",
     "FakeTensor",
     "FakeTensorMode",
     "HigherOrderOperator",
@@ -83,12 +85,14 @@ __all__ = [
     "apart_from_dynamo",
     "autocast_values",
     "compiled_by_dynamo",
+    "current_backward",
     "dtypes_of",
     "errors_raised_not_logged",
     "evaluate",
     "expects_uneven_inputs",
     "fake_mode_of",
     "find_backend",
+    "has_content",
     "has_triton",
     "in_transform",
     "inductor_modes",

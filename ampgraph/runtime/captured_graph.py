@@ -74,7 +74,7 @@ class Variant:
     lost: tuple[str, ...] = ()
     _graphs: dict[tuple[bool, bool], fx.GraphModule] = field(default_factory=dict)
     _runners: dict[tuple[bool, bool], Callable] = field(default_factory=dict)
-    _slots: frozenset[int] = frozenset()
+    _is_scaled: bool = False
     _explicit: fx.GraphModule | None = None
     _lock: threading.RLock = field(default_factory=threading.RLock, repr=False)
 
@@ -92,7 +92,6 @@ class Variant:
         training = torch.is_grad_enabled()
         if training and self.scaler.is_enabled():
             self.scaler.check_loop()
-            self._expect_flags()
         shadowed = self.shadows is not None and self.shadows.are_in_place()
         kind = training, shadowed
         if kind not in self._runners:
@@ -100,11 +99,10 @@ class Variant:
                 self._runners.setdefault(kind, self._runner(training, shadowed))
         if self.shadows is not None and shadowed:
             self.shadows.refresh()
-        return self._runners[kind](*args, **kwargs)
-
-    def _expect_flags(self) -> None:
-        if self._slots and self.options.backend != "eager":
-            self.scaler.state.expect(self._slots)
+        outputs = self._runners[kind](*args, **kwargs)
+        if training and self._is_scaled and self.options.backend != "eager":
+            self.scaler.follow(outputs)
+        return outputs
 
     def run_in_transform(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the graph eagerly, with nothing that the transforms of ``torch.func`` cannot look through.
@@ -159,7 +157,7 @@ class Variant:
             passes.append(ReadShadows(names, differentiable=training))
         if training and self.scaler.is_enabled() and has_low(self.plan):
             scale_loss = boundary_pass(self.scaler, values.items())
-            self._slots = frozenset(slot for _, slot in scale_loss.slots)
+            self._is_scaled = True
             passes.append(scale_loss)
         if not passes:
             return self.graph_module

@@ -90,12 +90,13 @@ def make_backend(
         bounded = fx.GraphModule(lowered, copy_graph(lowered.graph))
         bounded.meta.update(lowered.meta)
         scaling = scaler if scales else None
-        slots = _slots(inputs, scaling) if options.backend != "eager" else frozenset()
-        extra = _Extra(scaling, shadows, tuple(masters.values()), slots)
+        extra = _Extra(scaling, shadows, tuple(masters.values()))
         added = _add_boundary(bounded, inputs, extra, masters)
         warn_about_float16_outputs(bounded.graph, options)
         compiled = compile_next(bounded, [*added, *inputs])
-        return lambda *args: compiled(*extra.tensors(args), *args)
+        if scaling is None or options.backend == "eager":
+            return lambda *args: compiled(*extra.tensors(args), *args)
+        return lambda *args: scaling.follow(compiled(*extra.tensors(args), *args))
 
     return backend
 
@@ -108,29 +109,20 @@ class _Extra:
         scaler: Owner of scale, inverse and probe, or None.
         shadows: The shadow weights.
         masters: Which inputs are parameters with a shadow.
-        slots: Slots of the parameters, where the graph's backward cannot tell by itself that it ran.
     """
 
     scaler: LossScaler | None
     shadows: ShadowWeights | None
     masters: tuple[int, ...]
-    slots: frozenset[int]
 
     def tensors(self, inputs: Sequence[Any]) -> list[torch.Tensor]:
         """Returns the current values, shadows fresh."""
         state = list(self.scaler.state.tensors()) if self.scaler else []
-        if self.scaler and self.slots:
-            self.scaler.state.expect(self.slots)
         if self.shadows is None or not self.masters:
             return state
         found = [self.shadows.of(inputs[index]) for index in self.masters]
         self.shadows.refresh()
         return [*state, *found]
-
-
-def _slots(inputs: Sequence[Any], scaler: LossScaler | None) -> frozenset[int]:
-    slots = map(scaler.slot_of, inputs) if scaler else ()
-    return frozenset(slot for slot in slots if slot is not None)
 
 
 def _masters(graph_module: fx.GraphModule, inputs: Sequence[Any], shadows: ShadowWeights) -> dict[str, int]:

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from .._compat import is_batched
-from .scale_state import DELIVERED
+from .scale_state import CHECKED
 
 
 class ScaleGradients(Function):
@@ -56,7 +56,7 @@ class UnscaleGradients(Function):
     @staticmethod
     def forward(ctx: Any, probe: Tensor, inverse: Tensor, slots: str, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.inverse, ctx.slots, ctx.size = inverse, slots, probe.shape[0]
-        ctx.delivered = None if torch.compiler.is_compiling() else getattr(probe, DELIVERED, None)
+        ctx.checked = None if torch.compiler.is_compiling() else getattr(probe, CHECKED, None)
         ctx.set_materialize_grads(False)
         views = tuple(t.detach() for t in tensors)
         needed = ctx.needs_input_grad[3:]
@@ -70,8 +70,8 @@ class UnscaleGradients(Function):
             return None, None, None, *grads
         true = unscaled(given, ctx.inverse)
         slots = [int(s) for s, g in zip(ctx.slots.split(), grads, strict=True) if g is not None]
-        if ctx.delivered is not None:
-            ctx.delivered.update(slots)
+        if ctx.checked is not None:
+            ctx.checked.note(slots, true)
         results = iter(true)
         # A batch of gradients goes to torch.autograd.grad alone, which adds nothing up in the probe.
         flags = None if _is_batched(given) else non_finite(true, slots, ctx.size)

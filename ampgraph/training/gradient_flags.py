@@ -1,11 +1,10 @@
 """Which gradients are not finite: the truth is ``.grad``, the boundary's flags save reading it once more.
 
 A boundary checks the gradients that leave it, and autograd puts them into ``.grad``. When a backward ends,
-each gradient that came to be in it is marked with that backward's flags and its version. So flags live
-exactly as long as their gradients: ``zero_grad``, an assignment or a clip ends them. A gradient without a
-valid mark (hand-made, changed, accumulated, of no boundary, reduced between processes) is read itself.
-
-A fresh gradient that has only the boundary's part has version 0, since autograd adds parts up in place.
+each gradient that still is what left a boundary in it, by storage and version, is marked with its flags. So
+flags live exactly as long as their gradients: ``zero_grad``, an assignment or a clip ends them. A gradient
+without a valid mark (hand-made, changed, accumulated, of no boundary, reduced between processes) is read
+itself.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .._compat import after_backward
-from .distributed import is_distributed, is_spread, local
+from .distributed import is_distributed, local
 from .gradient_boundary import non_finite
 from .parameter_index import ParameterSlots
 from .scale_state import ScaleState
@@ -45,25 +44,25 @@ class GradientFlags:
         """Asks the state to tell of each backward; weakly, since tensors hold the hook."""
         this = weakref.ref(self)
 
-        def backward_reached_probe() -> None:
+        def backward_reached_probe(reported: Tensor) -> None:
             if (flags := this()) is not None:
+                flags._state.note(reported)
                 flags.watch.note_backward()
-                after_backward(flags.mark)
+                after_backward(lambda: flags.mark(reported))
 
         self._state.watch(backward_reached_probe)
 
-    def mark(self) -> None:
-        """Marks the gradients that the backward which ends now has made."""
-        taken = self._state.take_flags()
-        if taken is None or is_distributed():
+    def mark(self, flags: Tensor) -> None:
+        """Marks the gradients that are what boundaries have checked in the backward which ends now."""
+        checked = self._state.checked.take()
+        if is_distributed():
             return
-        flags, delivered = taken
         for parameter, slot in self._slots.items():
-            gradient = parameter.grad
-            if gradient is None or slot not in delivered or hasattr(gradient, MARK):
+            gradient, content = parameter.grad, checked.get(slot)
+            if gradient is None or content is None or _has_hooks(parameter):
                 continue
-            if _is_of_boundary_alone(parameter, gradient):
-                setattr(gradient, MARK, (flags, slot, gradient._version))
+            if content.is_of(gradient) and not gradient.requires_grad:
+                setattr(gradient, MARK, (flags, slot, gradient._version, gradient.data_ptr()))
 
     def of(self, parameters: Iterable[Tensor]) -> Tensor | None:
         """Returns a vector, positive in the slots of gradients that are not finite; None without gradients.
@@ -116,17 +115,15 @@ class GradientFlags:
         return {**vars(self), "_masks": {}}
 
 
-def _is_of_boundary_alone(parameter: Tensor, gradient: Tensor) -> bool:
-    """Whether a gradient of a backward that just ended is what a boundary has checked, and nothing else."""
-    if is_spread(gradient) or gradient.is_inference() or gradient.requires_grad:
-        return False
-    return gradient._version == 0 and not parameter._backward_hooks
+def _has_hooks(parameter: Tensor) -> bool:
+    """Whether hooks may have written to the gradient's ``.data``, whose writes no version counts."""
+    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
 
 def _flags_of(gradient: Tensor, slot: int | None, size: int) -> Tensor | None:
     """Returns the flags that a gradient is marked with, if they still tell of what it is now."""
     mark = getattr(gradient, MARK, None)
-    if mark is None or mark[1] != slot or mark[2] != gradient._version:
+    if mark is None or mark[1:] != (slot, gradient._version, gradient.data_ptr()):
         return None
     flags: Tensor = mark[0]
     return flags if flags.shape[0] == size else None

@@ -43,6 +43,10 @@ class ParameterSlots:
         """Yields each parameter that has a slot, with its slot."""
         yield from self._by_parameter.items()
 
+    def known(self, parameter: Tensor) -> int | None:
+        """Returns the slot of a parameter that was looked up before; None for any other tensor."""
+        return self._by_parameter.get(parameter)
+
     def of(self, parameters: Iterable[Tensor]) -> list[int | None]:
         """Returns the slot of each, None for what is no parameter of the model."""
         parameters = list(parameters)

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .checked_gradients import CheckedGradients
+
 # The attribute of the probe by which a boundary that runs in Python tells what it has checked.
-DELIVERED = "_amp_delivered"
-Slots = set[int]  # `set` is a method of the state
+CHECKED = "_amp_checked"
 STATE_NAMES = ("amp_scale", "amp_inverse", "amp_probe")
 
 
@@ -20,8 +21,7 @@ class ScaleState(nn.Module):
     Attributes:
         flags: What the last backward reported to the probe.
         was_reached: Whether a backward has reported.
-        delivered: The slots whose gradients boundaries have checked since the flags were taken.
-        expected: The slots of each compiled graph that has run forward since then.
+        checked: What boundaries have checked in the backward that runs now.
     """
 
     scale: Tensor
@@ -29,26 +29,24 @@ class ScaleState(nn.Module):
     probe: Tensor
     flags: Tensor | None
     was_reached: bool
-    delivered: Slots
-    expected: list[frozenset[int]]
-    _tell: Callable[[], None]
+    checked: CheckedGradients
+    _tell: Callable[[Tensor], None]
 
     def __init__(self, scale: float, size: int, device: torch.device):
         super().__init__()
         self._build(torch.tensor(scale, dtype=torch.float32, device=device), size)
 
     def _build(self, scale: Tensor, size: int) -> None:
-        object.__setattr__(self, "_tell", lambda: None)
+        object.__setattr__(self, "_tell", lambda _: None)
         object.__setattr__(self, "flags", None)
         object.__setattr__(self, "was_reached", False)
-        object.__setattr__(self, "delivered", set())
-        object.__setattr__(self, "expected", [])
+        object.__setattr__(self, "checked", CheckedGradients())
         self.set(scale)
         self._set_probe(size)
 
     def _set_probe(self, size: int) -> None:
         probe = torch.zeros(size, dtype=torch.float32, device=self.scale.device, requires_grad=True)
-        setattr(probe, DELIVERED, self.delivered)
+        setattr(probe, CHECKED, self.checked)
         object.__setattr__(self, "probe", probe)
         self.watch(self._tell)
 
@@ -61,30 +59,18 @@ class ScaleState(nn.Module):
         """Returns scale, inverse and probe."""
         return self.scale, self.inverse, self.probe
 
-    def watch(self, tell: Callable[[], None]) -> None:
-        """Calls ``tell`` in each backward that reaches the probe."""
+    def watch(self, tell: Callable[[Tensor], None]) -> None:
+        """Calls ``tell`` with the flags of each backward, when it reaches the probe; none are left there."""
         object.__setattr__(self, "_tell", tell)
         if hook := self.__dict__.get("_hook"):
             hook.remove()
-        hook = self.probe.register_post_accumulate_grad_hook(lambda _: tell())
+        hook = self.probe.register_post_accumulate_grad_hook(lambda probe: tell(_taken(probe)))
         object.__setattr__(self, "_hook", hook)
 
-    def expect(self, slots: frozenset[int]) -> None:
-        """Notes what a compiled graph's backward will check; it cannot tell when it runs."""
-        if not self.expected or self.expected[-1] is not slots:
-            self.expected.append(slots)
-
-    def take_flags(self) -> tuple[Tensor, Slots] | None:
-        """Returns what the probe has received since it was asked last, and for which slots."""
-        flags, delivered = self.probe.grad, self.delivered.union(*self.expected)
-        self.delivered.clear()
-        self.expected.clear()
-        if flags is None:
-            return None
-        self.probe.grad = None
-        object.__setattr__(self, "flags", flags.detach())
+    def note(self, flags: Tensor) -> None:
+        """Keeps what a backward reported."""
+        object.__setattr__(self, "flags", flags)
         object.__setattr__(self, "was_reached", True)
-        return flags.detach(), delivered
 
     def move(self, device: torch.device) -> None:
         """Moves everything to another device."""
@@ -97,3 +83,9 @@ class ScaleState(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         nn.Module.__init__(self)
         self._build(state["scale"], state["size"])
+
+
+def _taken(probe: Tensor) -> Tensor:
+    flags, probe.grad = probe.grad, None
+    assert flags is not None
+    return flags.detach()

@@ -277,6 +277,11 @@ class LossScaler:
         self._is_copy = False
         return self._slots.of([parameter])[0] if isinstance(parameter, Tensor) else None
 
+    def follow(self, outputs: Any) -> Any:
+        """Returns the outputs of a compiled graph whose backward the scaler has to know of."""
+        self.state.checked.follow(outputs, self.state.probe, self._slots.known)
+        return outputs
+
     def check_loop(self) -> None:
         """Tells once that a loop steps its optimizer past an active scaler."""
         self._watch.check()

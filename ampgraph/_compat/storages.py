@@ -1,0 +1,41 @@
+"""What a gradient is, told apart without keeping it alive."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+
+class Content:
+    """What a dense tensor held when this was made: its storage, where it lies in it, and its version.
+
+    The storage's address is not given to another storage while this exists.
+    """
+
+    __slots__ = ("_geometry", "_storage", "_version")
+
+    def __init__(self, tensor: Tensor):
+        self._storage = StorageWeakRef(tensor.untyped_storage())
+        self._version, self._geometry = tensor._version, _geometry(tensor)
+
+    def is_of(self, tensor: Tensor) -> bool:
+        """Whether the tensor has the same storage, and nothing was written to it since."""
+        if not has_content(tensor) or tensor._version != self._version:
+            return False
+        return tensor.untyped_storage()._cdata == self._storage.cdata and _geometry(tensor) == self._geometry
+
+
+def has_content(tensor: Tensor) -> bool:
+    """Whether the tensor is a plain dense one, whose version is counted."""
+    return type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.is_inference()
+
+
+def current_backward() -> int | None:
+    """Returns a number that no other backward has, of the one that runs in this thread; None outside."""
+    number = torch._C._current_graph_task_id()
+    return None if number == -1 else number
+
+
+def _geometry(tensor: Tensor) -> tuple[int, tuple[int, ...], torch.dtype]:
+    return tensor.storage_offset(), tensor.stride(), tensor.dtype

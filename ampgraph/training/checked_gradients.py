@@ -1,0 +1,71 @@
+"""What the boundaries of one model have checked in the backward that runs now.
+
+A gradient that autograd takes over as it is has the storage of the one that left the boundary; a sum, a
+copy and what a hook makes have another storage or a later version.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from .._compat import Content, current_backward, has_content
+
+
+class CheckedGradients:
+    """The gradients that left boundaries, by slot; only of the last backward in which one did."""
+
+    def __init__(self) -> None:
+        self._last: tuple[int | None, dict[int, Content]] = (None, {})
+
+    def note(self, slots: Iterable[int], gradients: Iterable[Tensor]) -> None:
+        """Notes gradients that leave a boundary now."""
+        backward = current_backward()
+        if backward is None:
+            return
+        if self._last[0] != backward:
+            self._last = (backward, {})
+        found = self._last[1]
+        found.update((slot, Content(g)) for slot, g in zip(slots, gradients, strict=True) if has_content(g))
+
+    def take(self) -> dict[int, Content]:
+        """Returns what left in the backward that runs now."""
+        (backward, found), self._last = self._last, (None, {})
+        return found if backward is not None and backward == current_backward() else {}
+
+    def follow(self, outputs: Any, probe: Tensor, slot_of: Callable[[Tensor], int | None]) -> None:
+        """Notes what a compiled graph's backward returns; its boundary runs no Python that could.
+
+        Args:
+            outputs: What the graph has returned.
+            probe: What its boundary reports to.
+            slot_of: Returns a parameter's slot.
+        """
+        if torch.compiler.is_compiling():
+            return
+        nodes = {id(t.grad_fn): t.grad_fn for t in tree_leaves(outputs) if isinstance(t, Tensor)}
+        for node in nodes.values():
+            if node is not None:
+                node.register_hook(self._after(weakref.ref(node), weakref.ref(probe), slot_of))
+
+    def _after(self, node_ref: weakref.ref, probe_ref: weakref.ref, slot_of: Callable) -> Callable:
+        this = weakref.ref(self)
+
+        def note(gradients: tuple[Tensor | None, ...], _: object) -> None:
+            checked, node, probe = this(), node_ref(), probe_ref()
+            if checked is None or node is None or probe is None:
+                return
+            leaves = [getattr(following, "variable", None) for following, _ in node.next_functions]
+            if not any(leaf is probe for leaf in leaves):
+                return
+            pairs = zip(leaves, gradients, strict=True)
+            given = [(slot_of(leaf), g) for leaf, g in pairs if leaf is not None and g is not None]
+            found = [(slot, g) for slot, g in given if slot is not None]
+            checked.note([slot for slot, _ in found], [g for _, g in found])
+
+        return note
