@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from .modes import is_batched
+
 
 class Content:
     """What a dense tensor held when this was made: its storage, where it lies in it, and its version.
@@ -28,7 +30,8 @@ class Content:
 
 def has_content(tensor: Tensor) -> bool:
     """Whether the tensor is a plain dense one, whose version is counted."""
-    return type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.is_inference()
+    is_plain = type(tensor) is Tensor and tensor.layout is torch.strided
+    return is_plain and not tensor.is_inference() and not is_batched(tensor)
 
 
 def current_backward() -> int | None:

@@ -70,11 +70,13 @@ class UnscaleGradients(Function):
             return None, None, None, *grads
         true = unscaled(given, ctx.inverse)
         slots = [int(s) for s, g in zip(ctx.slots.split(), grads, strict=True) if g is not None]
-        if ctx.checked is not None:
-            ctx.checked.note(slots, true)
         results = iter(true)
+        flags = None
         # A batch of gradients goes to torch.autograd.grad alone, which adds nothing up in the probe.
-        flags = None if _is_batched(given) else non_finite(true, slots, ctx.size)
+        if not _is_batched(given):
+            flags = non_finite(true, slots, ctx.size)
+            if ctx.checked is not None:
+                ctx.checked.note(slots, true)
         return flags, None, None, *(None if g is None else next(results) for g in grads)
 
 
