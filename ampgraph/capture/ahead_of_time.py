@@ -23,6 +23,7 @@ from .distinct import distinct
 from .inference_mode import traced_as_no_grad
 from .lost import LOST_KEY, noting_lost_backwards
 from .reads import Reads, recorded
+from .side_effects import noting_written_containers, without_new_attributes
 from .user_code import user_line
 
 # torch.fx.traceback keeps its state in globals.
@@ -116,17 +117,31 @@ def capture_program(
             with_cumulative_average(is_capturing_here),
             _DataIsDetach(reads),
             watching as lost,
+            without_new_attributes(model),
+            noting_written_containers(model) as written,
             recorded(reads, is_capturing_here),
         ):
             program = torch.export.export(model, args, kwargs, dynamic_shapes=dynamic_shapes, strict=False)
     except Exception as error:
         _check_arguments(model, args, kwargs, error)
         raise AheadOfTimeError(_explain(model, error)).because(is_known=bool(_hint(error))) from error
+    _check_written(model, written)
     program.graph_module.meta[LOST_KEY] = tuple(lost)
     for module in program.graph_module.modules():
         if isinstance(module, fx.GraphModule):
             _complete_users(module.graph)
     return program
+
+
+def _check_written(model: nn.Module, written: list[str]) -> None:
+    """Raises where forward changes what an argument holds: the caller of a graph would not see that."""
+    if not written:
+        return
+    names, noun = ", ".join(map(repr, written)), "arguments" if len(written) > 1 else "argument"
+    raise AheadOfTimeError(
+        f"{type(model).__name__}: forward changes what its {noun} {names} holds, which a graph cannot\n"
+        f"Return the new values, write to tensors in place, {_JUST_IN_TIME}."
+    ).because(is_known=True)
 
 
 def _complete_users(graph: fx.Graph) -> None:

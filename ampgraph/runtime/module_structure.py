@@ -12,7 +12,7 @@ _training = itemgetter("training")
 
 
 class Structure:
-    """The modules of a model, and the submodules, parameters and buffers that each of them had.
+    """The modules of a model, and the submodules, parameters, buffers and own ``forward`` that each had.
 
     Attributes:
         modules: All modules, at any depth.
@@ -26,6 +26,7 @@ class Structure:
         self._empty = [held for held in (*slots, *children) if not held]
         self._children = [held for held in children if held]
         self._slots = [held for held in slots if held]
+        self._vars = [vars(m) for m in self.modules]
         # A module that stands for another may compute its mode.
         self._plain = [vars(m) for m in self.modules if not hasattr(type(m), "training")]
         self._computed = [m for m in self.modules if hasattr(type(m), "training")]
@@ -35,10 +36,12 @@ class Structure:
         """Whether nothing came or went, None included. Runs at every call."""
         return not any(self._empty) and self._seen == self._now()
 
-    def _now(self) -> tuple[list[nn.Module | None], list[str], list[bool]]:
+    def _now(self) -> tuple[list[nn.Module | None], list[str], list[bool], list[object]]:
         children = list(chain.from_iterable(map(dict.values, self._children)))
         tensors = chain.from_iterable(map(dict.values, self._slots))
-        return children, list(chain.from_iterable(self._slots)), list(map(is_, tensors, repeat(None)))
+        forwards = list(map(dict.get, self._vars, repeat("forward")))
+        names, are_none = list(chain.from_iterable(self._slots)), list(map(is_, tensors, repeat(None)))
+        return children, names, are_none, forwards
 
     def training_modes(self) -> tuple[bool, ...]:
         """Returns the training mode of every module, by which a model may run other code."""

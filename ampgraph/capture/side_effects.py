@@ -1,0 +1,78 @@
+"""What forward does besides returning a value: writes to its arguments' containers, new attributes."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Iterator
+from operator import is_
+from typing import Any, NamedTuple
+
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from ..proxy.module_proxy import SourceFace
+from .containers import is_plain
+
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+
+
+class _Seen(NamedTuple):
+    """An argument, and what it held when forward began."""
+
+    value: Any
+    leaves: list[Any]
+    spec: pytree.TreeSpec
+
+    def is_same(self) -> bool:
+        leaves, spec = pytree.tree_flatten(self.value)
+        return spec == self.spec and all(map(_is_same, leaves, self.leaves))
+
+
+@contextlib.contextmanager
+def noting_written_containers(model: nn.Module) -> Iterator[list[str]]:
+    """Yields a list that fills with the arguments whose lists, dicts or dataclasses forward changes.
+
+    Tensors that forward writes in place are no part of this: a graph writes those.
+    """
+    found: list[str] = []
+    calls: list[dict[str, _Seen]] = []
+
+    def enter(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        calls.append({name: _Seen(v, *pytree.tree_flatten(v)) for name, v in _named(module, args, kwargs)})
+
+    def leave(module: nn.Module, args: tuple, kwargs: dict[str, Any], result: object) -> None:
+        written = [name for name, seen in calls.pop().items() if not seen.is_same()]
+        found.extend(name for name in written if name not in found)
+
+    before = model.register_forward_pre_hook(enter, prepend=True, with_kwargs=True)
+    after = model.register_forward_hook(leave, with_kwargs=True)
+    try:
+        yield found
+    finally:
+        before.remove()
+        after.remove()
+
+
+@contextlib.contextmanager
+def without_new_attributes(model: nn.Module) -> Iterator[None]:
+    """Deletes the attributes that modules gain inside: values of a capture are no values for a user."""
+    sources = [m.source if isinstance(m, SourceFace) else m for m in model.modules()]
+    before = [(module, set(vars(module))) for module in sources]
+    try:
+        yield
+    finally:
+        for module, names in before:
+            for name in vars(module).keys() - names - _OF_EVERY_MODULE:
+                del vars(module)[name]
+
+
+def _named(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> list[tuple[str, Any]]:
+    try:
+        return [*inspect.signature(module.forward).bind(*args, **kwargs).arguments.items()]
+    except (TypeError, ValueError):  # no such signature, or none at all
+        return [*((f"number {i}", v) for i, v in enumerate(args)), *kwargs.items()]
+
+
+def _is_same(a: object, b: object) -> bool:
+    return is_(a, b) or (is_plain(a) and type(a) is type(b) and a == b)

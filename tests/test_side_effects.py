@@ -1,0 +1,145 @@
+"""What forward does besides returning a value, and what is done to a model after it was converted."""
+
+import copy
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import nn
+
+import ampgraph
+from tests.helpers import close
+
+LOW = {"policy": "O1", "dtype": torch.bfloat16}
+X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
+
+
+@dataclass
+class Memory:
+    keys: list
+
+
+torch.export.register_dataclass(Memory)
+
+
+class Writes(nn.Module):
+    def __init__(self, write):
+        super().__init__()
+        self.fc, self.write = nn.Linear(8, 8), write
+
+    def forward(self, x, held):
+        y = self.fc(x)
+        self.write(held, y)
+        return y
+
+
+WRITES = {
+    "a dict": (lambda held, y: held.update(k=y), dict),
+    "another value": (lambda held, y: held.update(k=held["k"] + y), lambda: {"k": torch.ones(4, 8)}),
+    "a list": (lambda held, y: held.append(y), list),
+    "a list in a dict": (lambda held, y: held["k"].append(y), lambda: {"k": []}),
+    "a dataclass": (lambda held, y: held.keys.append(y), lambda: Memory([])),
+    "a number": (lambda held, y: held.update(n=held["n"] + 1), lambda: {"n": 0}),
+    "taken out": (lambda held, y: held.pop("k"), lambda: {"k": torch.ones(4, 8)}),
+}
+
+
+def leaves_of(held):
+    return torch.utils._pytree.tree_leaves(held)
+
+
+@pytest.mark.parametrize("what", WRITES)
+@torch.no_grad()
+def test_a_container_that_forward_writes_is_written(what):
+    write, make = WRITES[what]
+    model = Writes(write)
+    hooks = len(model._forward_hooks), len(model._forward_pre_hooks)
+    with pytest.warns(UserWarning, match=r"Writes: forward changes what its argument 'held' holds.*just in"):
+        amp = ampgraph.convert(model, (X, make()), **LOW)
+    assert (len(model._forward_hooks), len(model._forward_pre_hooks)) == hooks
+    wanted, got = make(), make()
+    model(X, wanted), amp(X, held=got)
+    assert len(leaves_of(got)) == len(leaves_of(wanted))
+    for a, b in zip(leaves_of(got), leaves_of(wanted), strict=True):
+        if isinstance(a, torch.Tensor):
+            close(a, b)
+        else:
+            assert a == b
+
+
+def test_a_container_that_forward_writes_is_refused_ahead_of_time():
+    model = Writes(lambda held, y: held.append(y))
+    for name, capture in (("convert", {"capture": "ahead of time"}), ("export", {})):
+        with pytest.raises(ampgraph.CaptureError, match="argument 'held' holds"):
+            getattr(ampgraph, name)(model, (X, []), **LOW, **capture)
+
+
+def test_a_container_that_forward_reads_is_no_reason(recwarn):
+    model = Writes(lambda held, y: [*held["k"], y, dict(held).pop("n")])
+    held = {"k": [torch.ones(4, 8)], "n": 1}
+    amp = ampgraph.convert(model, (X, held), **LOW)
+    close(amp(X, held), model(X, held))
+    assert not amp.is_just_in_time
+    assert not recwarn
+
+
+def test_a_tensor_in_a_container_that_forward_writes_in_place():
+    model = Writes(lambda held, y: held["k"].add_(1))
+    amp = ampgraph.convert(model, (X, {"k": torch.zeros(3)}), **LOW)
+    held = {"k": torch.zeros(3)}
+    amp(X, held)
+    assert not amp.is_just_in_time
+    assert held["k"].tolist() == [1, 1, 1]
+
+
+class Keeps(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc, self.inner = nn.Linear(8, 8), nn.Identity()
+
+    def forward(self, x):
+        self.last = self.inner.last = self.fc(x)
+        return self.last * 2
+
+
+@pytest.mark.filterwarnings("ignore:The tensor attribute")
+@pytest.mark.parametrize("way", ["convert", "export"])
+def test_no_value_of_a_capture_is_left_on_the_model(way):
+    model = Keeps()
+    before = set(vars(model)), set(vars(model.inner))
+    getattr(ampgraph, way)(model, (X,), **LOW)
+    assert (set(vars(model)), set(vars(model.inner))) == before
+
+
+def layers():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8))
+
+
+def check_same(amp, model):
+    for m in (amp, model):
+        m.zero_grad()
+    got, wanted = amp(X), model(X)
+    close(got, wanted)
+    got.sum().backward(), wanted.sum().backward()
+    for a, b in zip(amp.parameters(), model.parameters(), strict=True):
+        assert (a.grad is None) == (b.grad is None)
+        if b.grad is not None:
+            close(a.grad, b.grad)
+
+
+@pytest.mark.parametrize("capture", ["auto", "just in time"])
+@pytest.mark.parametrize("path", ["0", ""])
+def test_a_forward_that_is_replaced_runs(path, capture):
+    model = layers()
+    amp = ampgraph.convert(model, (X,), capture=capture, **LOW)
+    check_same(amp, copy.deepcopy(model))
+    changed = model.get_submodule(path)
+    inner = model[2]
+    changed.forward = lambda x: inner(x) * 3
+    wanted = amp(X)
+    with torch.no_grad():
+        close(wanted, model(X))
+    del changed.forward
+    with torch.no_grad():
+        close(amp(X), model(X))
