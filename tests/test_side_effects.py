@@ -143,3 +143,41 @@ def test_a_forward_that_is_replaced_runs(path, capture):
     del changed.forward
     with torch.no_grad():
         close(amp(X), model(X))
+
+
+HOOKS = {
+    "forward": lambda m: m.register_forward_hook(lambda m, args, y: y * 4),
+    "forward pre": lambda m: m.register_forward_pre_hook(lambda m, args: (args[0] * 4,)),
+    "full backward": lambda m: m.register_full_backward_hook(
+        lambda m, gi, go: tuple(None if g is None else g * 4 for g in gi)
+    ),
+    "full backward pre": lambda m: m.register_full_backward_pre_hook(lambda m, go: (go[0] * 4,)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing")
+@pytest.mark.filterwarnings("ignore:Sequential.* it is captured just in time instead")
+@pytest.mark.parametrize("capture", ["auto", "just in time"])
+@pytest.mark.parametrize("kind", HOOKS)
+def test_a_hook_that_comes_or_goes_is_seen(kind, capture):
+    model, plain = layers(), layers()
+    amp = ampgraph.convert(model, (X,), capture=capture, **LOW)
+    check_same(amp, plain)
+    handles = [HOOKS[kind](m[2]) for m in (model, plain)]
+    check_same(amp, plain)
+    more = [HOOKS[kind](m[2]) for m in (model, plain)]
+    check_same(amp, plain)
+    for pair in (handles, more):
+        for handle in pair:
+            handle.remove()
+        check_same(amp, plain)
+
+
+def test_a_hook_elsewhere_captures_nothing_again():
+    model = layers()
+    amp = ampgraph.convert(model, (X,), **LOW)
+    before = amp.graph_module
+    HOOKS["forward"](layers()[0])
+    amp(X).sum().register_hook(lambda grad: None)
+    amp(X)
+    assert amp.graph_module is before

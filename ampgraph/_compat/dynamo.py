@@ -13,6 +13,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule, Node
 from torch.nn import Module, RNNBase
+from torch.utils.hooks import RemovableHandle
 
 from .version import VERSION
 
@@ -41,28 +42,28 @@ def _compiled_apart(model: Module, backend: str | Callable, **given: Any) -> Cal
     if VERSION >= (2, 13):
         apart = {"isolate_recompiles": True, "recompile_limit": RECOMPILE_LIMIT}
         if _has_hidden_forward(model):
-            return _compiled_method(model, backend, **apart, **given)
+            return _guarding(_hook_guards, _compiled_method(model, backend, **apart, **given))
         before = set(model.__dict__)
         compiled = torch.compile(model, backend=backend, **apart, **given)  # type: ignore[call-overload]
         # What is set on the result lands on the model: torch's mark, Lightning's arguments (the backend
         # among them, which nothing can pickle).
         for name in set(model.__dict__) - before:
             del model.__dict__[name]
-        return compiled
+        return _guarding(_hook_guards, compiled)
     # In torch 2.11 each call with fullgraph sets a switch of the process and sets it back; calls from several
     # threads leave it set, and then Dynamo skips code everywhere.
     given["fullgraph"] = False
     if _has_hidden_forward(model):
-        return _guarding_parameters(_compiled_method(model, backend, **given))
+        return _guarding(_all_guards, _compiled_method(model, backend, **given))
     own = FunctionType(_call_module.__code__.replace(), globals())
-    return _guarding_parameters(partial(torch.compile(own, backend=backend, **given), model))
+    return _guarding(_all_guards, partial(torch.compile(own, backend=backend, **given), model))
 
 
-def _guarding_parameters(compiled: Callable) -> Callable:
+def _guarding(guards: _Guards, compiled: Callable) -> Callable:
     def call(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return compiled(*args, **kwargs)
-        with _parameter_guards:
+        with guards:
             return compiled(*args, **kwargs)
 
     return call
@@ -99,29 +100,39 @@ def _call_module(self: Module, /, *args: Any, **kwargs: Any) -> Any:
     return self(*args, **kwargs)
 
 
-class _ParameterGuards:
-    """An option of Dynamo, which is the process's own, as long as any thread is inside."""
+class _Guards:
+    """Guards that Dynamo leaves out by default: an option of the process, as long as any thread is inside."""
 
-    def __init__(self) -> None:
+    def __init__(self, *options: str) -> None:
         self._lock = threading.Lock()
-        self._inside, self._before = 0, True
+        self._inside, self._options, self._before = 0, options, (True,) * len(options)
 
     def __enter__(self) -> None:
         config = torch._dynamo.config
         with self._lock:
             if self._inside == 0:
-                self._before = config.skip_tensor_guards_with_matching_dict_tags
-                config.skip_tensor_guards_with_matching_dict_tags = False
+                self._before = tuple(getattr(config, option) for option in self._options)
+                for option in self._options:
+                    setattr(config, option, False)
             self._inside += 1
 
     def __exit__(self, *error: object) -> None:
         with self._lock:
             self._inside -= 1
             if self._inside == 0:
-                torch._dynamo.config.skip_tensor_guards_with_matching_dict_tags = self._before
+                for option, value in zip(self._options, self._before, strict=True):
+                    setattr(torch._dynamo.config, option, value)
 
 
-_parameter_guards = _ParameterGuards()
+# Without it, hooks that modules gain or lose later are not seen.
+_HOOKS = "skip_nnmodule_hook_guards"
+_hook_guards = _Guards(_HOOKS)
+_all_guards = _Guards(_HOOKS, "skip_tensor_guards_with_matching_dict_tags")
+
+
+def hooks_registered() -> int:
+    """Returns a number that grows whenever a hook is registered, on any module or tensor of the process."""
+    return RemovableHandle.next_id
 
 
 # Breaks at which no op is left out: Dynamo's words for them, in torch 2.11 and 2.13.
