@@ -477,3 +477,16 @@ def test_models_that_share_a_parameter_both_adapt() -> None:
     backward(models[1], optimizer, float("inf"))
     optimizer.step()
     assert [m.scaler.get_scale() for m in (head, *models)] == [1024.0, 512.0, 512.0]
+
+
+def test_a_step_left_out_after_unscale_backs_off() -> None:
+    amp = convert()
+    optimizer = torch.optim.SGD(amp.parameters(), lr=0.1)
+    for scale, bad in ((512.0, float("inf")), (256.0, float("nan")), (256.0, None)):
+        backward(amp, optimizer, bad)
+        amp.scaler.unscale_(optimizer)
+        if torch.nn.utils.clip_grad_norm_(amp.parameters(), 1.0).isfinite():
+            amp.scaler.step(optimizer)
+        amp.scaler.update()
+        assert amp.scaler.get_scale() == scale
+    assert amp.scaler.last_overflow.step == 2

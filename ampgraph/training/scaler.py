@@ -202,7 +202,8 @@ class LossScaler:
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Ends a round: grows or backs off the scale, and forgets the found overflow.
 
-        A round without a step, or without gradients, counts neither as good nor as bad.
+        What `unscale_` found counts, also where the loop left the step out. A round without either or
+        without gradients counts neither as good nor as bad.
 
         Args:
             new_scale: The next scale, in place of what the rule says.
@@ -212,6 +213,7 @@ class LossScaler:
         """
         if not self.is_enabled():
             return
+        self.guard.count_unstepped()
         if new_scale is not None:
             self.state.set(in_range(self.config, new_scale_of(new_scale, self.state.scale)))
         elif isinstance(self.config, DynamicLossScale) and self.guard.has_judged:

@@ -131,6 +131,13 @@ class StepGuard:
         self.has_judged = True
         self.found = torch.maximum(self.found, verdict.found)
 
+    def count_unstepped(self) -> None:
+        """Lets the verdicts of `judge_early` count whose steps the loop left out."""
+        for optimizer, verdict in self._unscaled:
+            if verdict is not None and not self.has_stepped(optimizer):
+                self.count(verdict)
+                self.note(verdict)
+
     def note(self, verdict: Verdict) -> None:
         """Keeps an overflow for `LossScaler.last_overflow` without waiting for the device."""
         self.overflows.note(self.steps, verdict.flags, self._state.scale, verdict.found)
