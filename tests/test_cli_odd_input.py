@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import subprocess
@@ -198,7 +199,9 @@ def process(*argv: str, **options: object) -> subprocess.Popen:
 
 
 def test_interrupted() -> None:
-    running = process("explain", "odd_models_of_a_user:waits")
+    # A shell starts background jobs with SIGINT ignored, and children inherit that.
+    heeds = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    running = process("explain", "odd_models_of_a_user:waits", preexec_fn=heeds)
     assert running.stderr is not None
     while b"waiting" not in running.stderr.readline():
         time.sleep(0.01)
