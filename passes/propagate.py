@@ -237,5 +237,3 @@ def _is_low_anyway(user: Node, kind: SlotKind, problem: Problem, narrowable: set
     if kind not in (SlotKind.COMPUTE, SlotKind.PROMOTED, SlotKind.DTYPE_ARG) or user not in problem.variables:
         return False
     return problem.variables[user].pinned is True or user in narrowable
-
-

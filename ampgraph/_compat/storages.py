@@ -40,5 +40,5 @@ def current_backward() -> int | None:
     return None if number == -1 else number
 
 
-def _geometry(tensor: Tensor) -> tuple[int, tuple[int, ...], torch.dtype]:
+def _geometry(tensor: Tensor) -> tuple[object, ...]:
     return tensor.storage_offset(), tensor.stride(), tensor.dtype

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import chain, repeat
 from operator import is_, itemgetter
 from typing import Any
@@ -52,7 +53,7 @@ class Structure:
         self._hook_count = count
         return False
 
-    def _now(self) -> tuple[list[object], ...]:
+    def _now(self) -> tuple[Sequence[object], ...]:
         children = list(chain.from_iterable(map(dict.values, self._children)))
         tensors = chain.from_iterable(map(dict.values, self._slots))
         forwards = list(map(dict.get, self._vars, repeat("forward")))
