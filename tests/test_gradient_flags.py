@@ -463,3 +463,51 @@ def test_gradients_with_flags_are_tensors_like_others() -> None:
         for other in (copy.deepcopy(p.grad), pickle.loads(pickle.dumps(p.grad))):
             assert torch.equal(other, p.grad)
     copy.deepcopy(amp.source)
+
+
+# -- changed in place --------------------------------------------------------------------------------
+
+
+CHANGES = {
+    "clip": lambda parameters: nn.utils.clip_grad_value_(parameters, 1.0),
+    "sign": lambda parameters: [p.grad.sign_() for p in parameters],
+    "clamp": lambda parameters: [p.grad.clamp_(-1.0, 1.0) for p in parameters],
+    "nan to number": lambda parameters: [p.grad.nan_to_num_(1.0, 1.0, -1.0) for p in parameters],
+}
+
+
+@BACKENDS
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("batches", [[True], [False, True, False]])
+def test_an_overflow_made_finite_in_place_is_skipped(backend, change, batches) -> None:
+    amp = convert(backend=backend)
+    optimizer = torch.optim.SGD(amp.parameters(), lr=0.1)
+    amp.scaler.attach(optimizer)
+    before = values(amp)
+    for scale in (512.0, 256.0):
+        optimizer.zero_grad()
+        for bad in batches:
+            (amp(batch()).sum() * (INF if bad else 1.0)).backward()
+        CHANGES[change](list(amp.parameters()))
+        optimizer.step()
+        assert same(before, values(amp))
+        assert amp.scaler.get_scale() == scale
+    optimizer.zero_grad()
+    amp(batch()).sum().backward()
+    CHANGES[change](list(amp.parameters()))
+    optimizer.step()
+    assert not same(before, values(amp))
+    assert amp.scaler.get_scale() == 256.0
+
+
+def test_flags_end_with_gradients_that_are_zeroed_while_others_are_made() -> None:
+    amp = ampgraph.convert(Parts(), (batch(), batch()), policy=FLOAT16)
+    optimizer = torch.optim.SGD(amp.parameters(), lr=0.1)
+    amp.scaler.attach(optimizer)
+    (amp(batch(), batch())[0].sum() * INF).backward()
+    optimizer.zero_grad(set_to_none=False)
+    before = values(amp.b)
+    amp(batch(), batch())[1].sum().backward()
+    optimizer.step()
+    assert not same(before, values(amp.b))
+    assert amp.scaler.get_scale() == 1024.0

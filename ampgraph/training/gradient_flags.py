@@ -2,9 +2,10 @@
 
 A boundary checks the gradients that leave it, and autograd puts them into ``.grad``. When a backward ends,
 each gradient that still is what left a boundary in it, by storage and version, is marked with its flags. So
-flags live exactly as long as their gradients: ``zero_grad``, an assignment or a clip ends them. A gradient
-without a valid mark (hand-made, changed, accumulated, of no boundary, reduced between processes) is read
-itself.
+flags live as long as their gradients: ``zero_grad`` or an assignment ends them. A gradient without a mark
+(hand-made, of no boundary, reduced between processes) is read itself. One that was changed in place since is
+read too, and its flags stay: a clip by value makes infinity finite. The end of a later backward reads changed
+gradients and marks them again, since they were zeroed or added to.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from .._compat import after_backward
+from .._compat import Content, after_backward
 from .distributed import is_distributed, local
 from .gradient_boundary import non_finite
 from .parameter_index import ParameterSlots
@@ -57,12 +58,19 @@ class GradientFlags:
         checked = self._state.checked.take()
         if is_distributed():
             return
+        changed: list[tuple[Tensor, int]] = []
         for parameter, slot in self._slots.items():
             gradient, content = parameter.grad, checked.get(slot)
-            if gradient is None or content is None or _has_hooks(parameter):
+            if gradient is None:
                 continue
-            if content.is_of(gradient) and not gradient.requires_grad:
-                setattr(gradient, MARK, (flags, slot, gradient._version, gradient.data_ptr()))
+            if content is not None and _is_taken_over(parameter, gradient, content):
+                _mark(gradient, flags, slot)
+            elif _marked(gradient, slot) is not None and not _is_unchanged(gradient):
+                changed.append((gradient, slot))
+        if changed:
+            fresh = torch.stack(self._read(changed)).amax(0)
+            for gradient, slot in changed:
+                _mark(gradient, fresh, slot)
 
     def of(self, parameters: Iterable[Tensor]) -> Tensor | None:
         """Returns a vector, positive in the slots of gradients that are not finite; None without gradients.
@@ -77,11 +85,12 @@ class GradientFlags:
         unknown: list[tuple[Tensor, int]] = []
         for parameter, slot in zip(parameters, self._slots.of(parameters), strict=True):
             gradient: Tensor = parameter.grad  # type: ignore[assignment]
-            flags = _flags_of(gradient, slot, size)
-            if flags is None:
-                unknown.append((gradient, size - 1 if slot is None else slot))
-            else:
+            flags = _marked(gradient, slot)
+            if flags is not None and flags.shape[0] == size:
                 known.setdefault(id(flags), (flags, []))[1].append(slot)  # type: ignore[arg-type]
+                if _is_unchanged(gradient):
+                    continue
+            unknown.append((gradient, size - 1 if slot is None else slot))
         vectors = [flags * self._mask(slots) for flags, slots in known.values()]
         vectors += self._read(unknown)
         return torch.stack(vectors).amax(0) if len(vectors) > 1 else vectors[0]
@@ -120,10 +129,21 @@ def _has_hooks(parameter: Tensor) -> bool:
     return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
 
-def _flags_of(gradient: Tensor, slot: int | None, size: int) -> Tensor | None:
-    """Returns the flags that a gradient is marked with, if they still tell of what it is now."""
+def _is_taken_over(parameter: Tensor, gradient: Tensor, content: Content) -> bool:
+    """Whether a gradient is just what left a boundary, and nobody may have written to it since."""
+    return content.is_of(gradient) and not gradient.requires_grad and not _has_hooks(parameter)
+
+
+def _mark(gradient: Tensor, flags: Tensor, slot: int) -> None:
+    setattr(gradient, MARK, (flags, slot, gradient.data_ptr(), gradient._version))
+
+
+def _marked(gradient: Tensor, slot: int | None) -> Tensor | None:
+    """Returns the flags that a gradient was marked with, if it has the same memory and parameter since."""
     mark = getattr(gradient, MARK, None)
-    if mark is None or mark[1:] != (slot, gradient._version, gradient.data_ptr()):
-        return None
-    flags: Tensor = mark[0]
-    return flags if flags.shape[0] == size else None
+    return None if mark is None or mark[1:3] != (slot, gradient.data_ptr()) else mark[0]
+
+
+def _is_unchanged(gradient: Tensor) -> bool:
+    """Whether nothing was written to a gradient since it was marked."""
+    return getattr(gradient, MARK)[3] == gradient._version
