@@ -205,7 +205,7 @@ class AmpModule(Converted):
         try:
             with self._captures.gate:
                 return variant.run(*args, **kwargs)
-        except RuntimeError as error:
+        except (RuntimeError, AttributeError) as error:  # FSDP2 may miss its own state, too
             if (reason := sharded_error(self.source)) is None:
                 raise
             raise reason from error

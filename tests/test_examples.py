@@ -78,7 +78,7 @@ def test_a_cache_among_the_outputs_is_captured_when_turned_off() -> None:
     config = transformers.GPT2Config(vocab_size=64, n_embd=16, n_layer=1, n_head=2)
     model, ids = transformers.GPT2LMHeadModel(config), torch.randint(0, 64, (2, 6))
     with pytest.raises(ampgraph.CaptureError, match="use_cache=False"):
-        ampgraph.convert(model, (ids,))
+        ampgraph.convert(model, (ids,), capture="ahead of time")
     blocks = ampgraph.convert_blocks(model, "", dtype=BF16)
     assert model(ids, use_cache=False).logits.shape == (2, 6, 64)
     assert_dtype(blocks[""], "lm_head", BF16)

@@ -306,8 +306,12 @@ def test_no_low_kernel_means_an_error_on_cpu(name):
             op(*(narrowed(argument, low) for argument in arguments), **keywords)
 
 
+# tests/test_cpu_kernels.py holds the sampling kernels against float32; they need a grid.
+BROKEN = sorted(name for name in kernel_tables.BROKEN_ON["cpu"] if "grid_sampler" not in name)
+
+
 @pytest.mark.parametrize("low", LOW)
-@pytest.mark.parametrize("name", sorted(kernel_tables.BROKEN_ON["cpu"]))
+@pytest.mark.parametrize("name", BROKEN)
 def test_broken_kernels_are_still_broken_on_cpu(name, low):
     x = 0.1 * torch.randn(3, 4, 4)
     op = find(name)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import chain, repeat
-from operator import is_, itemgetter
+from itertools import chain
 from typing import Any
 
 from torch import nn
@@ -12,7 +11,6 @@ from torch import nn
 from .._compat import hooks_registered
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-_training = itemgetter("training")
 
 
 class Structure:
@@ -56,10 +54,10 @@ class Structure:
     def _now(self) -> tuple[Sequence[object], ...]:
         children = list(chain.from_iterable(map(dict.values, self._children)))
         tensors = chain.from_iterable(map(dict.values, self._slots))
-        forwards = list(map(dict.get, self._vars, repeat("forward")))
-        names, are_none = list(chain.from_iterable(self._slots)), list(map(is_, tensors, repeat(None)))
+        forwards = [own.get("forward") for own in self._vars]
+        names, are_none = list(chain.from_iterable(self._slots)), [tensor is None for tensor in tensors]
         return children, names, are_none, forwards, list(chain.from_iterable(self._hooked))
 
     def training_modes(self) -> tuple[bool, ...]:
         """Returns the training mode of every module, by which a model may run other code."""
-        return (*map(_training, self._plain), *[m.training for m in self._computed])
+        return (*[own["training"] for own in self._plain], *[m.training for m in self._computed])

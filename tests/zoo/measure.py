@@ -135,7 +135,7 @@ class Subject:
         """
         gc.collect()
         with (
-            mock.patch.object(ampgraph.captures, "capture_program", self._capture),
+            mock.patch("ampgraph.runtime.graph_cache.capture_program", self._capture),
             mock.patch.object(time, "perf_counter", time.process_time),
         ):
             how = {"backend": "eager", "capture": "ahead of time"}
