@@ -202,6 +202,10 @@ class AmpModule(Converted):
         except PassError as error:
             self._fall_back(error)
             return self._call_compiled(args, kwargs)
+        except AttributeError as error:
+            if (reason := sharded_error(self.source)) is None:
+                raise
+            raise reason from error
         try:
             with self._captures.gate:
                 return variant.run(*args, **kwargs)
