@@ -195,6 +195,8 @@ class AmpModule(Converted):
             if variant.lost and self._needs_gradients(args, kwargs):
                 raise self._lost_error(variant)
         except AheadOfTimeError as error:
+            if reason := sharded_error(self.source):  # before the source runs: it would gather
+                raise reason from error
             if not error.is_known and (own := self._own_error(args, kwargs)):
                 raise own from None
             self._fall_back(error)
