@@ -26,11 +26,11 @@ from .guards import is_capturing, keep_errors_out_of_log, warn_about_uncaptured_
 from .plan import Plan
 from .policy.policy import Policy
 from .report.converted import Converted
-from .runtime.captured_graph import Timing, Variant
+from .runtime.captured_graph import CapturedGraph, Timing
 from .runtime.coverage import Coverage
 from .runtime.device import CPU, device_of
-from .runtime.graph_cache import Captures
-from .runtime.low_storage import StoredLow
+from .runtime.graph_cache import GraphCache
+from .runtime.low_storage import LowStorage
 from .runtime.options import AUTO, JUST_IN_TIME, Options
 from .runtime.own_error import own_error
 from .training.distributed import sharded_error
@@ -69,11 +69,11 @@ class AmpModule(Converted):
         super().__init__(source)
         scaler = scaler or LossScaler(options.policy.active_loss_scale(), source, CPU)
         scaler.move(device_of(source))
-        stored = StoredLow(source, options.low_dtype, stored_low)
+        stored = LowStorage(source, options.low_dtype, stored_low)
         self.__dict__["options"] = options
         self.__dict__["scaler"] = scaler
         self.__dict__["_stored"] = stored
-        self.__dict__["_captures"] = Captures(source, options, scaler, stored)
+        self.__dict__["_graphs"] = GraphCache(source, options, scaler, stored)
         self.__dict__["forward"] = self._make_forward()
         if options.just_in_time:
             self.__dict__["_compiled"] = self._compile_just_in_time()
@@ -87,27 +87,27 @@ class AmpModule(Converted):
     @property
     def graph_module(self) -> fx.GraphModule:
         """The rewritten graph that ran or was captured last, of the current training mode if there is one."""
-        return self._captures.current.graph_module
+        return self._graphs.current.graph_module
 
     @property
     def graph_modules(self) -> list[fx.GraphModule]:
         """All rewritten graphs so far; with graph breaks, one call runs several."""
-        return [variant.graph_module for variant in self._captures]
+        return [captured.graph_module for captured in self._graphs]
 
     @property
     def training_graph(self) -> fx.GraphModule:
         """What runs with gradients: `graph_module` with shadow weights and loss-scaling boundary, if any."""
-        return self._captures.current.training_graph
+        return self._graphs.current.training_graph
 
     @property
     def inference_graph(self) -> fx.GraphModule:
         """What runs without gradients: `graph_module` with shadow weights, if any."""
-        return self._captures.current.inference_graph
+        return self._graphs.current.inference_graph
 
     @property
     def forward_graph(self) -> fx.GraphModule:
         """The forward after autograd, ATen ops only; on backend ``"aot_eager"``, after the first call."""
-        return self._captures.current.aot.get("forward", self.options.backend)
+        return self._graphs.current.aot.get("forward", self.options.backend)
 
     @property
     def backward_graph(self) -> fx.GraphModule:
@@ -115,22 +115,22 @@ class AmpModule(Converted):
 
         ``node.meta["ampgraph"]["boundary"]`` tells its ``"scale"``, ``"unscale"`` and ``"finite check"``.
         """
-        return self._captures.current.aot.get("backward", self.options.backend)
+        return self._graphs.current.aot.get("backward", self.options.backend)
 
     @property
     def coverage(self) -> Coverage | None:
         """How much of the source the graphs hold; None where each is captured whole, ahead of time."""
-        return self._captures.watch.coverage() if self.options.just_in_time else None
+        return self._graphs.watch.coverage() if self.options.just_in_time else None
 
     @property
     def plan(self) -> Plan:
         """The plan of `graph_module`."""
-        return self._captures.current.plan
+        return self._graphs.current.plan
 
     @property
     def timings(self) -> list[Timing]:
         """Seconds that capture and rewriting took, for each of `graph_modules`."""
-        return [variant.timing for variant in self._captures]
+        return [captured.timing for captured in self._graphs]
 
     def _repr_svg_(self) -> str | None:
         """A small diagram for notebooks; None, which shows the text, where nothing can render one."""
@@ -169,7 +169,7 @@ class AmpModule(Converted):
     def _run_traced(self, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Runs the graph as it was rewritten, for whoever traces it: no low copies, no loss scaling."""
         if "_compiled" not in self.__dict__:
-            return self._captures.find(args, kwargs).graph_module(*args, **kwargs)
+            return self._graphs.find(args, kwargs).graph_module(*args, **kwargs)
         if is_capturing():
             return self._call(args, kwargs)
         raise CaptureError(
@@ -179,11 +179,11 @@ class AmpModule(Converted):
 
     def _call(self, args: tuple, kwargs: dict[str, Any]) -> Any:
         if in_transform():
-            variant = self._captures.find_known(args, kwargs)
-            if variant.lost:
-                raise self._lost_error(variant)
-            with self._captures.gate:
-                return variant.run_in_transform(*args, **kwargs)
+            captured = self._graphs.find_known(args, kwargs)
+            if captured.lost:
+                raise self._lost_error(captured)
+            with self._graphs.lock:
+                return captured.run_in_transform(*args, **kwargs)
         self.scaler.note_wrapper()
         if "_compiled" in self.__dict__:
             return self._call_compiled(args, kwargs)
@@ -191,9 +191,9 @@ class AmpModule(Converted):
 
     def _call_captured(self, args: tuple, kwargs: dict[str, Any]) -> Any:
         try:
-            variant = self._captures.find(args, kwargs)
-            if variant.lost and self._needs_gradients(args, kwargs):
-                raise self._lost_error(variant)
+            captured = self._graphs.find(args, kwargs)
+            if captured.lost and self._needs_gradients(args, kwargs):
+                raise self._lost_error(captured)
         except AheadOfTimeError as error:
             if reason := sharded_error(self.source):  # before the source runs: it would gather
                 raise reason from error
@@ -209,8 +209,8 @@ class AmpModule(Converted):
                 raise
             raise reason from error
         try:
-            with self._captures.gate:
-                return variant.run(*args, **kwargs)
+            with self._graphs.lock:
+                return captured.run(*args, **kwargs)
         except (RuntimeError, AttributeError) as error:  # FSDP2 may miss its own state, too
             if (reason := sharded_error(self.source)) is None:
                 raise
@@ -219,11 +219,11 @@ class AmpModule(Converted):
     def _capture_now(self, args: tuple, kwargs: dict[str, Any]) -> None:
         """Captures for example inputs ahead of time; where that cannot be, falls back if it may."""
         try:
-            variant = self._captures.find(args, kwargs)
-            if variant.lost and self.options.capture != AUTO:
-                warn_user(self.options.named(str(self._lost_error(variant))))
-            elif variant.lost and self._needs_gradients(args, kwargs):
-                raise self._lost_error(variant)
+            captured = self._graphs.find(args, kwargs)
+            if captured.lost and self.options.capture != AUTO:
+                warn_user(self.options.named(str(self._lost_error(captured))))
+            elif captured.lost and self._needs_gradients(args, kwargs):
+                raise self._lost_error(captured)
         except AheadOfTimeError as error:
             if not error.is_known and self.options.capture == AUTO and self._own_error(args, kwargs):
                 raise  # nor can it be called
@@ -239,18 +239,18 @@ class AmpModule(Converted):
         """
         if self.options.capture != AUTO or self.stored_low:
             raise error
-        with self._captures.gate.alone():
+        with self._graphs.lock.alone():
             if "_compiled" in self.__dict__:
                 return  # another thread came first
             options = dataclasses.replace(self.options, capture=JUST_IN_TIME, dynamic_shapes=None)
             self.__dict__["options"] = options
-            self.__dict__["_captures"] = Captures(self.source, options, self.scaler, self._stored)
+            self.__dict__["_graphs"] = GraphCache(self.source, options, self.scaler, self._stored)
             self.__dict__["_compiled"] = self._compile_just_in_time()
         why = self.options.named(str(error).splitlines()[0])
         warn_user(f"{why}; it is captured just in time instead, when it is called.")
 
     def _own_error(self, args: tuple, kwargs: dict[str, Any]) -> Exception | None:
-        with self._captures.gate.alone(), self._stored.as_float32():
+        with self._graphs.lock.alone(), self._stored.as_float32():
             return own_error(self.source, args, kwargs)
 
     def _needs_gradients(self, args: tuple, kwargs: dict[str, Any]) -> bool:
@@ -259,9 +259,9 @@ class AmpModule(Converted):
         tensors = (x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor))
         return any(t.requires_grad for t in (*self.source.parameters(), *tensors))
 
-    def _lost_error(self, variant: Variant) -> AheadOfTimeError:
+    def _lost_error(self, captured: CapturedGraph) -> AheadOfTimeError:
         name = type(self.source).__name__
-        lost = ", ".join(variant.lost[:NAMED]) + (" .." if len(variant.lost) > NAMED else "")
+        lost = ", ".join(captured.lost[:NAMED]) + (" .." if len(captured.lost) > NAMED else "")
         return AheadOfTimeError(
             f"{name}: a capture ahead of time loses {lost}, and gradients would be wrong\n"
             'Run it under torch.no_grad(), or convert with capture="auto" or "just in time".'
@@ -270,7 +270,7 @@ class AmpModule(Converted):
     def _call_compiled(self, args: tuple, kwargs: dict[str, Any]) -> Any:
         if torch.is_grad_enabled():
             self.scaler.check_loop()
-        watch = self._captures.watch
+        watch = self._graphs.watch
         before = watch.before_call()
         try:
             with warn_about_uncaptured_guards():
@@ -293,7 +293,7 @@ class AmpModule(Converted):
     _call_apart = apart_from_dynamo(_call)
 
     def _warn_if_not_captured(self) -> None:
-        if self._captures or "_told" in self.__dict__:
+        if self._graphs or "_told" in self.__dict__:
             return
         self.__dict__["_told"] = True
         name = self.options.named(type(self.source).__name__)
@@ -307,8 +307,8 @@ class AmpModule(Converted):
 
         keep_errors_out_of_log()
         modules = tuple(name for name, _ in self.source.named_modules())
-        captures = self._captures
-        backend = make_backend(self.options, modules, captures.add, self.scaler, captures.shadows)
+        graphs = self._graphs
+        backend = make_backend(self.options, modules, graphs.add, self.scaler, graphs.shadows)
         return compiled_by_dynamo(self.source, backend)
 
     # -- being a module --------------------------------------------------------------------------
@@ -316,8 +316,8 @@ class AmpModule(Converted):
     def _apply(self, fn: Callable, recurse: bool = True) -> AmpModule:
         self.source._apply(fn, recurse)
         self.scaler.move(device_of(self.source))
-        for variant in self._captures:
-            variant.apply(fn)
+        for captured in self._graphs:
+            captured.apply(fn)
         return self
 
     def __deepcopy__(self, memo: dict) -> AmpModule:

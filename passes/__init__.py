@@ -1,7 +1,5 @@
 """Graph to graph, one pass a file; `pipeline.default_pipeline` is the whole pipeline in one tuple."""
 
-
-
 from .base import Hook, Pass, Pins, Workspace, run_passes, workspace
 from .classify import ClassifyOps
 from .clean_casts import CleanCasts
@@ -12,7 +10,7 @@ from .insert_casts import InsertCasts, is_inserted_cast
 from .normalize import Normalize
 from .pipeline import default_pipeline, rewrite
 from .place import PlaceCasts
-from .propagate import PropagatePins
+from .propagate import PropagatePrecision
 from .read_shadows import ReadShadows
 from .read_stored import ReadStored
 from .remove_casts import RemoveCasts
@@ -31,7 +29,7 @@ __all__ = [
     "Pass",
     "Pins",
     "PlaceCasts",
-    "PropagatePins",
+    "PropagatePrecision",
     "ReadShadows",
     "ReadStored",
     "RemoveCasts",

@@ -33,7 +33,7 @@ class Workspace:
 
     Attributes:
         facts: Per node: managed or not, op class, and how each argument is read (`ClassifyOps`).
-        problem: Per node: pinned dtype with reason, or free with its constraints (`PropagatePins`).
+        problem: Per node: pinned dtype with reason, or free with its constraints (`PropagatePrecision`).
         plan: The decided plan (`PlaceCasts`).
         seconds: Wall time by pass name.
         policy: What the plan was asked for.

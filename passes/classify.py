@@ -1,9 +1,9 @@
 """Finds out, for every node, what the op lists say of it and how it reads each of its tensors.
 
-Analysis only. The result, `Facts`, is what `PropagatePins` and `PlaceCasts` reason about:
+Analysis only. The result, `Facts`, is what `PropagatePrecision` and `PlaceCasts` reason about:
 
 - a node is *managed* when it produces a float32 or low tensor; its label (low or float32) is to be decided;
-- a *slot* is one argument through which a node reads a managed tensor, with the `SlotKind` that says
+- an *operand* is one argument through which a node reads a managed tensor, with the `OperandRule` that says
   which dtypes the kernel takes there.
 """
 
@@ -27,22 +27,22 @@ from .analysis.arguments import argument, argument_name, tensor_arguments
 from .analysis.facts import (
     Facts,
     NodeFacts,
-    Slot,
-    SlotKind,
+    Operand,
+    OperandRule,
     _is_on_cpu,
     has_kernel,
     is_cast,
     is_dense,
     tensors,
 )
-from .analysis.low_dtype_probe import run_low
+from .analysis.low_dtype_probe import probe_low_dtype
 from .base import Pass, workspace
 
 _CASTS_LIKE = (torch.ops.aten.type_as.default, torch.ops.aten.to.other)
 
 
 # Where the label of the node decides what it reads.
-_DECIDED = (SlotKind.COMPUTE, SlotKind.PROMOTED, SlotKind.DTYPE_ARG)
+_DECIDED = (OperandRule.NODE_DTYPE, OperandRule.PROMOTED, OperandRule.DTYPE_ARG)
 
 
 class _Shared(NamedTuple):
@@ -82,16 +82,16 @@ class ClassifyOps(Pass):
 
     def _facts(self, node: Node, facts: Facts, shared: _Shared) -> NodeFacts:
         fact = NodeFacts(self._dtype(node), node, elements=_elements(node, self.low_dtype))
-        fact.written, fact.strided, fact.returned = shared.of(node)
+        fact.mutated, fact.reads_whole_storage, fact.returned_input_view = shared.of(node)
         if node.target is operator.getitem and isinstance(node.args[0], Node) and _is_sequence(node.args[0]):
             # An op that yields both float32 and low tensors keeps them all: each is then its own owner,
             # as is what stays float32 beside low results.
             whole = facts[node.args[0]]
             if whole.dtype and node.args[1] not in whole.wide_results:
-                fact.owner = whole.owner
+                fact.dtype_source = whole.dtype_source
             return fact
         if not fact.keeps_memory:
-            fact.owner = _dtype_giver(node, facts)
+            fact.dtype_source = _dtype_giver(node, facts)
         fact.is_parameter = _is_parameter(node, facts)
         read = [t for n in node.all_input_nodes for t in tensors(n)]
         fact.reads_sparse = not all(map(is_dense, read))
@@ -100,22 +100,27 @@ class ClassifyOps(Pass):
             fact.op_class, fact.class_reason = self.ops.classify(node, self.low_dtype)
             fact.fixed_dtype = _explicit_dtype(node)
             fact.moves_data = not viewed(node)
-        fact.slots = [
-            self._slot(node, fact, path, tensor)
+        fact.operands = [
+            self._operand(node, fact, path, tensor)
             for path, tensor in tensor_arguments(node)
             if facts[tensor].dtype
         ]
-        self._run_low(node, fact)
+        self._note_low_limits(node, fact)
         return fact
 
-    def _run_low(self, node: Node, fact: NodeFacts) -> None:
+    def _note_low_limits(self, node: Node, fact: NodeFacts) -> None:
         """Notes what the op cannot do low, or leaves float32, when it reads low where it may."""
-        if fact.owner is not node or fact.dtype != torch.float32 or not fact.op_class or not fact.moves_data:
+        if (
+            fact.dtype_source is not node
+            or fact.dtype != torch.float32
+            or not fact.op_class
+            or not fact.moves_data
+        ):
             return
         if kernels.is_opaque(node.target) or not has_kernel(node, self.low_dtype):  # type: ignore[arg-type]
             return
-        operands = (slot.tensor for slot in fact.slots if slot.kind in _DECIDED)
-        fact.refuses_low, fact.wide_results = run_low(node, operands, self.low_dtype)
+        operands = (operand.tensor for operand in fact.operands if operand.rule in _DECIDED)
+        fact.refuses_low, fact.wide_results = probe_low_dtype(node, operands, self.low_dtype)
         fact.elements -= sum(_elements_of(node.meta["val"][i]) for i in fact.wide_results)
 
     def _dtype(self, node: Node) -> torch.dtype | None:
@@ -127,41 +132,49 @@ class ClassifyOps(Pass):
             return None
         return managed.pop()
 
-    def _slot(self, node: Node, fact: NodeFacts, path: tuple[int | str, ...], tensor: Node) -> Slot:
-        kind = self._kind(node, fact, path, tensor)
-        follow = kind in _DECIDED
+    def _operand(self, node: Node, fact: NodeFacts, path: tuple[int | str, ...], tensor: Node) -> Operand:
+        rule = self._rule(node, fact, path, tensor)
+        follow = rule in _DECIDED
         if follow and (names := kernels.follow_slots(node.target)) is not None:
             follow = argument_name(node, path) in names
-        return Slot(path, tensor, kind, follow)
+        return Operand(path, tensor, rule, follow)
 
-    def _kind(self, node: Node, fact: NodeFacts, path: tuple[int | str, ...], tensor: Node) -> SlotKind:
+    def _rule(self, node: Node, fact: NodeFacts, path: tuple[int | str, ...], tensor: Node) -> OperandRule:
         target = node.target
         if node.op == "output":
-            return SlotKind.KEEP if self.keep_io_dtypes else SlotKind.ANY
+            return OperandRule.SOURCE_DTYPE if self.keep_io_dtypes else OperandRule.EITHER
         if not isinstance(target, OpOverload) or _is_sequence(tensor) or fact.reads_sparse:
-            return SlotKind.KEEP
+            return OperandRule.SOURCE_DTYPE
         if kernels.is_opaque(target):
-            return SlotKind.KEEP
+            return OperandRule.SOURCE_DTYPE
         name = argument_name(node, path)
         if fact.keeps_memory and target in _CASTS_LIKE:
-            return SlotKind.KEEP
+            return OperandRule.SOURCE_DTYPE
         if is_cast(node) or target in _CASTS_LIKE or name in kernels.any_slots(target):
-            return SlotKind.ANY
+            return OperandRule.EITHER
         if name in kernels.fp32_slots(target) or _holds_statistics(node, name, tensor):
-            return SlotKind.KEEP
+            return OperandRule.SOURCE_DTYPE
         if written := written_args(node):
-            return SlotKind.ANY if kernels.promotes(target) and tensor not in written else SlotKind.KEEP
+            return (
+                OperandRule.EITHER
+                if kernels.promotes(target) and tensor not in written
+                else OperandRule.SOURCE_DTYPE
+            )
         if fact.dtype is None:
-            return SlotKind.ANY if self._only_tells(node, fact) else SlotKind.KEEP
+            return OperandRule.EITHER if self._only_tells(node, fact) else OperandRule.SOURCE_DTYPE
         if fact.fixed_dtype is not None:
-            return SlotKind.ANY if kernels.dtype_arg(target) and _takes_dtype(node) else SlotKind.KEEP
+            return (
+                OperandRule.EITHER
+                if kernels.dtype_arg(target) and _takes_dtype(node)
+                else OperandRule.SOURCE_DTYPE
+            )
         if self._mixes(node, fact, path, tensor):
-            return SlotKind.KEEP
+            return OperandRule.SOURCE_DTYPE
         if kernels.promotes(target):
-            return SlotKind.ANY if _is_bystander(node, path, tensor) else SlotKind.PROMOTED
+            return OperandRule.EITHER if _is_bystander(node, path, tensor) else OperandRule.PROMOTED
         if kernels.dtype_arg(target) and _takes_dtype(node):
-            return SlotKind.DTYPE_ARG
-        return SlotKind.COMPUTE
+            return OperandRule.DTYPE_ARG
+        return OperandRule.NODE_DTYPE
 
     def _mixes(self, node: Node, fact: NodeFacts, path: tuple[int | str, ...], tensor: Node) -> bool:
         """Whether the source itself reads a float32 tensor here and yields low: the kernel takes both.
@@ -204,7 +217,7 @@ def _dtype_giver(node: Node, facts: Facts) -> Node:
     if node.target not in _CASTS_LIKE:
         return node
     other = facts[node.args[1]]  # type: ignore[index]
-    return other.owner if other.dtype else node
+    return other.dtype_source if other.dtype else node
 
 
 def _explicit_dtype(node: Node) -> torch.dtype | None:

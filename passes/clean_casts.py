@@ -38,7 +38,7 @@ def _drop_undone_widenings(graph: Graph, facts: Facts) -> bool:
         if not is_inserted_cast(node) or not is_cast(widening := node.args[0]):
             continue
         origin = widening.args[0]
-        if any(n in facts and facts[n].written for n in (origin, widening)):
+        if any(n in facts and facts[n].mutated for n in (origin, widening)):
             continue  # the memory of one no longer holds what is in the other's
         if origin.meta["val"].dtype != node.meta["val"].dtype or widening.meta["val"].dtype != torch.float32:
             continue

@@ -24,7 +24,7 @@ from .inline_transforms import InlineTransforms
 from .insert_casts import InsertCasts
 from .normalize import Normalize
 from .place import PlaceCasts
-from .propagate import PropagatePins
+from .propagate import PropagatePrecision
 from .verify import Verify
 
 # Higher-order ops whose bodies compute on whole tensors.
@@ -46,12 +46,12 @@ def default_pipeline(
         low_dtype: ``torch.float16`` or ``torch.bfloat16``.
         modules: Module paths of the source model, which rules may name.
         check_rules: Whether a rule that matches nothing is an error.
-        pins: See `PropagatePins`.
+        pins: See `PropagatePrecision`.
         edits: Whether anything may go low; else the graph is planned, for the reasons, and stays as it is.
     """
     analysis = (
         ClassifyOps(policy.ops, low_dtype, policy.keep_io_dtypes),
-        PropagatePins(policy, low_dtype, modules, check_rules, pins),
+        PropagatePrecision(policy, low_dtype, modules, check_rules, pins),
         PlaceCasts(policy, low_dtype),
     )
     if policy.level == "O0" or not edits:
@@ -88,7 +88,7 @@ def rewrite(
         modules: Module paths that rules may name.
         check_rules: Whether a rule that matches nothing is an error.
         hook: See `run_passes`.
-        pins: See `PropagatePins`; not for nodes of bodies.
+        pins: See `PropagatePrecision`; not for nodes of bodies.
 
     Returns:
         The plan.

@@ -31,7 +31,7 @@ from ampgraph.origin import module_paths_of
 from ampgraph.policy.policy import Policy
 
 from .analysis.arguments import argument
-from .analysis.facts import Facts, NodeFacts, SlotKind, has_kernel
+from .analysis.facts import Facts, NodeFacts, OperandRule, has_kernel
 from .analysis.hazards import Hazard, find_hazards
 from .analysis.problem import Problem, Variable, force_followers
 from .analysis.ranges import find_range_pins
@@ -39,7 +39,7 @@ from .base import Pass, Pins, workspace
 
 
 @dataclass(frozen=True)
-class PropagatePins(Pass):
+class PropagatePrecision(Pass):
     """See the module docstring.
 
     Attributes:
@@ -74,16 +74,16 @@ class PropagatePins(Pass):
         facts = space.facts
         problem = Problem({}, facts, self.low_dtype)
         guarded_only = self._guarded_only(graph_module)
-        ranges, problem.large = find_range_pins(graph_module, facts, self.low_dtype)
+        ranges, problem.out_of_range = find_range_pins(graph_module, facts, self.low_dtype)
         fixed: dict[Node, Variable] = {}
         for node, fact in facts.items():
-            if fact.dtype is None or fact.owner is not node:
+            if fact.dtype is None or fact.dtype_source is not node:
                 continue
             if variable := self._above_lists(node, fact, ranges.get(node), guarded_only):
                 fixed[node] = variable
         hazards = self._hazards(graph_module, facts, fixed)
         for node, fact in facts.items():
-            if fact.dtype is None or fact.owner is not node:
+            if fact.dtype is None or fact.dtype_source is not node:
                 continue
             listed = fixed.get(node) or self._by_lists(node, fact)
             exact = None if node in fixed else self._by_hazard(hazards.get(node), fact, listed)
@@ -110,11 +110,11 @@ class PropagatePins(Pass):
             return Variable(source_low, "source", f"{node.op} of the source model")
         if fact.fixed_dtype is not None:
             return Variable(source_low, "user cast", "the source names this dtype")
-        if fact.written:
+        if fact.mutated:
             return Variable(source_low, "alias", "its memory is written in place")
-        if fact.strided:
+        if fact.reads_whole_storage:
             return Variable(source_low, "alias", "as_strided reads its memory beyond a view of it")
-        if fact.returned:
+        if fact.returned_input_view:
             return Variable(source_low, "alias", "a view of the caller's own memory, returned")
         if node.target is operator.getitem:
             return Variable(source_low, "kernel", "a result in a dtype of its own, whatever the op runs in")
@@ -134,7 +134,7 @@ class PropagatePins(Pass):
             return Variable(source_low, "kernel", "the gradient of its weight is sparse")
         if range_reason:
             return Variable(False, "range", range_reason)
-        if not any(s.follow for s in fact.slots):
+        if not any(s.follow for s in fact.operands):
             return Variable(source_low, "source", "makes its values from no floating input")
         if (asked := dict(self.pins).get(node.name)) is not None:
             return Variable(asked, "what if", "flipped, to see what changes")
@@ -212,8 +212,8 @@ class PropagatePins(Pass):
 
 def _index_uses(problem: Problem) -> None:
     for node, fact in problem.facts.items():
-        for index, slot in enumerate(fact.slots):
-            problem.uses.setdefault(slot.tensor, []).append((node, index))
+        for index, operand in enumerate(fact.operands):
+            problem.uses.setdefault(operand.tensor, []).append((node, index))
 
 
 def _outputs(node: Node, problem: Problem) -> list[Node]:
@@ -221,19 +221,24 @@ def _outputs(node: Node, problem: Problem) -> list[Node]:
     value = node.meta.get("val")
     if not isinstance(value, (list, tuple)):
         return [node]
-    return [u for u in node.users if problem.facts[u].owner is node and problem.facts[u].dtype]
+    return [u for u in node.users if problem.facts[u].dtype_source is node and problem.facts[u].dtype]
 
 
 def _consumers_are_low(node: Node, problem: Problem, narrowable: set[Node]) -> bool:
     uses = [
-        (user, problem.facts[user].slots[i])
+        (user, problem.facts[user].operands[i])
         for t in _outputs(node, problem)
         for user, i in problem.uses.get(t, ())
     ]
-    return bool(uses) and all(_is_low_anyway(user, slot.kind, problem, narrowable) for user, slot in uses)
+    return bool(uses) and all(
+        _is_low_anyway(user, operand.rule, problem, narrowable) for user, operand in uses
+    )
 
 
-def _is_low_anyway(user: Node, kind: SlotKind, problem: Problem, narrowable: set[Node]) -> bool:
-    if kind not in (SlotKind.COMPUTE, SlotKind.PROMOTED, SlotKind.DTYPE_ARG) or user not in problem.variables:
+def _is_low_anyway(user: Node, rule: OperandRule, problem: Problem, narrowable: set[Node]) -> bool:
+    if (
+        rule not in (OperandRule.NODE_DTYPE, OperandRule.PROMOTED, OperandRule.DTYPE_ARG)
+        or user not in problem.variables
+    ):
         return False
     return problem.variables[user].pinned is True or user in narrowable

@@ -96,14 +96,15 @@ def _check_user_casts(facts: Facts, present: set[Node]) -> None:
 
 def _check_outputs(graph_module: GraphModule, facts: Facts) -> None:
     output = next(n for n in reversed(graph_module.graph.nodes) if n.op == "output")
-    for slot in facts[output].slots:
+    for operand in facts[output].operands:
         value: object = output.args
-        for key in slot.path:
+        for key in operand.path:
             value = value[key]  # type: ignore[index]
         found = {t.dtype for t in tensors(value)}  # type: ignore[arg-type]
-        if found != {facts[slot.tensor].dtype}:
+        if found != {facts[operand.tensor].dtype}:
             raise VerifyError(
-                f"verify: graph output {slot.tensor.name!r} was {facts[slot.tensor].dtype} in the source, "
+                f"verify: graph output {operand.tensor.name!r} was "
+                f"{facts[operand.tensor].dtype} in the source, "
                 f"is {found}"
             )
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from torch.fx import Node
 
-from ampgraph.passes.analysis.facts import SlotKind
+from ampgraph.passes.analysis.facts import OperandRule
 from ampgraph.passes.analysis.problem import Problem
 
 Labels = dict[Node, bool]
@@ -35,12 +35,12 @@ class Moved(NamedTuple):
 
 
 def is_low(problem: Problem, labels: Labels, tensor: Node) -> bool:
-    return labels[problem.facts[tensor].owner]
+    return labels[problem.facts[tensor].dtype_source]
 
 
 def outputs_of(problem: Problem, node: Node) -> list[Node]:
     """The tensors that a node's label decides."""
-    return [n for n, f in problem.facts.items() if f.owner is node]
+    return [n for n, f in problem.facts.items() if f.dtype_source is node]
 
 
 def allowed(problem: Problem, labels: Labels) -> bool:
@@ -54,7 +54,7 @@ def allowed(problem: Problem, labels: Labels) -> bool:
         if not low:
             continue
         fact = problem.facts[node]
-        if variable.follows and not all(is_low(problem, labels, s.tensor) for s in fact.slots if s.follow):
+        if variable.follows and not all(is_low(problem, labels, s.tensor) for s in fact.operands if s.follow):
             return False
     return True
 
@@ -72,7 +72,7 @@ def anchorless(problem: Problem, labels: Labels) -> dict[Node, list[Node]]:
     """The float32 promoting ops whose promoted operands are all low, with those operands."""
     found = {}
     for node in problem.variables:
-        operands = [s.tensor for s in problem.facts[node].slots if s.kind is SlotKind.PROMOTED]
+        operands = [s.tensor for s in problem.facts[node].operands if s.rule is OperandRule.PROMOTED]
         if not labels[node] and operands and all(is_low(problem, labels, t) for t in operands):
             found[node] = list(dict.fromkeys(operands))
     return found
@@ -93,26 +93,26 @@ def moved(problem: Problem, labels: Labels, anchors: Anchors, shared: bool = Tru
         low = labels.get(node, False)
         if fact.moves_data and node in problem.variables:
             traffic += fact.elements * (2 if low else 4)
-        for slot in fact.slots:
-            source = problem.facts[slot.tensor]
-            has = is_low(problem, labels, slot.tensor)
+        for operand in fact.operands:
+            source = problem.facts[operand.tensor]
+            has = is_low(problem, labels, operand.tensor)
             original = source.dtype == problem.low_dtype
-            if slot.kind is SlotKind.KEEP:  # the same in every labelling
+            if operand.rule is OperandRule.SOURCE_DTYPE:  # the same in every labelling
                 wants, reads = original, original
-            elif slot.kind is SlotKind.COMPUTE:
+            elif operand.rule is OperandRule.NODE_DTYPE:
                 wants, reads = low, low
-            elif slot.kind is SlotKind.ANY:
+            elif operand.rule is OperandRule.EITHER:
                 wants, reads = has, has
             else:
-                anchored = slot.kind is SlotKind.PROMOTED and anchors.get(node) is slot.tensor
+                anchored = operand.rule is OperandRule.PROMOTED and anchors.get(node) is operand.tensor
                 wants, reads = (True if low else False if anchored else has), has
             if fact.moves_data:
                 traffic += source.elements * (2 if reads else 4)
             if wants == has:
                 continue
-            if not shared or source.written or (slot.tensor, wants) not in seen:
-                seen.add((slot.tensor, wants))
-                casts.append(slot.tensor)
+            if not shared or source.mutated or (operand.tensor, wants) not in seen:
+                seen.add((operand.tensor, wants))
+                casts.append(operand.tensor)
     activations = [t for t in casts if not problem.facts[t].is_parameter]
     cast_bytes, activation_bytes = (
         sum(6 * problem.facts[t].elements for t in ts) for ts in (casts, activations)

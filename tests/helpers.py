@@ -12,7 +12,14 @@ from torch.fx import Graph, GraphModule, Node
 
 from ampgraph import Policy
 from ampgraph._compat import FakeTensorMode, evaluate
-from ampgraph.passes import ClassifyOps, Normalize, PropagatePins, is_inserted_cast, run_passes, workspace
+from ampgraph.passes import (
+    ClassifyOps,
+    Normalize,
+    PropagatePrecision,
+    is_inserted_cast,
+    run_passes,
+    workspace,
+)
 from ampgraph.passes.analysis.problem import Problem
 from ampgraph.passes.place import Placement, _weigher, place_optimally
 
@@ -76,7 +83,7 @@ def problem_of(graph_module: GraphModule, policy: Policy, low_dtype: torch.dtype
     steps = [
         Normalize(),
         ClassifyOps(policy.ops, low_dtype, policy.keep_io_dtypes),
-        PropagatePins(policy, low_dtype, check_rules=False),
+        PropagatePrecision(policy, low_dtype, check_rules=False),
     ]
     run_passes(graph_module, steps)
     problem = workspace(graph_module).problem

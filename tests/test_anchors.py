@@ -11,8 +11,8 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ampgraph import Policy
-from ampgraph.passes import ClassifyOps, PropagatePins, workspace
-from ampgraph.passes.analysis.facts import SlotKind
+from ampgraph.passes import ClassifyOps, PropagatePrecision, workspace
+from ampgraph.passes.analysis.facts import OperandRule
 from ampgraph.passes.place import place_optimally
 from ampgraph.passes.placement import labelling
 from ampgraph.passes.placement.branch_and_bound import Search
@@ -55,7 +55,7 @@ def problem_of(graph, level, keep_io_dtypes=False):
     graph_module = fx.GraphModule(torch.nn.Module(), graph)
     policy = Policy(level, dtype=LOW)
     ClassifyOps(policy.ops, LOW, keep_io_dtypes)(graph_module)
-    PropagatePins(policy, LOW)(graph_module)
+    PropagatePrecision(policy, LOW)(graph_module)
     return workspace(graph_module).problem
 
 
@@ -90,27 +90,31 @@ def random_graph(seed, steps):
 def prices(problem, low):
     """Yields (traffic, cast bytes, casts) of one labelling for every choice of anchors."""
     facts = problem.facts
-    is_low = lambda tensor: low[facts[tensor].owner]  # noqa: E731
+    is_low = lambda tensor: low[facts[tensor].dtype_source]  # noqa: E731
     lacking = {}
     for node in low:
-        operands = {s.tensor for s in facts[node].slots if s.kind is SlotKind.PROMOTED}
+        operands = {s.tensor for s in facts[node].operands if s.rule is OperandRule.PROMOTED}
         if operands and not low[node] and all(map(is_low, operands)):
             lacking[node] = sorted(operands, key=str)
     traffic, fixed = 0, []
     for node, fact in facts.items():
         if fact.moves_data and fact.dtype is not None:
             traffic += fact.elements * (2 if is_low(node) else 4)
-        for slot in fact.slots:
-            want = have = is_low(slot.tensor)
-            if slot.kind is SlotKind.KEEP:
-                want = facts[slot.tensor].dtype == LOW
-            elif slot.kind is not SlotKind.ANY and (low[node] or slot.kind is SlotKind.COMPUTE):
+        for operand in fact.operands:
+            want = have = is_low(operand.tensor)
+            if operand.rule is OperandRule.SOURCE_DTYPE:
+                want = facts[operand.tensor].dtype == LOW
+            elif operand.rule is not OperandRule.EITHER and (
+                low[node] or operand.rule is OperandRule.NODE_DTYPE
+            ):
                 want = low[node]
             if fact.moves_data:
-                read = {SlotKind.KEEP: False, SlotKind.COMPUTE: low.get(node, False)}.get(slot.kind, have)
-                traffic += facts[slot.tensor].elements * (2 if read else 4)
+                read = {OperandRule.SOURCE_DTYPE: False, OperandRule.NODE_DTYPE: low.get(node, False)}.get(
+                    operand.rule, have
+                )
+                traffic += facts[operand.tensor].elements * (2 if read else 4)
             if want != have:
-                fixed.append(slot.tensor)
+                fixed.append(operand.tensor)
     for chosen in itertools.product(*lacking.values()):
         casts = {*fixed, *chosen}
         moved = sum(6 * facts[t].elements for t in casts)
@@ -133,7 +137,9 @@ def brute_force(problem):
 
 def _allowed(problem, node, low):
     variable, facts = problem.variables[node], problem.facts
-    return not variable.follows or all(low[facts[s.tensor].owner] for s in facts[node].slots if s.follow)
+    return not variable.follows or all(
+        low[facts[s.tensor].dtype_source] for s in facts[node].operands if s.follow
+    )
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 import ampgraph
 from ampgraph import NoLossScale, OpLists, Policy
-from ampgraph.passes import ClassifyOps, PlaceCasts, PropagatePins, run_passes, workspace
+from ampgraph.passes import ClassifyOps, PlaceCasts, PropagatePrecision, run_passes, workspace
 from tests.autocast_entries import RUNS_IN, Entry, cast, entries
 
 CUDA, CPU = list(entries("cuda")), list(entries("cpu"))
@@ -104,7 +104,7 @@ def test_planned_only(entry: Entry, placement: str):
     wanted = policy(CUDA_LISTS, placement, entry.low)
     analysis = (
         ClassifyOps(CUDA_LISTS, entry.low, keep_io_dtypes=False),
-        PropagatePins(wanted, entry.low),
+        PropagatePrecision(wanted, entry.low),
         PlaceCasts(wanted, entry.low),
     )
     run_passes(graph_module, analysis)

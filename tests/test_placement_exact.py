@@ -62,7 +62,7 @@ def test_random_graphs_hold_every_construct():
         placed = optimal(problem, "traffic")
         seen["anchor"] += bool(placed.anchors)
         seen["shared"] += any(len(u) > 1 for u in problem.uses.values())
-        seen["written"] += any(f.written for f in problem.facts.values())
+        seen["written"] += any(f.mutated for f in problem.facts.values())
         seen["several"] += any(n.target is operator.getitem for n in problem.facts)
         seen["low input"] += any(n.op == "placeholder" and f.dtype == LOW for n, f in problem.facts.items())
         seen["narrowable"] += any(not v.follows and v.pinned is None for v in variables)

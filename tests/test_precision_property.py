@@ -15,7 +15,7 @@ from torch.fx import Node
 
 from ampgraph import Policy
 from ampgraph.ops.lists import OpClass
-from ampgraph.passes.analysis.facts import SlotKind
+from ampgraph.passes.analysis.facts import OperandRule
 from ampgraph.passes.analysis.problem import Problem
 from ampgraph.passes.place import autocast_rule, place_within
 from ampgraph.policy.policy import OBJECTIVES
@@ -49,31 +49,31 @@ def no_less_precise(a: Term, b: Term) -> bool:
 
 
 class Dataflow:
-    """The term of every node, and the term that every slot delivers, under one labelling."""
+    """The term of every node, and the term that every operand delivers, under one labelling."""
 
     def __init__(self, problem: Problem, labels: Labels) -> None:
         self.problem, self.labels = problem, labels
         self.terms: dict[Node, Term] = {}
         self.delivered: dict[tuple[Node, int], Term] = {}
         for node, fact in problem.facts.items():
-            if fact.owner is not node:
-                self.terms[node] = self.terms[fact.owner]
+            if fact.dtype_source is not node:
+                self.terms[node] = self.terms[fact.dtype_source]
                 continue
-            for i, slot in enumerate(fact.slots):
-                self.delivered[node, i] = self._deliver(node, slot)
-            parts = tuple(self.delivered[node, i] for i in range(len(fact.slots)))
+            for i, operand in enumerate(fact.operands):
+                self.delivered[node, i] = self._deliver(node, operand)
+            parts = tuple(self.delivered[node, i] for i in range(len(fact.operands)))
             clear = fact.op_class is OpClass.CLEAR and bool(parts) and node in problem.variables
             term = Term(node.name, clear, False, parts)
             rounds = labels.get(node, False) and node.op == "call_function"
             self.terms[node] = rounded(term) if rounds else term
 
-    def _deliver(self, node: Node, slot) -> Term:
-        term = self.terms[slot.tensor]
-        has = is_low(self.problem, self.labels, slot.tensor)
-        if slot.kind is SlotKind.ANY:
+    def _deliver(self, node: Node, operand) -> Term:
+        term = self.terms[operand.tensor]
+        has = is_low(self.problem, self.labels, operand.tensor)
+        if operand.rule is OperandRule.EITHER:
             needs_low = has
-        elif slot.kind is SlotKind.KEEP:
-            needs_low = self.problem.facts[slot.tensor].dtype == self.problem.low_dtype
+        elif operand.rule is OperandRule.SOURCE_DTYPE:
+            needs_low = self.problem.facts[operand.tensor].dtype == self.problem.low_dtype
         else:
             needs_low = self.labels.get(node, False)
         return rounded(term) if needs_low and not has else term
@@ -101,28 +101,29 @@ def fp32_reads_rounded(problem: Problem, labels: Labels) -> list[str]:
     for node, fact in problem.facts.items():
         if labels.get(node, False):
             continue
-        for slot in fact.slots:
-            if slot.kind is SlotKind.KEEP and fact.dtype is None and node.op != "output":
+        for operand in fact.operands:
+            if operand.rule is OperandRule.SOURCE_DTYPE and fact.dtype is None and node.op != "output":
                 continue
             found += [
-                f"{node.name} <- {origin.name}" for origin in narrowed_origins(problem, labels, slot.tensor)
+                f"{node.name} <- {origin.name}"
+                for origin in narrowed_origins(problem, labels, operand.tensor)
             ]
     return found
 
 
 def narrowed_origins(problem: Problem, labels: Labels, tensor: Node) -> list[Node]:
     """The float32 tensors that low clear ops behind ``tensor`` have rounded."""
-    owner = problem.facts[tensor].owner
+    owner = problem.facts[tensor].dtype_source
     fact = problem.facts[owner]
     chosen = problem.variables[owner].by in ("placement", "propagation")
     if not (labels[owner] and chosen and fact.op_class is OpClass.CLEAR):
         return []
     found = []
-    for slot in fact.slots:
-        if is_low(problem, labels, slot.tensor):
-            found += narrowed_origins(problem, labels, slot.tensor)
-        elif slot.kind is not SlotKind.ANY:
-            found.append(slot.tensor)
+    for operand in fact.operands:
+        if is_low(problem, labels, operand.tensor):
+            found += narrowed_origins(problem, labels, operand.tensor)
+        elif operand.rule is not OperandRule.EITHER:
+            found.append(operand.tensor)
     return found
 
 

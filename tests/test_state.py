@@ -195,7 +195,7 @@ def test_a_capture_by_one_thread_is_none_by_another(monkeypatch: pytest.MonkeyPa
 
 def test_a_capture_waits_for_calls_and_calls_for_a_capture() -> None:
     events: list[str] = []
-    door = capture_lock.CaptureGate()
+    door = capture_lock.CaptureLock()
     inside, leave = threading.Event(), threading.Event()
 
     def capture() -> None:
@@ -358,7 +358,7 @@ def test_converted_models_die_with_their_last_reference(just_in_time: bool) -> N
         if number in (5, rounds - 1):
             torch._dynamo.reset()
             gc.collect()
-            kept = (fake_tensors._dtype_cache, shadow_weights._all_shadows, capture_lock._gates)
+            kept = (fake_tensors._dtype_cache, shadow_weights._all_shadows, capture_lock._locks)
             sizes.append(tuple(map(len, kept)))
     # torch.export's tracer of the last capture lives on in torch itself, until the next one.
     ended = alive[: len(alive) * rounds // (rounds + 1)]

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..proxy.module_proxy import SourceFace
+from ..proxy.module_proxy import ModuleProxy
 from .containers import copied, has_plain_leaves, is_container, same
 
 _TORCH = str(Path(torch.__file__).parent)
@@ -82,7 +82,7 @@ class Reads:
 
 def _seen_by_forward(module: nn.Module) -> nn.Module:
     """Returns the source of a converted model: its attributes are the ones that forward reads."""
-    return module.source if isinstance(module, SourceFace) else module
+    return module.source if isinstance(module, ModuleProxy) else module
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from ..proxy.module_proxy import SourceFace
+from ..proxy.module_proxy import ModuleProxy
 from .containers import is_plain
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
@@ -57,7 +57,7 @@ def noting_written_containers(model: nn.Module) -> Iterator[list[str]]:
 @contextlib.contextmanager
 def without_new_attributes(model: nn.Module) -> Iterator[None]:
     """Deletes the attributes that modules gain inside: values of a capture are no values for a user."""
-    sources = [m.source if isinstance(m, SourceFace) else m for m in model.modules()]
+    sources = [m.source if isinstance(m, ModuleProxy) else m for m in model.modules()]
     before = [(module, set(vars(module))) for module in sources]
     try:
         yield

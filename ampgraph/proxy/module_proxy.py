@@ -1,4 +1,4 @@
-"""`SourceFace`: a module that is to everybody around it the module that it stands for."""
+"""`ModuleProxy`: a module that is to everybody around it the module that it stands for."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SHARED = (
 _OWN = ("__class__", "_is_full_backward_hook", "_compiled_call_impl")
 
 
-class SourceFace(nn.Module):
+class ModuleProxy(nn.Module):
     """Shares the source's parameters, buffers, submodules, training mode, attributes and state.
 
     What is set on it is set on the source; its own attributes are in ``__dict__``. Methods of the source run
@@ -34,7 +34,7 @@ class SourceFace(nn.Module):
     # Attributes in ``__dict__`` that hide the source's of the same name.
     _hides: ClassVar[tuple[str, ...]] = ("source",)
 
-    def __new__(cls, source: nn.Module, *args: Any, **kwargs: Any) -> SourceFace:
+    def __new__(cls, source: nn.Module, *args: Any, **kwargs: Any) -> ModuleProxy:
         """Makes an object whose class has the special methods of the source's: ``len``, ``[]``, ``with``."""
         return super().__new__(class_with_methods_of(type(source), cls))
 

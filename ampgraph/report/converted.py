@@ -6,11 +6,11 @@ from torch import fx
 
 from ..plan import Plan
 from ..policy.policy import Policy
-from ..proxy.module_proxy import SourceFace
+from ..proxy.module_proxy import ModuleProxy
 from ..runtime.coverage import Coverage
 
 
-class Converted(SourceFace):
+class Converted(ModuleProxy):
     """A converted model to look at; `ampgraph.AmpModule` is the class that users have."""
 
     @property

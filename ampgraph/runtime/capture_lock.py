@@ -1,4 +1,4 @@
-"""`CaptureGate`: while a model is captured, no thread runs a graph that reads its parameters.
+"""`CaptureLock`: while a model is captured, no thread runs a graph that reads its parameters.
 
 ``torch.export`` puts fake tensors in the place of a model's parameters as long as it traces, and level O3
 gives them float32 values; a graph that ran then would compute with those.
@@ -16,7 +16,7 @@ from torch import nn
 from ..capture import is_capturing_here
 
 
-class CaptureGate:
+class CaptureLock:
     """Calls of one model pass side by side, a capture of it alone; a capture that waits comes first.
 
     A thread that captures an outer model passes: the capture has the parameters already.
@@ -60,11 +60,11 @@ class CaptureGate:
                 self._changed.notify_all()
 
 
-_gates: weakref.WeakKeyDictionary[nn.Module, CaptureGate] = weakref.WeakKeyDictionary()
-_gates_lock = threading.Lock()
+_locks: weakref.WeakKeyDictionary[nn.Module, CaptureLock] = weakref.WeakKeyDictionary()
+_guard = threading.Lock()
 
 
-def gate_of(source: nn.Module) -> CaptureGate:
-    """Returns the gate that all conversions of one source model share."""
-    with _gates_lock:
-        return _gates.setdefault(source, CaptureGate())
+def lock_of(source: nn.Module) -> CaptureLock:
+    """Returns the lock that all conversions of one source model share."""
+    with _guard:
+        return _locks.setdefault(source, CaptureLock())

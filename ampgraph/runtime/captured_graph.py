@@ -40,7 +40,7 @@ class Timing(NamedTuple):
 
 
 @dataclass
-class Variant:
+class CapturedGraph:
     """A graph for one training mode and one family of arguments.
 
     Attributes:

@@ -1,4 +1,4 @@
-"""`Captures`: the graphs that a model has been captured to, the one that fits a call, and how one is made."""
+"""`GraphCache`: the captured graphs of a model, which one fits a call, and how one is made."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from ..errors import CaptureError, NoGraphError, warn_user
 from ..passes.pipeline import rewrite
 from ..plan import Plan
 from ..training.scaler import LossScaler
-from .capture_lock import gate_of
-from .captured_graph import Timing, Variant
+from .capture_lock import lock_of
+from .captured_graph import CapturedGraph, Timing
 from .coverage import CoverageWatch
 from .device import device_of
-from .low_storage import StoredLow
+from .low_storage import LowStorage
 from .lowering import AotGraphs
 from .module_structure import Structure
 from .options import Options
@@ -38,8 +38,8 @@ MANY_CAPTURES = 8
 Flags = tuple[bool, ...]
 
 
-class Captures:
-    """What `AmpModule` runs: one `Variant` for each training mode, kind and sizes of arguments.
+class GraphCache:
+    """What `AmpModule` runs: one `CapturedGraph` for each training mode, kind and sizes of arguments.
 
     Args:
         source: The model.
@@ -49,31 +49,31 @@ class Captures:
 
     Attributes:
         shadows: Low copies of its parameters, at levels that have them.
-        gate: Keeps calls and captures apart.
+        lock: Keeps calls and captures apart.
         watch: Follows what is captured just in time.
     """
 
-    def __init__(self, source: nn.Module, options: Options, scaler: LossScaler, stored: StoredLow) -> None:
+    def __init__(self, source: nn.Module, options: Options, scaler: LossScaler, stored: LowStorage) -> None:
         has_shadows = options.policy.level in ("O2", "O3")
         self.shadows = ShadowWeights(source, options.low_dtype) if has_shadows else None
-        self.gate = gate_of(source)
+        self.lock = lock_of(source)
         self._source, self._options, self._scaler, self._stored = source, options, scaler, stored
         self._structure = Structure(source)
-        self._variants: dict[tuple[Flags, Hashable], list[Variant]] = {}
-        self._current: Variant | None = None
+        self._graphs: dict[tuple[Flags, Hashable], list[CapturedGraph]] = {}
+        self._current: CapturedGraph | None = None
         self._current_flags: Flags = ()
         self._told: set[str] = set()
         self.watch = CoverageWatch(source, options)
 
-    def __iter__(self) -> Iterator[Variant]:
+    def __iter__(self) -> Iterator[CapturedGraph]:
         """All so far; with graph breaks, one call runs several."""
-        return (variant for variants in list(self._variants.values()) for variant in variants)
+        return (captured for graphs in list(self._graphs.values()) for captured in graphs)
 
     def __bool__(self) -> bool:
-        return bool(self._variants)
+        return bool(self._graphs)
 
     @property
-    def current(self) -> Variant:
+    def current(self) -> CapturedGraph:
         """What ran or was captured last, of the current training mode if there is one.
 
         Raises:
@@ -85,23 +85,23 @@ class Captures:
                 "or pass example inputs to ampgraph.convert."
             )
         flags = self._flags()
-        for (seen_flags, _), variants in reversed(list(self._variants.items())):
-            if seen_flags == flags and self._current not in variants and self._current_flags != flags:
-                return variants[-1]
+        for (seen_flags, _), graphs in reversed(list(self._graphs.items())):
+            if seen_flags == flags and self._current not in graphs and self._current_flags != flags:
+                return graphs[-1]
         return self._current
 
-    def find(self, args: tuple, kwargs: dict[str, Any]) -> Variant:
-        """Returns the variant that runs these arguments, captured now if there is none."""
+    def find(self, args: tuple, kwargs: dict[str, Any]) -> CapturedGraph:
+        """Returns the captured graph for these arguments; captures one if none fits."""
         signature, flags = signature_of(args, kwargs), self._flags()
-        if (variant := self._known(args, kwargs, signature, flags)) is not None:
-            return variant
-        with self.gate.alone():
+        if (captured := self._known(args, kwargs, signature, flags)) is not None:
+            return captured
+        with self.lock.alone():
             # Another thread may have captured the same while this one waited.
             known = self._known(args, kwargs, signature, flags)
             return known or self._capture(args, kwargs, signature, flags)
 
-    def find_known(self, args: tuple, kwargs: dict[str, Any]) -> Variant:
-        """Returns the variant for a call inside a transform of ``torch.func``: nothing is captured there.
+    def find_known(self, args: tuple, kwargs: dict[str, Any]) -> CapturedGraph:
+        """Returns the graph for a call inside a ``torch.func`` transform, where nothing is captured.
 
         Raises:
             CaptureError: There is none.
@@ -112,8 +112,8 @@ class Captures:
                 "or forward-mode AD; pass example inputs to ampgraph.convert."
             )
         signature = signature_of(args, kwargs)
-        if variant := self._known(args, kwargs, signature, self._flags()):
-            return variant
+        if captured := self._known(args, kwargs, signature, self._flags()):
+            return captured
         raise CaptureError(
             f"{self._name} is not captured for tensors of the sizes {list(signature.shapes)} and cannot be "
             "inside a transform of torch.func or forward-mode AD: call the converted model once, outside, "
@@ -132,10 +132,10 @@ class Captures:
         self.watch.add(inputs)
         self._scaler.move(device_of(self._source))  # it may have been converted without values
         type(graph_module).__name__ = self._name  # every graph module has its own class
-        variant = Variant(graph_module, plan, self._options, self._scaler, timing=timing, aot=aot)
+        captured = CapturedGraph(graph_module, plan, self._options, self._scaler, timing=timing, aot=aot)
         flags = self._flags()
-        self._variants.setdefault((flags, "just in time"), []).append(variant)
-        self._current, self._current_flags = variant, flags
+        self._graphs.setdefault((flags, "just in time"), []).append(captured)
+        self._current, self._current_flags = captured, flags
 
     @property
     def _name(self) -> str:
@@ -145,46 +145,48 @@ class Captures:
         if not self._structure.is_current():
             self._structure = Structure(self._source)
             if not self._options.just_in_time:
-                self._variants.clear()
+                self._graphs.clear()
         return self._structure.training_modes()
 
     def _known(
         self, args: tuple, kwargs: dict[str, Any], signature: Signature, flags: Flags
-    ) -> Variant | None:
-        for variant in self._variants.get((flags, signature.kind), ()):
-            if not fits(variant.shapes, signature.shapes):
+    ) -> CapturedGraph | None:
+        for captured in self._graphs.get((flags, signature.kind), ()):
+            if not fits(captured.shapes, signature.shapes):
                 continue
-            if variant.fits(args, kwargs):
-                self._current, self._current_flags = variant, flags
-                return variant
+            if captured.fits(args, kwargs):
+                self._current, self._current_flags = captured, flags
+                return captured
         return None
 
-    def _capture(self, args: tuple, kwargs: dict[str, Any], signature: Signature, flags: Flags) -> Variant:
-        variants = self._variants.get((flags, signature.kind), [])
+    def _capture(
+        self, args: tuple, kwargs: dict[str, Any], signature: Signature, flags: Flags
+    ) -> CapturedGraph:
+        graphs = self._graphs.get((flags, signature.kind), [])
         self._scaler.move(device_of(self._source))  # it may have been converted without values
         start = time.perf_counter()
         with self._stored.as_float32():
-            program, reads = self._export(args, kwargs, signature, variants)
-            variant = self._rewrite(program, signature, time.perf_counter() - start)
-        variant.state = PythonState(self._source, reads, args, kwargs)
-        variant.writes = writes_of(variant.graph_module, args, kwargs)
+            program, reads = self._export(args, kwargs, signature, graphs)
+            captured = self._rewrite(program, signature, time.perf_counter() - start)
+        captured.state = PythonState(self._source, reads, args, kwargs)
+        captured.writes = writes_of(captured.graph_module, args, kwargs)
         if self._options.policy.level == "O3":
-            self._store_low(variant)
-        variants.append(variant)
-        self._variants[(flags, signature.kind)] = variants
-        self._current, self._current_flags = variant, flags
+            self._store_low(captured)
+        graphs.append(captured)
+        self._graphs[(flags, signature.kind)] = graphs
+        self._current, self._current_flags = captured, flags
         self._warn_about(reads)
         self._warn_if_many(flags)
-        return variant
+        return captured
 
     def _export(
-        self, args: tuple, kwargs: dict, signature: Signature, variants: list[Variant]
+        self, args: tuple, kwargs: dict, signature: Signature, graphs: list[CapturedGraph]
     ) -> tuple[ExportedProgram, Reads]:
         """Captures; in the caller's grad mode if forward asks for it."""
         reads = Reads(self._source)
-        program = self._export_in(args, kwargs, signature, variants, reads, gradients=True)
+        program = self._export_in(args, kwargs, signature, graphs, reads, gradients=True)
         if reads.asks_for_gradients and not torch.is_grad_enabled():
-            program = self._export_in(args, kwargs, signature, variants, reads, gradients=False)
+            program = self._export_in(args, kwargs, signature, graphs, reads, gradients=False)
         return program, reads
 
     def _export_in(
@@ -192,19 +194,19 @@ class Captures:
         args: tuple,
         kwargs: dict,
         signature: Signature,
-        variants: list[Variant],
+        graphs: list[CapturedGraph],
         reads: Reads,
         gradients: bool,
     ) -> ExportedProgram:
         dynamic_shapes = self._options.dynamic_shapes
         if dynamic_shapes is not None:
             # Only the first is what the user asked for, unless sizes were not what changed.
-            is_other_size = variants and not any(fits(v.shapes, signature.shapes) for v in variants)
+            is_other_size = graphs and not any(fits(v.shapes, signature.shapes) for v in graphs)
             given = None if is_other_size else dynamic_shapes
             return capture_program(self._source, args, kwargs, given, reads, gradients)
-        if variants:
+        if graphs:
             args, kwargs = distinct(args, kwargs)  # sizes are noted by tensor object
-            dims = changed_dims(signature.shapes, [v.seen for v in variants])
+            dims = changed_dims(signature.shapes, [v.seen for v in graphs])
             try:
                 shapes = _dynamic(args, kwargs, dims)
                 dynamic = shapes.dynamic_shapes(self._source, args, kwargs)
@@ -213,7 +215,9 @@ class Captures:
                 log.info("capturing with static shapes: %s", error)
         return capture_program(self._source, args, kwargs, None, reads, gradients)
 
-    def _rewrite(self, program: ExportedProgram, signature: Signature, capture_seconds: float) -> Variant:
+    def _rewrite(
+        self, program: ExportedProgram, signature: Signature, capture_seconds: float
+    ) -> CapturedGraph:
         options = self._options
         start = time.perf_counter()
         graph_module, constants = unlift(program, self._source)
@@ -221,7 +225,7 @@ class Captures:
         plan = rewrite(graph_module, options.policy, options.low_dtype, modules)
         shapes = accepted_shapes(graph_module)
         timing = Timing(capture_seconds, time.perf_counter() - start)
-        return Variant(
+        return CapturedGraph(
             graph_module,
             plan,
             options,
@@ -233,11 +237,11 @@ class Captures:
             self.shadows,
         )
 
-    def _store_low(self, variant: Variant) -> None:
+    def _store_low(self, captured: CapturedGraph) -> None:
         """Gives up the float32 memory of parameters; at the first capture, in evaluation mode, only."""
-        is_first = not self._variants and not self._source.training
-        freed = self._stored.add(variant.graph_module) if is_first else []
-        variant.plan = self._stored.read(variant.graph_module, variant.plan)
+        is_first = not self._graphs and not self._source.training
+        freed = self._stored.add(captured.graph_module) if is_first else []
+        captured.plan = self._stored.read(captured.graph_module, captured.plan)
         for parameter in freed:
             parameter.data = parameter.data.to(self._options.low_dtype)
 
@@ -254,10 +258,10 @@ class Captures:
             )
 
     def _warn_if_many(self, flags: Flags) -> None:
-        variants = [v for (seen, _), found in self._variants.items() if seen == flags for v in found]
-        if len(variants) != MANY_CAPTURES:
+        graphs = [v for (seen, _), found in self._graphs.items() if seen == flags for v in found]
+        if len(graphs) != MANY_CAPTURES:
             return
-        changed = sorted({path for v in variants if v.state for path in v.state.changed()})
+        changed = sorted({path for v in graphs if v.state for path in v.state.changed()})
         log.warning(
             "%s was captured %d times for different shapes or values%s; pass dynamic_shapes to "
             "ampgraph.convert, and as tensors the numbers that change.",

@@ -1,4 +1,4 @@
-"""`StoredLow`: level O3's parameters, whose float32 memory is given up once nothing reads it."""
+"""`LowStorage`: level O3's parameters, whose float32 memory is given up once nothing reads it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..passes.read_shadows import casts_of
 from ..plan import Plan
 
 
-class StoredLow:
+class LowStorage:
     """The parameters of one model that are stored in its low dtype.
 
     Args:

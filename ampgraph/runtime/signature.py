@@ -1,4 +1,4 @@
-"""What a call's arguments look like: which captured variant they fit, and which dimensions changed."""
+"""What a call's arguments look like: which captured graph they fit, and which dimensions changed."""
 
 from __future__ import annotations
 

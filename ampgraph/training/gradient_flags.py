@@ -19,9 +19,9 @@ from torch import Tensor
 from .._compat import Content, after_backward
 from .distributed import is_distributed, local
 from .gradient_boundary import non_finite
-from .parameter_index import ParameterSlots
+from .parameter_index import ParameterIndex
 from .scale_state import ScaleState
-from .unscaled_step_warning import LoopWatch
+from .unscaled_step_warning import UnscaledStepWarning
 
 MARK = "_amp_flags"
 _MOST_MASKS = 16
@@ -36,7 +36,7 @@ class GradientFlags:
         watch: Is told of each backward.
     """
 
-    def __init__(self, slots: ParameterSlots, state: ScaleState, watch: LoopWatch):
+    def __init__(self, slots: ParameterIndex, state: ScaleState, watch: UnscaledStepWarning):
         self._slots, self._state, self.watch = slots, state, watch
         self._masks: dict[tuple[int, ...], Tensor] = {}
         self.connect()

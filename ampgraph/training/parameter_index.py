@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 
-class ParameterSlots:
+class ParameterIndex:
     """Slots by parameter name, found by parameter object.
 
     A wrapper may put other objects in the parameters' places (FSDP2 shards at rest and whole ones during a

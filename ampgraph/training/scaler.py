@@ -34,11 +34,11 @@ from .gradient_flags import GradientFlags
 from .nested_optimizers import nested, put_inside
 from .optimizer_step import attached_step, parameters_of, shares, step_unless_bad, stepping
 from .overflow import Overflow
-from .parameter_index import ParameterSlots
+from .parameter_index import ParameterIndex
 from .scale_state import ScaleState
 from .step_guard import StepGuard
 from .step_wrappers import note_wrapper_of
-from .unscaled_step_warning import LoopWatch
+from .unscaled_step_warning import UnscaledStepWarning
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -63,11 +63,11 @@ class LossScaler:
 
     def __init__(self, config: LossScale, model: nn.Module, device: torch.device):
         self.config = config
-        self._slots = ParameterSlots(model)
+        self._slots = ParameterIndex(model)
         self.names = self._slots.names
         self.state = ScaleState(first_scale(config), len(self.names) + 1, device)
         self._counters = torch.tensor(first_counters(config), dtype=torch.int32, device=device)
-        self._watch = LoopWatch(model, self._slots)
+        self._watch = UnscaledStepWarning(model, self._slots)
         self._flags = GradientFlags(self._slots, self.state, self._watch)
         self.guard = StepGuard(self._slots, self.state, self._flags)
         self._is_copy = False

@@ -16,7 +16,7 @@ from .distributed import active_wrapper, groups_of, is_distributed, join
 from .gradient_flags import GradientFlags
 from .nested_optimizers import outermost
 from .overflow import OverflowLog
-from .parameter_index import ParameterSlots
+from .parameter_index import ParameterIndex
 from .scale_state import ScaleState
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class StepGuard:
         overflows: Who overflowed.
     """
 
-    def __init__(self, slots: ParameterSlots, state: ScaleState, flags: GradientFlags):
+    def __init__(self, slots: ParameterIndex, state: ScaleState, flags: GradientFlags):
         self.slots, self._state, self._flags = slots, state, flags
         self.overflows = OverflowLog(slots.names)
         self.process_groups: Sequence[ProcessGroup] | None = None

@@ -14,13 +14,13 @@ from .._compat import is_scaled_by_grad_scaler
 from ..errors import warn_user
 from .distributed import local
 from .nested_optimizers import is_inside
-from .parameter_index import ParameterSlots
+from .parameter_index import ParameterIndex
 
 _ROUNDS = 10
 _VALUES = 8
 
 
-class LoopWatch:
+class UnscaledStepWarning:
     """Watches the first rounds of a training loop, and tells once.
 
     A hook that torch calls after the step of any optimizer watches those. What changes parameters by hand is
@@ -31,7 +31,7 @@ class LoopWatch:
         slots: Which parameters are the model's.
     """
 
-    def __init__(self, model: nn.Module, slots: ParameterSlots):
+    def __init__(self, model: nn.Module, slots: ParameterIndex):
         self._model, self._slots = model, slots
         self._hook: Any = None
         self._values: Tensor | None = None

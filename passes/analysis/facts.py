@@ -16,22 +16,24 @@ from ampgraph.ops.lists import OpClass
 from .arguments import argument
 
 _CASTS = ("aten.to", "aten._to_copy", "prims.convert_element_type")
-class SlotKind(enum.Enum):
+
+
+class OperandRule(enum.Enum):
     """Which dtypes a kernel takes in one argument."""
 
-    COMPUTE = "the node's own dtype"
+    NODE_DTYPE = "the node's own dtype"
     PROMOTED = "either: a float32 node widens a low operand itself, if another operand is float32"
     DTYPE_ARG = "either: a float32 node widens it itself when its dtype argument says so"
-    ANY = "either, without effect on the result's dtype"
-    KEEP = "the dtype it had in the source"
+    EITHER = "either, without effect on the result's dtype"
+    SOURCE_DTYPE = "the dtype it had in the source"
 
 
-class Slot(NamedTuple):
-    """One argument through which a node reads a tensor: ``(args, kwargs)`` path, tensor, kind."""
+class Operand(NamedTuple):
+    """One argument through which a node reads a tensor: ``(args, kwargs)`` path, tensor, rule."""
 
     path: tuple[int | str, ...]
     tensor: Node
-    kind: SlotKind
+    rule: OperandRule
     follow: bool
 
 
@@ -41,26 +43,26 @@ class NodeFacts:
 
     Attributes:
         dtype: The floating dtype it produced in the source, if managed.
-        owner: The node whose label decides: itself; for ``getitem`` the multi-output op, for
-            ``x.type_as(other)`` the owner of ``other``.
-        slots: How it reads managed tensors.
+        dtype_source: The node whose label decides: itself; for ``getitem`` the multi-output op, for
+            ``x.type_as(other)`` the source of ``other``.
+        operands: How it reads managed tensors.
         op_class: What the op lists say, with the reason from the data.
         fixed_dtype: A dtype that the source names explicitly (a user's cast, ``dtype=``).
         elements: Elements of each managed output together.
         wide_results: Results of a multi-output op, by index, that stay float32 when it runs low (statistics).
         refuses_low: Why the op cannot run low although it is not known for that; empty if it can.
         moves_data: Whether it costs memory traffic (views and inputs do not).
-        written: Whether the tensor lives in memory that some node writes in place.
-        strided: Whether ``as_strided`` reads more of the tensor's memory than the tensor it is given.
+        mutated: Whether the tensor lives in memory that some node writes in place.
+        reads_whole_storage: Whether ``as_strided`` reads memory beyond the tensor that it is given.
         is_parameter: Whether it is a parameter, buffer or constant of the module, or a view of one.
-        returned: Whether it is a view of the caller's own memory that the graph returns.
+        returned_input_view: Whether it is a view of the caller's own memory that the graph returns.
         reads_sparse: Whether it reads a sparse or nested tensor, which nothing here casts.
         reads_other_low: Whether it reads a low dtype that is not the policy's.
     """
 
     dtype: torch.dtype | None
-    owner: Node
-    slots: list[Slot] = field(default_factory=list)
+    dtype_source: Node
+    operands: list[Operand] = field(default_factory=list)
     op_class: OpClass | None = None
     class_reason: str = ""
     fixed_dtype: torch.dtype | None = None
@@ -68,20 +70,22 @@ class NodeFacts:
     wide_results: frozenset[int] = frozenset()
     refuses_low: str = ""
     moves_data: bool = False
-    written: bool = False
-    strided: bool = False
+    mutated: bool = False
+    reads_whole_storage: bool = False
     is_parameter: bool = False
-    returned: bool = False
+    returned_input_view: bool = False
     reads_sparse: bool = False
     reads_other_low: bool = False
 
     @property
     def keeps_memory(self) -> bool:
         """Whether it must be the very memory that it is in the source, in the dtype it has there."""
-        return self.written or self.strided or self.returned
+        return self.mutated or self.reads_whole_storage or self.returned_input_view
 
 
 Facts = dict[Node, NodeFacts]
+
+
 def tensors(node: Node) -> list[torch.Tensor]:
     """Returns the (fake) tensors that a node produces."""
     value = node.meta.get("val")

@@ -91,7 +91,7 @@ def find_hazards(
     waiting = list(_starts(facts, traces))
     while waiting:
         node, hazard = waiting.pop()
-        node = facts[node].owner
+        node = facts[node].dtype_source
         if node in needed or node.op in SOURCES or traces[node].moved:
             continue
         needed[node] = hazard
@@ -137,7 +137,7 @@ class _Tracer:
         return self.traces
 
     def _source(self, node: Node, fact: NodeFacts) -> Trace:
-        if fact.dtype and fact.owner is node:
+        if fact.dtype and fact.dtype_source is node:
             self.labels[node] = fact.dtype == self.low_dtype
         values = tensors(node)
         counted = any(not v.dtype.is_floating_point and v.dtype is not torch.bool for v in values)
@@ -170,15 +170,15 @@ class _Tracer:
         return trace
 
     def _label(self, node: Node, fact: NodeFacts, trace: Trace) -> bool:
-        if fact.owner is not node:
-            return self.labels[fact.owner]
+        if fact.dtype_source is not node:
+            return self.labels[fact.dtype_source]
         if node in self.fixed:
             return self.fixed[node]
         if fact.op_class is OpClass.WHITE:
             return fact.dtype == self.low_dtype if is_position_product(node, trace) else True
         if fact.op_class in (None, OpClass.BLACK):
             return False
-        return all(self.labels[self.facts[s.tensor].owner] for s in fact.slots if s.follow)
+        return all(self.labels[self.facts[s.tensor].dtype_source] for s in fact.operands if s.follow)
 
     def _counts(self, node: Node) -> bool:
         """Whether the node makes integers of nothing: ``arange``."""
@@ -245,7 +245,7 @@ def _starts(facts: Facts, traces: Traces) -> Iterator[tuple[Node, Hazard]]:
 
 
 def _computes_positions(node: Node, fact: NodeFacts, trace: Trace) -> bool:
-    if trace.measured or fact.owner is not node or not fact.slots:
+    if trace.measured or fact.dtype_source is not node or not fact.operands:
         return False
     return fact.op_class is OpClass.WHITE or (fact.op_class is not OpClass.CLEAR and not trace.few)
 

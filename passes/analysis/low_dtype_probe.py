@@ -26,7 +26,7 @@ class LowRun(NamedTuple):
     wide: frozenset[int] = frozenset()
 
 
-def run_low(node: Node, operands: Iterable[Node], low_dtype: torch.dtype) -> LowRun:
+def probe_low_dtype(node: Node, operands: Iterable[Node], low_dtype: torch.dtype) -> LowRun:
     """Runs a float32 op on fake values, ``operands`` of them in ``low_dtype``.
 
     Args:

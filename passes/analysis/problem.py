@@ -30,17 +30,17 @@ class Variable:
 
 @dataclass
 class Problem:
-    """Every managed op's variable, all uses of every managed tensor, and the tensors too large for low."""
+    """Every managed op's variable, all uses of every managed tensor, and the tensors out of the low range."""
 
     variables: dict[Node, Variable]
     facts: Facts
     low_dtype: torch.dtype
     uses: dict[Node, list[tuple[Node, int]]] = field(default_factory=dict)
-    large: dict[Node, str] = field(default_factory=dict)
+    out_of_range: dict[Node, str] = field(default_factory=dict)
 
     def pin(self, tensor: Node) -> bool | None:
         """Returns the pinned label of the node that produces ``tensor``."""
-        return self.variables[self.facts[tensor].owner].pinned
+        return self.variables[self.facts[tensor].dtype_source].pinned
 
 
 def force_followers(problem: Problem) -> None:
@@ -48,7 +48,7 @@ def force_followers(problem: Problem) -> None:
     for node, variable in problem.variables.items():
         if variable.pinned is not None or not variable.follows:
             continue
-        for slot in problem.facts[node].slots:
+        for slot in problem.facts[node].operands:
             if slot.follow and problem.pin(slot.tensor) is False:
                 variable.pinned, variable.by, variable.because = False, "propagation", slot.tensor
                 variable.reason = f"{variable.reason}: follows {slot.tensor.name!r}, which is float32"

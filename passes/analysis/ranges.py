@@ -19,7 +19,7 @@ from ampgraph.ops.lists import OpClass
 
 from .alias import SOURCES
 from .arguments import argument, argument_name
-from .facts import Facts, Slot, SlotKind, saves_large_statistics
+from .facts import Facts, Operand, OperandRule, saves_large_statistics
 
 _NUMBER_TYPES = ("Tensor", "number", "Optional[number]", "Optional[Tensor]")
 
@@ -35,32 +35,36 @@ def find_range_pins(
     """
     limits = torch.finfo(low_dtype)
     pins: dict[Node, str] = {}
-    large: dict[Node, str] = {}
+    out_of_range: dict[Node, str] = {}
     for node, fact in facts.items():
-        if fact.owner is not node:
-            if fact.owner in large:
-                large[node] = large[fact.owner]
+        if fact.dtype_source is not node:
+            if fact.dtype_source in out_of_range:
+                out_of_range[node] = out_of_range[fact.dtype_source]
             continue
         if node.op in SOURCES and fact.is_parameter and fact.dtype is torch.float32:
             if (peak := _peak(graph_module, node)) > limits.max:
-                large[node] = f"{node.name!r} holds {peak:.4g}, outside {low_dtype}'s range"
+                out_of_range[node] = f"{node.name!r} holds {peak:.4g}, outside {low_dtype}'s range"
             continue
         if not isinstance(node.target, OpOverload) or fact.dtype is None:
             continue
         if own := _number_reason(node, limits, low_dtype):
             pins[node] = own
-        reads = (large[s.tensor] for s in fact.slots if s.tensor in large and not _is_harmless(node, s))
+        reads = (
+            out_of_range[s.tensor]
+            for s in fact.operands
+            if s.tensor in out_of_range and not _is_harmless(node, s)
+        )
         if reason := next(reads, None):
             pins.setdefault(node, reason)
         if node in pins and "outside" in pins[node] and (own or _keeps_size(node, fact.op_class)):
-            large[node] = pins[node]
-    return pins, large
+            out_of_range[node] = pins[node]
+    return pins, out_of_range
 
 
-def _is_harmless(node: Node, slot: Slot) -> bool:
-    if slot.kind is SlotKind.KEEP:
+def _is_harmless(node: Node, operand: Operand) -> bool:
+    if operand.rule is OperandRule.SOURCE_DTYPE:
         return True
-    return argument_name(node, slot.path) in kernels.mask_slots(node.target)
+    return argument_name(node, operand.path) in kernels.mask_slots(node.target)
 
 
 def _keeps_size(node: Node, op_class: OpClass | None) -> bool:

@@ -28,7 +28,7 @@ from torch.fx import Node
 
 from ampgraph.plan import Cost
 
-from ..analysis.facts import SlotKind
+from ..analysis.facts import OperandRule
 from ..analysis.problem import Problem
 from .cost_model import CAST_BYTES, FP32_BYTES, LOW_BYTES, node_terms, promoted_operands, required
 from .min_cut import INFINITE, SINK, SOURCE, CutNetwork, Vertex
@@ -94,9 +94,11 @@ class _Builder:
     def _add_constraints(self, node: Node) -> None:
         problem, variable = self.problem, self.problem.variables[node]
         if variable.follows:
-            for slot in problem.facts[node].slots:
-                if slot.follow:
-                    self.network.add_arc(node, self._vertex(problem.facts[slot.tensor].owner), INFINITE)
+            for operand in problem.facts[node].operands:
+                if operand.follow:
+                    self.network.add_arc(
+                        node, self._vertex(problem.facts[operand.tensor].dtype_source), INFINITE
+                    )
 
     def _add_casts(self, tensor: Node) -> None:
         """Adds the cost of casting one tensor, once per direction (once per use if its memory is written)."""
@@ -104,31 +106,31 @@ class _Builder:
         widening: dict[Hashable, _Readers] = defaultdict(_Readers)
         narrowing: dict[Hashable, _Readers] = defaultdict(_Readers)
         for user, index in problem.uses[tensor]:
-            slot, at = problem.facts[user].slots[index], self._vertex(user)
-            promoted = slot.kind is SlotKind.PROMOTED
-            key = (user, promoted or index) if fact.written else None
+            operand, at = problem.facts[user].operands[index], self._vertex(user)
+            promoted = operand.rule is OperandRule.PROMOTED
+            key = (user, promoted or index) if fact.mutated else None
             if promoted and user in self.undecided:
                 widening[key].may_choose(user)
-            elif slot.kind is SlotKind.KEEP:
+            elif operand.rule is OperandRule.SOURCE_DTYPE:
                 at = SOURCE if fact.dtype == problem.low_dtype else SINK
                 (narrowing if at == SOURCE else widening)[key].need(at)
                 continue
-            elif at != SOURCE and required(problem, user, slot, False, None) is False:
+            elif at != SOURCE and required(problem, user, operand, False, None) is False:
                 widening[key].need(at)
-            if at != SINK and required(problem, user, slot, True, None):
+            if at != SINK and required(problem, user, operand, True, None):
                 narrowing[key].need(at)
         moved, activation = CAST_BYTES * fact.elements, 0 if fact.is_parameter else 1
         weight = self.weigh(Cost(moved, moved, 1, moved * activation, activation))
-        producer = self._vertex(fact.owner)
+        producer = self._vertex(fact.dtype_source)
         for group, readers in widening.items():
             cast = readers.shared(SINK, (tensor, "widen", group))
-            self.network.add_arc(producer, cast, weight * (readers.uses if fact.written else 1))
+            self.network.add_arc(producer, cast, weight * (readers.uses if fact.mutated else 1))
             for reader in readers.needing - {cast, SINK}:
                 self.network.add_arc(cast, reader, INFINITE)
             self.widened.update(((tensor, user), cast) for user in readers.choosing)
         for group, readers in narrowing.items():
             cast = readers.shared(SOURCE, (tensor, "narrow", group))
-            self.network.add_arc(cast, producer, weight * (readers.uses if fact.written else 1))
+            self.network.add_arc(cast, producer, weight * (readers.uses if fact.mutated else 1))
             for reader in readers.needing - {cast, SOURCE}:
                 self.network.add_arc(reader, cast, INFINITE)
 

@@ -10,7 +10,7 @@ from torch.fx import Node
 from ampgraph.ops import kernels
 from ampgraph.plan import Cast, Cost, Decision, Plan, Use
 
-from ..analysis.facts import Slot, SlotKind
+from ..analysis.facts import Operand, OperandRule
 from ..analysis.problem import Problem
 from .cost_model import CAST_BYTES, Anchors, Demand, Labels, cost_of, demands, label_of
 
@@ -36,13 +36,13 @@ def _decision(problem: Problem, labels: Labels, node: Node) -> Decision:
     op_class = fact.op_class.value if fact.op_class else None
     if fact.dtype is None:
         return Decision(None, "source", "no float32 or low-precision result", op_class)
-    if fact.owner is not node:
+    if fact.dtype_source is not node:
         return Decision(
-            _dtype(problem, labels[fact.owner]),
+            _dtype(problem, labels[fact.dtype_source]),
             "source",
-            f"has the dtype of {fact.owner.name!r}",
+            f"has the dtype of {fact.dtype_source.name!r}",
             op_class,
-            (fact.owner.name,),
+            (fact.dtype_source.name,),
         )
     variable, dtype = problem.variables[node], _dtype(problem, labels[node])
     if variable.pinned is None:
@@ -56,7 +56,7 @@ def _choice(problem: Problem, labels: Labels, node: Node) -> tuple[str, tuple[st
     """Returns why placement gave a free node its dtype, and the neighbours that have the same."""
     low = labels[node]
     dtype = _dtype_name(problem, low)
-    producers = [s.tensor for s in problem.facts[node].slots if s.follow]
+    producers = [s.tensor for s in problem.facts[node].operands if s.follow]
     agreeing = tuple(t.name for t in producers if label_of(problem, labels, t) == low)
     if len(agreeing) == len(producers):
         return f"its inputs are {dtype} and fewest bytes move so", agreeing
@@ -70,22 +70,22 @@ def _dtype_name(problem: Problem, low: bool) -> str:
 
 
 def _casts(
-    problem: Problem, decisions: Mapping[str, Decision], demand: Demand, uses: list[tuple[Node, Slot]]
+    problem: Problem, decisions: Mapping[str, Decision], demand: Demand, uses: list[tuple[Node, Operand]]
 ) -> list[Cast]:
     tensor, low = demand
     fact = problem.facts[tensor]
     # A tensor that is written in place has another value at each use: its casts are not shared.
-    groups = [[use] for use in uses] if fact.written else [uses]
+    groups = [[use] for use in uses] if fact.mutated else [uses]
     return [
         Cast(
             tensor.name,
             _dtype(problem, not low),
             _dtype(problem, low),
-            tuple(Use(node.name, slot.path) for node, slot in group),
+            tuple(Use(node.name, operand.path) for node, operand in group),
             CAST_BYTES * fact.elements,
             fact.is_parameter,
             _cast_reason(decisions, tensor, [n for n, _ in group], low),
-            saturates=low and tensor in problem.large,
+            saturates=low and tensor in problem.out_of_range,
         )
         for group in groups
     ]
@@ -105,12 +105,15 @@ def _in_kernel(problem: Problem, labels: Labels, anchors: Anchors) -> tuple[tupl
     for node in problem.variables:
         if labels[node]:
             continue
-        for slot in problem.facts[node].slots:
-            if slot.kind not in (SlotKind.PROMOTED, SlotKind.DTYPE_ARG) or slot.tensor is anchors.get(node):
+        for operand in problem.facts[node].operands:
+            if operand.rule not in (
+                OperandRule.PROMOTED,
+                OperandRule.DTYPE_ARG,
+            ) or operand.tensor is anchors.get(node):
                 continue
-            if not label_of(problem, labels, slot.tensor):
+            if not label_of(problem, labels, operand.tensor):
                 continue
-            widened.append(Use(node.name, slot.path))
-            if slot.kind is SlotKind.DTYPE_ARG:
+            widened.append(Use(node.name, operand.path))
+            if operand.rule is OperandRule.DTYPE_ARG:
                 dtype_args[node.name] = kernels.dtype_arg(node.target)  # type: ignore[arg-type, assignment]
     return tuple(widened), dtype_args

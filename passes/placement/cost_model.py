@@ -5,7 +5,7 @@ be cast for which uses; `cost_of` counts bytes:
 
 - a cast reads and writes its tensor once (2 + 4 bytes an element), whoever shares it;
 - an op that moves data writes its outputs and reads its inputs at the width supplied; an operand that
-  the kernel may widen itself (`SlotKind.PROMOTED`, ``DTYPE_ARG``, ``ANY``) counts at its producer's width;
+  the kernel may widen itself (`OperandRule.PROMOTED`, ``DTYPE_ARG``, ``ANY``) counts at its producer's width;
 - views, inputs and parameters move nothing by themselves; symbolic sizes count with their hints.
 """
 
@@ -17,7 +17,7 @@ from torch.fx import Node
 
 from ampgraph.plan import Cost
 
-from ..analysis.facts import Slot, SlotKind
+from ..analysis.facts import Operand, OperandRule
 from ..analysis.problem import Problem
 
 LOW_BYTES, FP32_BYTES = 2, 4
@@ -30,36 +30,36 @@ Demand = tuple[Node, bool]
 
 def label_of(problem: Problem, labels: Labels, tensor: Node) -> bool:
     """Returns whether the node that produces ``tensor`` is low."""
-    return labels[problem.facts[tensor].owner]
+    return labels[problem.facts[tensor].dtype_source]
 
 
-def required(problem: Problem, node: Node, slot: Slot, low: bool, anchor: Node | None) -> bool | None:
-    """Returns the label that ``node``, labelled ``low``, needs of a slot's tensor; None: either will do."""
-    if slot.kind is SlotKind.ANY:
+def required(problem: Problem, node: Node, operand: Operand, low: bool, anchor: Node | None) -> bool | None:
+    """Returns the label that ``node``, labelled ``low``, needs of an operand; None: either will do."""
+    if operand.rule is OperandRule.EITHER:
         return None
-    if slot.kind is SlotKind.KEEP:
-        return problem.facts[slot.tensor].dtype == problem.low_dtype
-    if low or slot.kind is SlotKind.COMPUTE:
+    if operand.rule is OperandRule.SOURCE_DTYPE:
+        return problem.facts[operand.tensor].dtype == problem.low_dtype
+    if low or operand.rule is OperandRule.NODE_DTYPE:
         return low
-    return False if slot.kind is SlotKind.PROMOTED and slot.tensor is anchor else None
+    return False if operand.rule is OperandRule.PROMOTED and operand.tensor is anchor else None
 
 
-def demands(problem: Problem, labels: Labels, anchors: Anchors) -> dict[Demand, list[tuple[Node, Slot]]]:
+def demands(problem: Problem, labels: Labels, anchors: Anchors) -> dict[Demand, list[tuple[Node, Operand]]]:
     """Returns, for each (tensor, needed label) that differs from the tensor's own, the uses that need it."""
-    found: dict[Demand, list[tuple[Node, Slot]]] = {}
+    found: dict[Demand, list[tuple[Node, Operand]]] = {}
     for node, fact in problem.facts.items():
         low = labels.get(node, False)
-        for slot in fact.slots:
-            need = required(problem, node, slot, low, anchors.get(node))
-            if need is not None and need != label_of(problem, labels, slot.tensor):
-                found.setdefault((slot.tensor, need), []).append((node, slot))
+        for operand in fact.operands:
+            need = required(problem, node, operand, low, anchors.get(node))
+            if need is not None and need != label_of(problem, labels, operand.tensor):
+                found.setdefault((operand.tensor, need), []).append((node, operand))
     return found
 
 
 def promoted_operands(problem: Problem, node: Node) -> list[Node]:
     """Returns the tensors that a promoting op reads and that decide what it returns."""
-    slots = problem.facts[node].slots
-    return list(dict.fromkeys(s.tensor for s in slots if s.kind is SlotKind.PROMOTED))
+    operands = problem.facts[node].operands
+    return list(dict.fromkeys(s.tensor for s in operands if s.rule is OperandRule.PROMOTED))
 
 
 def needs_anchor(problem: Problem, labels: Labels, node: Node) -> bool:
@@ -99,7 +99,7 @@ def cost_of(problem: Problem, labels: Labels, anchors: Anchors, shared: bool = T
     casts = cast_bytes = activation_casts = activation_bytes = 0
     for (tensor, _), uses in demands(problem, labels, anchors).items():
         fact = problem.facts[tensor]
-        count = 1 if (shared or fact.is_parameter) and not fact.written else len(uses)
+        count = 1 if (shared or fact.is_parameter) and not fact.mutated else len(uses)
         casts += count
         cast_bytes += count * CAST_BYTES * fact.elements
         if not fact.is_parameter:
@@ -114,15 +114,15 @@ def node_terms(problem: Problem, node: Node) -> Iterator[tuple[Node | bool, int]
     if not fact.moves_data:
         return
     if fact.dtype is not None:
-        yield fact.owner, fact.elements
-    for slot in fact.slots:
-        elements = problem.facts[slot.tensor].elements
-        if slot.kind is SlotKind.COMPUTE:
+        yield fact.dtype_source, fact.elements
+    for operand in fact.operands:
+        elements = problem.facts[operand.tensor].elements
+        if operand.rule is OperandRule.NODE_DTYPE:
             yield node, elements
-        elif slot.kind is not SlotKind.KEEP:
-            yield problem.facts[slot.tensor].owner, elements
+        elif operand.rule is not OperandRule.SOURCE_DTYPE:
+            yield problem.facts[operand.tensor].dtype_source, elements
         else:
-            yield problem.facts[slot.tensor].dtype == problem.low_dtype, elements
+            yield problem.facts[operand.tensor].dtype == problem.low_dtype, elements
 
 
 def scale_above_traffic(problem: Problem) -> int:

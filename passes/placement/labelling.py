@@ -46,8 +46,8 @@ def autocast_rule(problem: Problem) -> Placement:
         elif problem.facts[node].op_class is OpClass.BLACK:
             labels[node] = False
         else:
-            slots = [s for s in problem.facts[node].slots if s.follow]
-            labels[node] = all(labels[problem.facts[s.tensor].owner] for s in slots)
+            operands = [s for s in problem.facts[node].operands if s.follow]
+            labels[node] = all(labels[problem.facts[s.tensor].dtype_source] for s in operands)
     return Placement(labels, greedy_anchors(problem, labels), gap=None)
 
 

@@ -235,8 +235,8 @@ def _pin_followed(problem: Problem, node: Node, pins: dict[Node, bool]) -> None:
         reader = stack.pop()
         if not problem.variables[reader].follows:
             continue
-        for slot in problem.facts[reader].slots:
-            owner = problem.facts[slot.tensor].owner
-            if slot.follow and problem.variables[owner].pinned is None and owner not in pins:
+        for operand in problem.facts[reader].operands:
+            owner = problem.facts[operand.tensor].dtype_source
+            if operand.follow and problem.variables[owner].pinned is None and owner not in pins:
                 pins[owner] = True
                 stack.append(owner)
