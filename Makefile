@@ -1,4 +1,4 @@
-# make demo | test | lint | typecheck | docs | check | clean
+# make demo | test | lint | typecheck | docs | results | check | clean
 #
 # Everything happens in $(VENV), made on first use from $(CONSTRAINTS) and remade when that or
 # pyproject.toml changes. PIP_FLAGS goes to every pip install, to name another package index, say.
@@ -12,7 +12,7 @@ PYTEST_FLAGS ?= -n 2
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) -c $(CONSTRAINTS)
 
-.PHONY: demo test lint typecheck docs check clean
+.PHONY: demo test lint typecheck docs results check clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python tools/demo.py
@@ -34,6 +34,21 @@ typecheck: $(VENV)/.dev
 # Strict: a warning fails the build.
 docs: $(VENV)/.dev
 	$(BIN)/python -m mkdocs build --quiet
+
+# Everything that tools write into docs/: three to five hours on two cores. tools/matrix.py, which makes an
+# environment for each pair of Python and torch, and tools/gpu_check.py are run by hand.
+results: $(VENV)/.dev
+	$(BIN)/python tools/readme.py
+	$(BIN)/python tools/explaining.py
+	$(BIN)/python tools/gallery.py
+	$(BIN)/python tools/import_graph.py --draw docs/rooms.svg
+	$(BIN)/python tools/bench_convert.py --output docs/results/conversion.md
+	$(BIN)/python tools/bench_calls.py --output docs/results/calls.md
+	$(BIN)/python tools/train_curves.py --output docs/results/training.md
+	$(BIN)/python tools/zoo_check.py --output docs/results/zoo.md
+	$(BIN)/python tools/op_sweep.py --output docs/results/op-sweep.md
+	$(BIN)/python tools/fuzz.py --examples 3000 --records out/fuzz.jsonl --output docs/results/fuzz.md
+	$(BIN)/python tools/breadth.py --output docs/results/breadth.md
 
 check: lint typecheck docs test
 

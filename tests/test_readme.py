@@ -11,7 +11,7 @@ from types import ModuleType
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
+PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 NEEDS = {"lightning.md": "lightning", "deployment.md": "onnxruntime"}
 LINK = re.compile(r"\]\(([^)#:]+)\)")
@@ -74,6 +74,15 @@ def test_demo_section_has_both_accuracies() -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
 def test_links_lead_somewhere(page: Path) -> None:
     for target in LINK.findall(page.read_text()):
-        if target == "docs/zoo.md":  # written by tools/zoo_check.py
-            continue
         assert (page.parent / target).exists(), target
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs" / "results").glob("*.md")), ids=lambda p: p.name)
+def test_results_name_their_commit(page: Path) -> None:
+    assert re.search(r"at commit [0-9a-f]{7,}\b|\| commit \|", page.read_text())
+
+
+def test_make_results_writes_every_page() -> None:
+    recipe = (ROOT / "Makefile").read_text().partition("\nresults:")[2].partition("\n\n")[0]
+    pages = {p.name for p in (ROOT / "docs" / "results").glob("*.md")}
+    assert pages - set(re.findall(r"docs/results/(\S+\.md)", recipe)) == {"versions.md"}  # tools/matrix.py

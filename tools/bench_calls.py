@@ -3,7 +3,7 @@
 Usage:
     python tools/bench_calls.py                              # this checkout
     python tools/bench_calls.py --against ../old-checkout    # and another, in turns with this one
-    python tools/bench_calls.py --against ../old-checkout --output docs/benchmarks.md
+    python tools/bench_calls.py --against ../old-checkout --output docs/results/calls.md
 
 CPU time of one thread; medians of rounds that alternate between the checkouts.
 """
@@ -15,7 +15,6 @@ import importlib.abc
 import importlib.machinery
 import importlib.util
 import json
-import platform
 import statistics
 import subprocess
 import sys
@@ -24,6 +23,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+from provenance import commit, written_by
 
 ROOT = Path(__file__).resolve().parent.parent
 SIZES = (10, 100, 1_000)
@@ -99,7 +100,7 @@ class _Worker:
     def __init__(self, root: Path) -> None:
         command = [sys.executable, str(Path(__file__).resolve()), "--work", str(root)]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        self.name = _commit(root)
+        self.name = commit(root)
         self.captures = self._answer()
         self.rounds: list[list[tuple[float, float]]] = []
 
@@ -126,22 +127,14 @@ class _Worker:
         return json.loads(line)
 
 
-def _commit(root: Path) -> str:
-    command = ["git", "-C", str(root), "rev-parse", "--short", "HEAD"]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-
-
 def table(workers: list[_Worker]) -> str:
     """Returns the Markdown page."""
-    import torch
-
-    versions = f"Python {platform.python_version()}, torch {torch.__version__}"
     lines = [
         TITLE,
         "",
-        f"Written by `python tools/bench_calls.py`. One thread of {_processor()}, {versions}.",
-        f"CPU time, medians of {ROUNDS} rounds, in turns between the commits. *Checks*: finding the graph",
-        "for a call (structure, training modes, attributes that forward read, arguments). *Call*: all of",
+        written_by("python tools/bench_calls.py --against ../old-checkout --output docs/results/calls.md"),
+        f"One thread, CPU time, medians of {ROUNDS} rounds, in turns between the commits. *Checks*: finding the",
+        "graph for a call (structure, training modes, attributes that forward read, arguments). *Call*: all of",
         "it, on backend `eager`, one row. Both in microseconds. *Conversion* runs once.",
         "",
         "| modules | commit | checks | call | conversion s |",
@@ -153,18 +146,6 @@ def table(workers: list[_Worker]) -> str:
             seconds = worker.captures[str(size)]
             lines.append(f"| {size:,} | {worker.name} | {checks:.1f} | {call:,.0f} | {seconds:.2f} |")
     return "\n".join(lines) + "\n"
-
-
-def _processor() -> str:
-    info = Path("/proc/cpuinfo")
-    names = [x for x in info.read_text().splitlines() if x.startswith("model name")] if info.exists() else []
-    return names[0].partition(":")[2].strip() if names else platform.machine()
-
-
-def _write(page: Path, text: str) -> None:
-    """Writes the section at the end of a page, in place of an earlier one."""
-    before = page.read_text(encoding="utf-8").partition(TITLE)[0].rstrip() if page.exists() else ""
-    page.write_text(f"{before}\n\n{text}" if before else text, encoding="utf-8")
 
 
 def main() -> None:
@@ -184,7 +165,7 @@ def main() -> None:
         worker.end()
     text = table(workers)
     if options.output:
-        _write(options.output, text)
+        options.output.write_text(text, encoding="utf-8")
     print(text)
 
 

@@ -2,7 +2,7 @@
 
 Usage:
     python tools/bench_convert.py                       # prints two Markdown tables
-    python tools/bench_convert.py --output docs/benchmarks.md
+    python tools/bench_convert.py --output docs/results/conversion.md
 
 Seconds are CPU seconds of this process (one thread): the wall clock of a shared machine says little.
 """
@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import os
-import platform
 import sys
 import time
 import warnings
@@ -22,10 +20,10 @@ from typing import Any
 from unittest import mock
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 
-import networkx  # noqa: E402
 import torch  # noqa: E402
+from provenance import written_by  # noqa: E402
 from torch import fx, nn  # noqa: E402
 from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 
@@ -36,6 +34,7 @@ from tests.zoo import models as zoo  # noqa: E402
 
 aten = torch.ops.aten
 
+COMMAND = "python tools/bench_convert.py --output docs/results/conversion.md"
 SIZES = (1_000, 5_000, 20_000)
 LEVELS = ("O1", "O2")
 MODELS = (
@@ -141,18 +140,6 @@ def table(columns: list[str], rows: Iterable[list[str]]) -> str:
     return text
 
 
-def machine() -> str:
-    """Names the processor and the versions that the figures depend on."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    model = next(
-        (line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine()
-    )
-    versions = (
-        f"Python {platform.python_version()}, torch {torch.__version__}, networkx {networkx.__version__}"
-    )
-    return f"{model}, {os.cpu_count()} cores (one thread used), {versions}"
-
-
 def main(argv: list[str] | None = None) -> int:
     """Runs the benchmark."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -165,7 +152,7 @@ def main(argv: list[str] | None = None) -> int:
     models = table(["model", "nodes", "capture s", "O1 s", "of capture", "O2 s", "of capture"], model_rows())
     page = (
         "# How long conversion takes\n\n"
-        f"Written by `python tools/bench_convert.py`. CPU seconds, after capture. {machine()}.\n\n"
+        f"{written_by(COMMAND, 'networkx')} One thread, CPU seconds, after capture.\n\n"
         "## Synthetic graphs\n\nBlocks of linear, gelu, softmax, mul, add, layer_norm and relu, float16.\n\n"
         f"{synthetic}\n## Whole models\n\nCapture is `torch.export`; the rest is everything `convert` does "
         f"after it.\n\n{models}"

@@ -1,7 +1,7 @@
 """Converts every model of the registries both ways, runs it forward and backward, and writes what came out.
 
 Usage:
-    python tools/breadth.py --output docs/breadth.md           # everything, one to two hours on two cores
+    python tools/breadth.py --output docs/results/breadth.md    # everything, one to two hours on two cores
     python tools/breadth.py --names 'transformers/*' --modes eval
     python tools/breadth.py --names own/vae --ways ahead
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import zoo_report
+from provenance import written_by
 
 from tests.zoo.measure import DRAWS, FACTORS, FLOOR
 
@@ -21,7 +22,7 @@ MARKS |= {name: f"**{name}**" for name in OURS}
 
 HEAD = """# Every model
 
-Written by `python tools/breadth.py --output docs/breadth.md`. {machine}.
+{written_by}
 
 Small models with random weights ([the zoo](zoo.md) measures some of them in depth), each converted ahead of
 time (`convert(model, args, kwargs)`) and just in time (`convert(model)`), in evaluation mode (O1 float16
@@ -65,7 +66,13 @@ def report(records: list[Record]) -> str:
     """Renders all records as Markdown, whichever order they were made in."""
     records = sorted(records, key=lambda r: (r["model"], r["mode"]))
     head = HEAD.format(
-        machine=zoo_report.machine(), floor=FLOOR, draws=DRAWS, o1=FACTORS["O1"], o2=FACTORS["O2"]
+        written_by=written_by(
+            "python tools/breadth.py --output docs/results/breadth.md", *zoo_report.LIBRARIES
+        ),
+        floor=FLOOR,
+        draws=DRAWS,
+        o1=FACTORS["O1"],
+        o2=FACTORS["O2"],
     )
     parts = [head, _rates(records), _ratios(records), _causes(records), _models(records)]
     return "\n".join(part for part in parts if part)

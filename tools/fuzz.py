@@ -3,7 +3,7 @@
 Usage:
     python tools/fuzz.py --examples 5000 --seed 1           # about 20 minutes
     python tools/fuzz.py --examples 300 --levels O2 --just-in-time
-    python tools/fuzz.py --examples 5000 --records out/fuzz.jsonl --output docs/fuzz.md
+    python tools/fuzz.py --examples 5000 --records out/fuzz.jsonl --output docs/results/fuzz.md
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 
 import torch  # noqa: E402
 from hypothesis import HealthCheck, given, seed, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
+from provenance import commit, written_by  # noqa: E402
 
 from tests.fuzz_checks import NotConvertible, check_just_in_time, check_program  # noqa: E402
 from tests.random_modules import Program, programs  # noqa: E402
@@ -38,12 +39,14 @@ bound from what the float32 module itself changes by when its values move by one
 what was written into inputs and buffers. Ahead of time also: that converting again changes nothing
 and, at O1, that nothing is less precise and nothing moves more bytes than the autocast rule. A run
 stops at the first module that breaks an invariant. Not convertible are modules that fail in float32,
-that torch.export refuses or captures wrongly. Written by `tools/fuzz.py`, on a CPU.
+that torch.export refuses or captures wrongly.
+
+{written_by}
 
 **{checked} modules checked, {broken} broken.**
 
-| capture | seed | levels | most lines | modules | not convertible | broken | torch | Python |
-| --- | --- | --- | --- | --- | --- | --- | --- | --- |
+| capture | seed | levels | most lines | modules | not convertible | broken | torch | Python | commit |
+| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |
 {rows}
 """
 
@@ -102,6 +105,7 @@ def record_of(options: argparse.Namespace, fuzz: Fuzz) -> dict[str, Any]:
         "minutes": round((time.perf_counter() - fuzz.start) / 60, 1),
         "torch": torch.__version__,
         "python": platform.python_version(),
+        "commit": commit(),
     }
 
 
@@ -110,12 +114,13 @@ def report(records: list[dict[str, Any]]) -> str:
     rows = [
         f"| {r['capture']} | {r['seed']} | {r['levels'].replace(',', ', ')} | {r['steps']} | "
         f"{sum(r['counts'].values())} | {_refused(r['counts'])} | {r['broken']} | "
-        f"{r['torch']} | {r['python']} |"
+        f"{r['torch']} | {r['python']} | {r.get('commit', '-')} |"
         for r in records
     ]
     checked = sum(sum(r["counts"].values()) - _refused(r["counts"]) for r in records)
     broken = sum(r["broken"] for r in records)
-    return PAGE.format(checked=checked, broken=broken, rows="\n".join(rows))
+    written = written_by("python tools/fuzz.py --output docs/results/fuzz.md")
+    return PAGE.format(written_by=written, checked=checked, broken=broken, rows="\n".join(rows))
 
 
 def _refused(counts: dict[str, int]) -> int:

@@ -1,7 +1,7 @@
 """Runs the suite with several versions of Python and torch, each in an environment of its own.
 
 Usage:
-    python tools/matrix.py --pythons 3.10 3.13 --torch 2.13.0 --output docs/versions.md
+    python tools/matrix.py --pythons 3.10 3.13 --torch 2.13.0 --output docs/results/versions.md
     python tools/matrix.py --pythons 3.12 --torch 2.11.0 --flags "-n 2 tests/test_capture.py"
 
 Interpreters are found as ``python3.x`` on the path or under ``~/.pyenv/versions``. A record is kept per pair
@@ -22,6 +22,8 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+
+from provenance import commit
 
 ROOT = Path(__file__).resolve().parent.parent
 OUT = ROOT / "out" / "matrix"
@@ -80,7 +82,14 @@ def run(python: str, torch: str, flags: str) -> Record:
     versions = told.stdout.split()
     counts = {kind: int(number) for number, kind in COUNT.findall(_last_line(made.stdout))}
     failures = sorted(set(re.findall(r"^(?:FAILED|ERROR) (\S+)", made.stdout, re.MULTILINE)))
-    return {"python": versions[0], "torch": versions[1], "flags": flags, "counts": counts, "failed": failures}
+    return {
+        "python": versions[0],
+        "torch": versions[1],
+        "commit": commit(),
+        "flags": flags,
+        "counts": counts,
+        "failed": failures,
+    }
 
 
 def _last_line(output: str) -> str:
@@ -91,7 +100,7 @@ def _last_line(output: str) -> str:
 def report(records: list[Record]) -> str:
     """Returns the page."""
     rows = [
-        f"| {r['python']} | {r['torch']} | {_tests(r['flags'])} | "
+        f"| {r['python']} | {r['torch']} | {r.get('commit', '-')} | {_tests(r['flags'])} | "
         + " | ".join(str(r["counts"].get(kind, 0)) for kind in ("passed", "skipped", "failed"))
         + f" | {', '.join(f'`{name}`' for name in r['failed']) or '-'} |"
         for r in sorted(records, key=lambda r: (r["torch"], [int(p) for p in r["python"].split(".")]))
@@ -100,13 +109,13 @@ def report(records: list[Record]) -> str:
         [
             "# Versions",
             "",
-            "What the tests gave with each pair of Python and torch, on a CPU; written by `tools/matrix.py`,",
-            "which makes an environment for each. ampgraph supports torch 2.11 and newer on Python 3.10 and",
+            "What the tests gave with each pair of Python and torch, on a CPU; `tools/matrix.py` makes an",
+            "environment for each and writes this page. ampgraph supports torch 2.11 and newer on Python 3.10 and",
             "newer; constraints.txt names the versions that `make test` installs. Skipped are tests of",
             "optional programs and packages that are not there for that pair.",
             "",
-            "| Python | torch | tests | passed | skipped | failed | which |",
-            "| --- | --- | --- | --- | --- | --- | --- |",
+            "| Python | torch | commit | tests | passed | skipped | failed | which |",
+            "| --- | --- | --- | --- | --- | --- | --- | --- |",
             *rows,
             "",
         ]

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+from provenance import written_by
+
 from tests.one_op import op_names
 
 Record = dict[str, Any]
@@ -19,8 +21,9 @@ HEAD = """# Every op
 
 Each entry of torch's operator tests (`op_db`, torch {version}) as a model of one op, converted and compared
 with the source: {samples} samples an op, evenly spread over torch's own; forward and, where there is one,
-backward; float16 and bfloat16; levels {levels}. Written by `python tools/op_sweep.py --output
-docs/op-sweep.md`, on CPU.
+backward; float16 and bfloat16; levels {levels}.
+
+{written_by}
 
 Forms: all inputs float32; all low; one low; and float32 models in which all inputs, the first or all others
 come from something that runs low, the result is read by something that runs low, or the op works in place on
@@ -45,7 +48,8 @@ def report(records: list[Record], samples: int, levels: tuple[str, ...]) -> str:
     import torch
 
     version = torch.__version__.split("+")[0]
-    text = HEAD.format(version=version, samples=samples, levels=" and ".join(levels))
+    written = written_by("python tools/op_sweep.py --output docs/results/op-sweep.md")
+    text = HEAD.format(written_by=written, version=version, samples=samples, levels=" and ".join(levels))
     return (
         text + "\n" + _rates(records) + "".join(_table(records, outcome) for outcome in (*FAILURES, *LIMITS))
     )

@@ -1,6 +1,6 @@
 """Trains real models in float32 and in float16, same seeds and same loop, and draws the curves side by side.
 
-    python tools/train_curves.py --output docs/training.md    # and docs/training.svg; about 6 minutes
+    python tools/train_curves.py --output docs/results/training.md    # and its picture; about 6 minutes
 
 Three tasks: handwritten digits (scikit-learn's), a small GPT on the characters of Python's own reference
 documentation (it ships with every Python), and a digits autoencoder with a loss so small that its float16
@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import platform
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from typing import Any
 
 import torch
 from demo import Digits, digits
+from provenance import written_by
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -268,8 +268,8 @@ def report(results: dict[str, dict[str, Any]]) -> str:
     lines = [
         "# Training curves: float16 against float32",
         "",
-        f"Written by `python tools/train_curves.py --output docs/training.md`: {platform.machine()} CPU, one "
-        f"thread, torch {torch.__version__}. Same seeds, same batches, same plain loop; the converted "
+        written_by("python tools/train_curves.py --output docs/results/training.md")
+        + " One thread. Same seeds, same batches, same plain loop; the converted "
         "models have one line more, `amp.scaler.attach(optimizer)`. *Final loss*: mean of the last 50 "
         "training steps.",
         "",

@@ -1,7 +1,7 @@
 """Converts every model of the zoo under several policies, runs it, and writes what came out.
 
 Usage:
-    python tools/zoo_check.py --output docs/zoo.md                 # everything, 20 to 30 minutes
+    python tools/zoo_check.py --output docs/results/zoo.md                 # everything, 20 to 30 minutes
     python tools/zoo_check.py --family timm --modes eval
     python tools/zoo_check.py --names transformers/bert timm/resnet18
 

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import math
-import os
-import platform
 import re
 from collections.abc import Callable, Iterable
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
+from provenance import written_by
 
 from tests.zoo.measure import DRAWS, FACTORS, FLOOR, tolerance
 
+LIBRARIES = ("timm", "torchvision", "transformers")
 Record = dict[str, Any]
 LEVELS = ("O1", "O2")
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -125,7 +124,7 @@ def report(records: list[Record]) -> str:
     broken = violations(records)
     parts = [
         "# The zoo: whole models against torch's autocast",
-        f"Written by `python tools/zoo_check.py --output docs/zoo.md`. {machine()}.",
+        written_by("python tools/zoo_check.py --output docs/results/zoo.md", *LIBRARIES),
         summary(records),
         "## Every model, eval mode",
         _table(_COLUMNS, [_row(record) for record in ok(records, "eval")]),
@@ -247,15 +246,3 @@ def _table(columns: Iterable[str], rows: list[list[str]]) -> str:
     lines = [[column.strip() for column in columns]]
     lines += [["---"] * len(lines[0]), *rows]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
-
-
-def machine() -> str:
-    """Names the processor and the versions."""
-    path = Path("/proc/cpuinfo")
-    lines = path.read_text().splitlines() if path.exists() else []
-    model = next((x.split(":")[1].strip() for x in lines if x.startswith("model name")), platform.machine())
-    names = ("torch", "timm", "torchvision", "transformers")
-    libraries = ", ".join(f"{name} {version(name)}" for name in names)
-    return (
-        f"{model}, {os.cpu_count()} cores (one thread used), Python {platform.python_version()}, {libraries}"
-    )

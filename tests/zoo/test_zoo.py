@@ -1,6 +1,6 @@
 """Whole models of timm, transformers and torchvision: converted, run, and compared with float32 and autocast.
 
-`tools/zoo_check.py` does the same for every model of the zoo, and writes docs/zoo.md.
+`tools/zoo_check.py` does the same for every model of the zoo, and writes docs/results/zoo.md.
 """
 
 from __future__ import annotations
