@@ -25,6 +25,7 @@ FLOORS = (
     ("report",),
     ("drawing",),
     ("module",),
+    ("numerics",),
     ("block_forward", "blocks", "convert", "export", "testing"),
     ("ampgraph",),
     ("integrations", "cli", "__main__", "pytest_plugin"),

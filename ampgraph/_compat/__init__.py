@@ -28,6 +28,7 @@ from .fake_tensors import (
 from .grad_scaler import is_scaled_by_grad_scaler
 from .graphs import (
     all_op_names,
+    flat_inputs,
     outside_tracing,
     set_calling_convention,
     size_hint,
@@ -93,6 +94,7 @@ __all__ = [
     "expects_uneven_inputs",
     "fake_mode_of",
     "find_backend",
+    "flat_inputs",
     "has_content",
     "has_triton",
     "hooks_registered",

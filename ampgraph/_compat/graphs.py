@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from torch.export import ExportedProgram
 from torch.fx import GraphModule
+from torch.fx._pytree import tree_flatten_spec
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 from torch.fx.graph import _PyTreeCodeGen, _PyTreeInfo
 
@@ -35,6 +37,14 @@ def set_calling_convention(graph_module: GraphModule, program: ExportedProgram) 
     names = getattr(signature, "forward_arg_names", None)
     names = names or [*(f"arg_{i}" for i in range(positional.num_children)), *keyword.context]
     graph_module.graph.set_codegen(_PyTreeCodeGen(_PyTreeInfo(list(names), in_spec, out_spec)))
+
+
+def flat_inputs(graph_module: GraphModule, args: tuple, kwargs: dict[str, Any] | None = None) -> list[Any]:
+    """Returns the values of a graph's placeholders for a call with these arguments."""
+    codegen = graph_module.graph._codegen
+    if not isinstance(codegen, _PyTreeCodeGen):
+        return list(args)
+    return tree_flatten_spec((tuple(args), dict(kwargs or {})), codegen.pytree_info.in_spec)
 
 
 def wrap_grad_modes(graph_module: GraphModule) -> GraphModule:
