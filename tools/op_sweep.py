@@ -1,7 +1,7 @@
 """Converts every op of torch's own operator tests as a model of one op, and writes what came out.
 
 Usage:
-    python tools/op_sweep.py --output docs/results/op-sweep.md    # all of op_db, about 30 minutes on two cores
+    python tools/op_sweep.py --output docs/results/op-sweep.md    # all of op_db, 30 minutes on two cores
     python tools/op_sweep.py --names softmax 'nn.functional.*' --levels O3
 
 Each op runs forward and backward on a few of its samples, in the forms of `tests.one_op`, in float16 and
