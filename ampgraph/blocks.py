@@ -23,6 +23,7 @@ from .block_forward import BlockForward, converted_forward
 from .errors import CaptureError, PolicyError, did_you_mean
 from .module import AmpModule
 from .policy.policy import Policy
+from .policy.rules import NODE_PREFIX
 from .runtime.device import device_of
 from .runtime.dynamo_backend import choose_backend
 from .runtime.options import AUTO, Options, check_capture
@@ -172,6 +173,8 @@ def _by_block(policy: Policy, model: nn.Module, paths: list[str]) -> dict[str, P
                 rules[escape(inner)] = next(iter(matches.values()))
         policies[path] = policy.replace(rules=rules)
     for rule in policy.rules:
+        if rule.startswith(NODE_PREFIX):
+            raise PolicyError(f"convert_blocks: rule {rule!r} names a node; its rules name modules only.")
         if rule not in used:
             legal = [name for name, _ in model.named_modules()]
             raise PolicyError(

@@ -22,6 +22,7 @@ from .module import AmpModule
 from .origin import module_paths_of
 from .plan import Plan
 from .policy.policy import DTYPE_NAMES
+from .policy.rules import NODE_PREFIX
 from .report import graph_view as view
 from .report.cast_map import SHOWN, cast_lines, excerpt, left_out
 from .report.numerics import assert_close_to_fp32
@@ -55,8 +56,8 @@ def assert_dtype(amp: AmpModule | GraphModule, pattern: str, dtype: torch.dtype 
 
     Args:
         amp: What `ampgraph.convert` returned, or its graph module.
-        pattern: A glob over graph node names and over module paths, as in ``Policy(rules=...)``: a module's
-            path matches everything inside the module.
+        pattern: A glob over module paths and over graph node names; with the prefix ``node:``, as in
+            ``Policy(rules=...)``, over node names alone. A module's path matches everything inside it.
         dtype: The dtype, or its name, expected of each matching op with a floating result.
 
     Raises:
@@ -187,7 +188,8 @@ def _described(casts: list[Node], graph_module: GraphModule, plan: Plan) -> str:
 
 def _matching(nodes: list[Node], pattern: str, what: str) -> list[Node]:
     """Returns the nodes that a glob matches by name or module path; raises AssertionError without any."""
-    matching = [n for n in nodes if any(fnmatchcase(name, pattern) for name in _names(n))]
+    glob = pattern.removeprefix(NODE_PREFIX)
+    matching = [n for n in nodes if any(fnmatchcase(name, glob) for name in _names(n, glob == pattern))]
     if matching:
         return matching
     near = did_you_mean(pattern, dict.fromkeys(name for n in nodes for name in _names(n)))
@@ -202,9 +204,10 @@ def _ops(graph_module: GraphModule, plan: Plan) -> Iterator[Node]:
                 yield node
 
 
-def _names(node: Node) -> Iterator[str]:
+def _names(node: Node, with_modules: bool = True) -> Iterator[str]:
     yield node.name
-    yield from (path for path in module_paths_of(node) if path)
+    if with_modules:
+        yield from (path for path in module_paths_of(node) if path)
 
 
 def _cast_line(node: Node) -> str:

@@ -98,14 +98,13 @@ def rewrite(
         PassError: A pass failed; the graph module must not be used then.
     """
     asked, policy = policy, _with_guard_scope(graph_module, policy)
+    modules = tuple(modules)
     for body, operands in _bodies(graph_module):
         _mark_parameters(graph_module, body, operands)
-        rewrite(body, policy, low_dtype, check_rules=False)
+        rewrite(body, policy, low_dtype, modules, check_rules=False)
     graph_module.meta[META_KEY] = Workspace()
     edits = any(low for _, low in pins) or may_go_low(graph_module.graph, policy, low_dtype)
-    run_passes(
-        graph_module, default_pipeline(policy, low_dtype, tuple(modules), check_rules, pins, edits), hook
-    )
+    run_passes(graph_module, default_pipeline(policy, low_dtype, modules, check_rules, pins, edits), hook)
     space = workspace(graph_module)
     if space.plan is None:
         raise PassError("the pipeline ended without a plan.")

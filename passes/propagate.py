@@ -16,19 +16,18 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import ClassVar
 
 import torch
 from torch.fx import GraphModule, Node
 
 from ampgraph._compat import OpOverload
-from ampgraph.errors import PolicyError, did_you_mean
 from ampgraph.guards import FP16, FP32, LISTS, guard_of
 from ampgraph.ops import kernels
 from ampgraph.ops.lists import OpClass
 from ampgraph.origin import module_paths_of
 from ampgraph.policy.policy import Policy
+from ampgraph.policy.rules import RuleBook
 
 from .analysis.arguments import argument
 from .analysis.facts import Facts, NodeFacts, OperandRule, has_kernel
@@ -60,13 +59,7 @@ class PropagatePrecision(Pass):
     def requires(self, graph_module: GraphModule) -> None:
         if not self.check_rules:
             return
-        known = {*self.modules, *(n.name for n in graph_module.graph.nodes)}
-        for pattern in self.policy.rules:
-            if not any(fnmatchcase(name, pattern) for name in known):
-                raise PolicyError(
-                    f"rule {pattern!r} matches no module and no node of the model."
-                    + did_you_mean(pattern.rstrip(".*"), known)
-                )
+        self._rules(graph_module).check(n.name for n in graph_module.graph.nodes)
 
     def run(self, graph_module: GraphModule) -> bool:
         space = workspace(graph_module)
@@ -74,12 +67,13 @@ class PropagatePrecision(Pass):
         facts = space.facts
         problem = Problem({}, facts, self.low_dtype)
         guarded_only = self._guarded_only(graph_module)
+        rules = self._rules(graph_module)
         ranges, problem.out_of_range = find_range_pins(graph_module, facts, self.low_dtype)
         fixed: dict[Node, Variable] = {}
         for node, fact in facts.items():
             if fact.dtype is None or fact.dtype_source is not node:
                 continue
-            if variable := self._above_lists(node, fact, ranges.get(node), guarded_only):
+            if variable := self._above_lists(node, fact, ranges.get(node), guarded_only, rules):
                 fixed[node] = variable
         hazards = self._hazards(graph_module, facts, fixed)
         for node, fact in facts.items():
@@ -100,7 +94,7 @@ class PropagatePrecision(Pass):
         return any(guard_of(n) == FP16 for n in graph_module.graph.nodes)
 
     def _above_lists(
-        self, node: Node, fact: NodeFacts, range_reason: str | None, guarded_only: bool
+        self, node: Node, fact: NodeFacts, range_reason: str | None, guarded_only: bool, rules: RuleBook
     ) -> Variable | None:
         """Applies what stands above hazards and op lists to one node; None if nothing of it speaks."""
         source_low = fact.dtype == self.low_dtype
@@ -138,7 +132,7 @@ class PropagatePrecision(Pass):
             return Variable(source_low, "source", "makes its values from no floating input")
         if (asked := dict(self.pins).get(node.name)) is not None:
             return Variable(asked, "what if", "flipped, to see what changes")
-        return self._wished(node, guarded_only)
+        return self._wished(node, guarded_only, rules)
 
     def _hazards(
         self, graph_module: GraphModule, facts: Facts, fixed: dict[Node, Variable]
@@ -155,7 +149,7 @@ class PropagatePrecision(Pass):
             return None
         return Variable(source_low, "hazard", hazard.reason, because=hazard.because)
 
-    def _wished(self, node: Node, guarded_only: bool) -> Variable | None:
+    def _wished(self, node: Node, guarded_only: bool, rules: RuleBook) -> Variable | None:
         guard = guard_of(node)
         if guard == FP32:
             return Variable(False, "guard", "inside fp32_guard (or a disabled autocast region)")
@@ -163,18 +157,17 @@ class PropagatePrecision(Pass):
             return Variable(True, "guard", "inside fp16_guard")
         if guarded_only and guard != LISTS:
             return Variable(False, "guard", "outside fp16_guard")
-        return self._by_rules(node)
-
-    def _by_rules(self, node: Node) -> Variable | None:
-        if not self.policy.rules:
-            return None
-        for name in (node.name, *module_paths_of(node)):
-            matches = {p: v for p, v in self.policy.rules.items() if fnmatchcase(name, p)}
-            if len(set(matches.values())) > 1:
-                raise PolicyError(f"contradictory rules for {name!r} (node {node.name!r}): {matches}")
-            for pattern, value in matches.items():
-                return Variable(value == "low", "rule", f"rule {pattern!r}: {value!r} matches {name!r}")
+        if match := rules.match(node.name, module_paths_of(node)):
+            reason = f"rule {match.pattern!r}: {match.value!r} matches {match.name!r}"
+            return Variable(match.value == "low", "rule", reason)
         return None
+
+    def _rules(self, graph_module: GraphModule) -> RuleBook:
+        """Returns the rules; a graph whose model is not known is asked for the modules that it comes from."""
+        if not self.policy.rules:
+            return RuleBook({}, ())
+        around = (path for node in graph_module.graph.nodes for path in module_paths_of(node))
+        return RuleBook(self.policy.rules, self.modules or around)
 
     def _by_lists(self, node: Node, fact: NodeFacts) -> Variable:
         cls, why = fact.op_class, f": {fact.class_reason}" if fact.class_reason else ""

@@ -137,6 +137,7 @@ def test_rules_name_modules_of_the_whole_model() -> None:
         (nn.Conv2d, {}, "'Conv2d' matches no module"),
         (3, {}, "takes globs of module paths and module classes, got 3"),
         ("layers.*", {"policy": Policy(rules={"head": "low"})}, "rule 'head' matches no module in a block"),
+        ("layers.*", {"policy": Policy(rules={"node:linear": "low"})}, "'node:linear' names a node"),
         ("layers.*", {"policy": Policy(rules={"*.up": "low", "*0.up": "fp32"})}, "contradictory rules"),
         ("layers.*", {"policy": FLOAT16.replace(keep_io_dtypes=False)}, "underflow"),
         ("layers.*", {"backend": "nonsense"}, "nonsense"),

@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 import ampgraph
 from ampgraph import Policy, PolicyError
+from ampgraph.testing import assert_dtype
 
 from .helpers import dtype_of, nodes_of
 
@@ -79,6 +81,118 @@ def test_innermost_module_wins(how):
 def test_node_name_over_module_path():
     assert linears(converted({"linear_2": "low", "head": "fp32"})) == [BF16, BF16, BF16]
     assert linears(converted({"linear_1": "fp32"})) == [BF16, FP32, BF16]
+
+
+class Named(nn.Module):
+    """The module ``linear`` is node ``linear_1``: the node ``linear`` is another layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.linear = nn.Linear(8, 8)
+        self.last = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.last(self.linear(self.first(x)))
+
+
+@pytest.mark.parametrize("how", CAPTURES)
+def test_a_name_of_a_module_and_of_a_node(how):
+    """It is the module's; the prefix makes it the node's."""
+    assert linears(converted({"linear": "fp32"}, how, Named())) == [BF16, FP32, BF16]
+    assert linears(converted({"node:linear": "fp32"}, how, Named())) == [FP32, BF16, BF16]
+    assert linears(converted({"node:linear": "fp32", "linear": "fp32"}, how, Named())) == [FP32, FP32, BF16]
+    assert linears(converted({"linear": "low", "linear*": "low", "node:linear": "fp32"}, how, Named())) == [
+        FP32,
+        BF16,
+        BF16,
+    ]
+
+
+@pytest.mark.parametrize("how", CAPTURES)
+def test_a_glob_that_fits_a_module_is_none_of_node_names(how):
+    assert linears(converted({"lin*": "fp32"}, how, Named())) == [BF16, FP32, BF16]
+    assert linears(converted({"linear_*": "fp32"}, how, Named())) == [BF16, FP32, FP32]
+    assert linears(converted({"node:lin*": "fp32"}, how, Named())) == [FP32, FP32, FP32]
+
+
+def test_a_module_that_does_not_run_keeps_its_name():
+    class Unused(Net):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(2, 2)
+
+    assert linears(converted({"linear": "fp32"}, model=Unused())) == [BF16, BF16, BF16]
+
+
+def test_a_node_above_its_module():
+    assert linears(converted({"node:linear_2": "low", "head": "fp32"})) == [BF16, BF16, BF16]
+    assert linears(converted({"head": "low", "node:linear_2": "fp32"})) == [BF16, BF16, FP32]
+
+
+def test_an_exported_program_knows_its_modules():
+    program = torch.export.export(Named(), (torch.randn(3, 8),), strict=False)
+    for rules, expected in (
+        ({"linear": "fp32"}, [BF16, FP32, BF16]),
+        ({"node:linear": "fp32"}, [FP32, BF16, BF16]),
+    ):
+        module = ampgraph.convert(program, policy=Policy(dtype=BF16, rules=rules)).module()
+        assert dtype_of(module, "linear") == expected
+
+
+@pytest.mark.parametrize("rule", ["linear", "node:linear"])
+def test_the_backend_of_torch_compile_takes_the_modules_from_the_graph(rule):
+    torch._dynamo.reset()
+    found = []
+
+    def keep(graph_module, inputs):
+        found.append(graph_module)
+        return graph_module
+
+    policy = Policy(dtype=BF16, rules={rule: "fp32"})
+    model = torch.compile(Named(), backend="ampgraph", options={"policy": policy, "backend": keep})
+    with torch.no_grad():
+        model(torch.randn(3, 8))
+    expected = [BF16, FP32, BF16] if rule == "linear" else [FP32, BF16, BF16]
+    assert dtype_of(found[0], "linear") == expected
+
+
+def test_a_body_of_a_branch_knows_the_modules_of_the_whole():
+    class Branches(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x):
+            x = x + 1
+            twice = lambda x: F.linear(F.linear(x, torch.eye(8)), torch.eye(8))  # noqa: E731
+            return torch.cond(x.sum() > 0, twice, torch.relu, (self.linear(x),))
+
+    amp = ampgraph.convert(
+        Branches(), (torch.randn(3, 8),), policy=Policy(dtype=BF16, rules={"linear": "fp32"})
+    )
+    assert linears(amp) == [FP32]
+    assert dtype_of(amp.graph_module.true_graph_0, "linear") == [BF16, BF16]
+
+
+def test_a_node_that_is_not_there_names_a_near_one():
+    with pytest.raises(PolicyError, match=r"'node:liner' matches no node.*Did you mean 'node:linear'"):
+        converted({"node:liner": "fp32"})
+    with pytest.raises(PolicyError, match=r"'node:head' matches no node"):
+        converted({"node:head": "fp32"})
+
+
+def test_rules_for_one_node_that_contradict_each_other():
+    with pytest.raises(PolicyError, match=r"contradictory.*'linear'"):
+        converted({"node:linear": "low", "node:lin*": "fp32"})
+
+
+def test_assertions_take_the_prefix_too():
+    amp = converted({"node:linear": "fp32"}, model=Named())
+    assert_dtype(amp, "node:linear", FP32)
+    assert_dtype(amp, "node:linear_*", BF16)
+    with pytest.raises(AssertionError, match="matches no floating-point op"):
+        assert_dtype(amp, "node:first", FP32)
 
 
 def test_low_rule_on_a_gray_and_on_a_black_op():

@@ -205,7 +205,7 @@ def _policy_options(command: Any) -> None:
         action="extend",
         default=[],
         metavar="GLOB=low|fp32",
-        help="by module path or node name",
+        help="by module path, or by node name as node:GLOB",
     )
     group.add_argument("--placement", choices=PLACEMENTS, help="instead of the policy's")
     group.add_argument("--objective", choices=OBJECTIVES, help="what the optimal placement minimises")

@@ -72,9 +72,11 @@ class Policy:
             ``"fp16"``, ``"bfloat16"``, ``"bf16"``). None means float16 where the parameters are on CUDA
             and bfloat16 elsewhere.
         ops: The op lists, see `OpLists`.
-        rules: Globs over module paths (as in ``model.named_modules()``) or over graph node names,
-            each mapped to ``"low"`` or ``"fp32"``. The innermost module that a rule matches decides
-            (MindSpore's ``Cell.to_float``, Paddle's ``custom_black_varnames``).
+        rules: Globs over module paths (as in ``model.named_modules()``), each mapped to ``"low"`` or
+            ``"fp32"``. The innermost module that a rule matches decides (MindSpore's ``Cell.to_float``,
+            Paddle's ``custom_black_varnames``). ``"node:linear*"`` is a glob over graph node names; without
+            the prefix a glob is one over node names only where it matches no module. Rules for nodes stand
+            above those for modules.
         use_fp16_guard: True: only code inside `fp16_guard` may go low; False: `fp16_guard` is
             ignored; None: True when the graph contains one.
         placement: ``"optimal"`` (minimum cut) or ``"autocast"`` (the rule of ``torch.autocast``).
@@ -126,7 +128,7 @@ class Policy:
         for pattern, value in self.rules.items():
             if not isinstance(pattern, str):
                 raise PolicyError(
-                    f"Policy: rule {pattern!r} must be a module path glob or a node name (str)."
+                    f"Policy: rule {pattern!r} must be a glob (str) of modules, or of nodes after 'node:'."
                 )
             _check_choice(f"rule {pattern!r}", value, RULE_VALUES)
         object.__setattr__(self, "rules", _Rules(self.rules))

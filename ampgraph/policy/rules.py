@@ -1,0 +1,84 @@
+"""Which rule of a policy speaks of a node: patterns of module paths and of node names, told apart."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from fnmatch import fnmatchcase
+from typing import NamedTuple
+
+from ampgraph.errors import PolicyError, did_you_mean
+
+NODE_PREFIX = "node:"
+
+
+class Match(NamedTuple):
+    """The rule that decides for a node, and the name that it matches."""
+
+    pattern: str
+    value: str
+    name: str
+
+
+class RuleBook:
+    """The rules of a policy, for one model.
+
+    ``"node:linear*"`` is a glob over node names. A bare glob is one over module paths if it fits any module
+    of the model, and one over node names if it fits none; it is never both.
+    """
+
+    def __init__(self, rules: Mapping[str, str], modules: Iterable[str]) -> None:
+        """Args:
+        rules: The policy's, by pattern.
+        modules: The model's module paths; the root's is always known.
+        """
+        self.modules = {"", *modules}
+        self._of_nodes: dict[str, str] = {}  # glob over names -> pattern as the user wrote it
+        self._of_modules: list[str] = []
+        self._rules = rules
+        for pattern in rules:
+            if pattern.startswith(NODE_PREFIX):
+                self._of_nodes[pattern] = pattern.removeprefix(NODE_PREFIX)
+            elif any(fnmatchcase(path, pattern) for path in self.modules):
+                self._of_modules.append(pattern)
+            else:
+                self._of_nodes[pattern] = pattern
+
+    def check(self, nodes: Iterable[str]) -> None:
+        """Raises `PolicyError` for a rule that matches no module and none of the nodes."""
+        if not self._of_nodes:
+            return
+        names = list(nodes)
+        for pattern, glob in self._of_nodes.items():
+            if any(fnmatchcase(name, glob) for name in names):
+                continue
+            if pattern != glob:
+                near = did_you_mean(pattern, [NODE_PREFIX + name for name in names])
+                raise PolicyError(f"rule {pattern!r} matches no node of the model.{near}")
+            near = did_you_mean(pattern.rstrip(".*"), [*self.modules, *names])
+            raise PolicyError(f"rule {pattern!r} matches no module and no node of the model.{near}")
+
+    def match(self, node: str, modules: Iterable[str]) -> Match | None:
+        """Returns the rule that decides for a node: one for its name, or for the innermost module.
+
+        Args:
+            node: The node's name.
+            modules: Paths of the modules around it, innermost first.
+
+        Raises:
+            PolicyError: Two rules for one name contradict each other.
+        """
+        if not self._rules:
+            return None
+        found = [pattern for pattern, glob in self._of_nodes.items() if fnmatchcase(node, glob)]
+        if found:
+            return self._one(found, node, node)
+        for path in dict.fromkeys((*modules, "")) if self._of_modules else ():
+            if found := [pattern for pattern in self._of_modules if fnmatchcase(path, pattern)]:
+                return self._one(found, path, node)
+        return None
+
+    def _one(self, patterns: list[str], name: str, node: str) -> Match:
+        matches = {pattern: self._rules[pattern] for pattern in patterns}
+        if len(set(matches.values())) > 1:
+            raise PolicyError(f"contradictory rules for {name!r} (node {node!r}): {matches}")
+        return Match(patterns[0], matches[patterns[0]], name)
