@@ -251,6 +251,8 @@ class AsksGradMode(nn.Module):
 ASKS = {
     "grad mode": lambda m, y: torch.is_grad_enabled(),
     "a result": lambda m, y: y.requires_grad,
+    "how it was made": lambda m, y: y.grad_fn is not None,
+    "whether it is a leaf": lambda m, y: not y.is_leaf,
     "a parameter": lambda m, y: m.fc.weight.requires_grad and torch.is_grad_enabled(),
 }
 

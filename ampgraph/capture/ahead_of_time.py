@@ -115,7 +115,7 @@ def capture_program(
             quiet,
             traced_as_no_grad(is_capturing_here),
             with_cumulative_average(is_capturing_here),
-            _DataIsDetach(reads),
+            _WatchedTensors(reads),
             watching as lost,
             without_new_attributes(model),
             noting_written_containers(model) as written,
@@ -126,6 +126,8 @@ def capture_program(
         _check_arguments(model, args, kwargs, error)
         raise AheadOfTimeError(_explain(model, error)).because(is_known=bool(_hint(error))) from error
     _check_written(model, written)
+    if reads is not None:
+        reads.note_program(program)
     program.graph_module.meta[LOST_KEY] = tuple(lost)
     for module in program.graph_module.modules():
         if isinstance(module, fx.GraphModule):
@@ -155,14 +157,13 @@ def _complete_users(graph: fx.Graph) -> None:
             source.users.setdefault(node)
 
 
-class _DataIsDetach(TorchFunctionMode):
+class _WatchedTensors(TorchFunctionMode):
     """Captures ``x.data``, which tracing does not see, as ``x.detach()``: the same memory, no gradients.
 
-    Notes who asks for ``x.requires_grad``.
+    Notes who asks for what a graph does not compute: the state of autograd, the layout of memory.
     """
 
-    _read = torch.Tensor.data.__get__  # type: ignore[attr-defined]
-    _asked = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
+    _data = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 
     def __init__(self, reads: Reads | None = None) -> None:
         super().__init__()
@@ -170,10 +171,12 @@ class _DataIsDetach(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
         # Dynamo, which captures the bodies of torch.cond, cannot compare functions; it sees ``data`` itself.
-        if not torch.compiler.is_dynamo_compiling() and func == self._read:
+        if torch.compiler.is_dynamo_compiling():
+            return func(*args, **(kwargs or {}))
+        if func == self._data:
             return args[0].detach()
-        if self._reads is not None and func == self._asked:
-            self._reads.note_gradients()
+        if self._reads is not None:
+            self._reads.note_call(func)
         return func(*args, **(kwargs or {}))
 
 

@@ -1,4 +1,4 @@
-"""What Python state a model's forward reads while it is captured: plain attributes, grad mode.
+"""What Python state a model's forward reads while it is captured: plain attributes, grad mode, strides.
 
 A graph keeps the values that forward saw. Recorded at capture, they can be compared at a call.
 """
@@ -10,11 +10,14 @@ import functools
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
+from torch.export import ExportedProgram
 
+from .._compat import OpOverload
 from ..proxy.module_proxy import ModuleProxy
 from .containers import copied, has_plain_leaves, is_container, same
 
@@ -23,6 +26,19 @@ _OURS = str(Path(__file__).parents[1])
 # What every module has: parameters, hooks, the training mode. A forward on a module is its own.
 _OF_EVERY_MODULE = frozenset({*vars(nn.Module()), *vars(nn.Module)} - {"forward"})
 Key = tuple[int, str]
+
+_OF_AUTOGRAD = frozenset(
+    getattr(torch.Tensor, name).__get__ for name in ("requires_grad", "grad_fn", "is_leaf")
+)
+_OF_LAYOUT = frozenset(getattr(torch.Tensor, name) for name in ("is_contiguous", "stride", "dim_order"))
+_BETWEEN = ("__torch_function__", "handle_torch_function")
+# They copy or not as the strides are, so that a later write reaches the argument or not.
+_COPY_OR_NOT = frozenset(
+    f
+    for name in ("contiguous", "reshape", "reshape_as", "flatten", "ravel", "to")
+    for f in (getattr(torch.Tensor, name), getattr(torch, name, None))
+    if f is not None
+)
 
 
 class Reads:
@@ -34,6 +50,8 @@ class Reads:
         carried: What was read and then set to something else: state that forward carries from call to call.
         lost: Of that, what is no tensor; torch.export warns of those.
         asks_for_gradients: Whether the model's code read the grad mode, or a tensor's ``requires_grad``.
+        asks_for_layout: Whether it asked for strides, or wrote in place to what may be a copy or not.
+        asks_for_offset: Whether it asked where in its memory a tensor begins.
     """
 
     def __init__(self, source: nn.Module) -> None:
@@ -43,6 +61,9 @@ class Reads:
         self.carried: set[Key] = set()
         self.lost: dict[Key, None] = {}
         self.asks_for_gradients = False
+        self.asks_for_layout = False
+        self.asks_for_offset = False
+        self._may_copy = False
         self._set_first: set[Key] = set()
 
     def note_read(self, module: nn.Module, name: str, value: object) -> None:
@@ -74,10 +95,41 @@ class Reads:
 
     def note_gradients(self) -> None:
         """Notes that grad mode was read, if by the model's code: torch's own asks to choose a kernel."""
-        frame = sys._getframe(2)
-        while frame.f_code.co_name == "__torch_function__" and frame.f_back:
-            frame = frame.f_back
-        self.asks_for_gradients |= not frame.f_code.co_filename.startswith((_TORCH, _OURS))
+        self.asks_for_gradients |= _is_asked_by_model(sys._getframe(2))
+
+    def note_call(self, function: Any) -> None:
+        """Notes what a function or getter of tensors, which the model's code calls, tells it."""
+        caller = sys._getframe(2)
+        if function in _OF_AUTOGRAD:
+            self.asks_for_gradients |= _is_asked_by_model(caller, function)
+        elif function in _OF_LAYOUT:
+            self.asks_for_layout |= _is_asked_by_model(caller, function)
+        elif function == torch.Tensor.storage_offset:
+            self.asks_for_offset |= _is_asked_by_model(caller, function)
+        elif function in _COPY_OR_NOT:
+            self._may_copy |= _is_asked_by_model(caller, function)
+
+    def note_program(self, program: ExportedProgram) -> None:
+        """Notes what the captured graph says of forward."""
+        self.asks_for_layout |= self.asks_for_offset or (self._may_copy and any(_written(program)))
+
+
+def _written(program: ExportedProgram) -> Iterator[fx.Node]:
+    """Yields what a graph writes in place, except for its own buffers."""
+    buffers = program.graph_signature.inputs_to_buffers
+    for part in program.graph_module.modules():
+        for node in part.graph.nodes if isinstance(part, fx.GraphModule) else ():
+            is_write = isinstance(node.target, OpOverload) and node.target._schema.is_mutable
+            if is_write and node.all_input_nodes and node.all_input_nodes[0].name not in buffers:
+                yield node.all_input_nodes[0]
+
+
+def _is_asked_by_model(frame: FrameType, function: Any = None) -> bool:
+    """Whether a question that came to this frame through torch's modes is neither torch's nor ampgraph's."""
+    own = getattr(function, "__code__", None)  # of methods of tensors that are written in Python
+    while (frame.f_code.co_name in _BETWEEN or frame.f_code is own) and frame.f_back:
+        frame = frame.f_back
+    return not frame.f_code.co_filename.startswith((_TORCH, _OURS))
 
 
 def _seen_by_forward(module: nn.Module) -> nn.Module:

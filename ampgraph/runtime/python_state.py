@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..capture.containers import copied, has_plain_leaves, is_container, is_small, same
 from ..capture.reads import Reads
+from .layouts import Layouts
 
 _DEPTH = 3  # of objects inside objects: model.config.rope.base
 _GONE = object()
@@ -22,7 +23,7 @@ Place = tuple[dict[str, Any], str]
 
 
 class PythonState:
-    """The plain attributes that forward read, and the state of autograd if it asked for that.
+    """The plain attributes that forward read; strides and the state of autograd if it asked for those.
 
     Left out are attributes that forward sets itself: they would be others at every call.
 
@@ -49,6 +50,9 @@ class PythonState:
         self._seen_objects = [held[name] for held, name in self._objects]
         self._has_rest = bool(self._objects or self._containers or self._of_class)
         self._autograd = _autograd(source, args, kwargs) if reads.asks_for_gradients else None
+        self._layouts = (
+            Layouts(source, args, kwargs, reads.asks_for_offset) if reads.asks_for_layout else None
+        )
 
     def fits(self, args: tuple, kwargs: dict[str, Any]) -> bool:
         """Whether forward would still read the same. Runs at every call."""
@@ -60,6 +64,8 @@ class PythonState:
         except (KeyError, ValueError, RuntimeError):  # gone, or an array now, which compares item by item
             return False
         if self._has_rest and not self._is_rest_same():
+            return False
+        if self._layouts is not None and not self._layouts.fits(args, kwargs):
             return False
         return self._autograd is None or self._autograd == _autograd(self._source, args, kwargs)
 

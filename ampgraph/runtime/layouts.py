@@ -1,0 +1,65 @@
+"""`Layouts`: how the tensors that a call reads lie in memory, for models whose code asks for that."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+_FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
+
+
+class Layouts:
+    """The strides of arguments, parameters and buffers at capture.
+
+    Args:
+        source: The model.
+        args: The positional arguments of the capture.
+        kwargs: Its keyword arguments.
+        with_offsets: Whether it matters, too, where in its memory a tensor begins.
+    """
+
+    def __init__(
+        self, source: nn.Module, args: tuple, kwargs: dict[str, Any], with_offsets: bool = False
+    ) -> None:
+        self._source, self._with_offsets = source, with_offsets
+        self._seen = [_layout(t) for t in self._tensors(args, kwargs)]
+        self._offsets = self._offsets_of(args, kwargs)
+
+    def fits(self, args: tuple, kwargs: dict[str, Any]) -> bool:
+        """Whether all lie as they did, for their sizes now."""
+        layouts = [_layout(t) for t in self._tensors(args, kwargs)]
+        return layouts == self._seen and self._offsets == self._offsets_of(args, kwargs)
+
+    def _offsets_of(self, args: tuple, kwargs: dict[str, Any]) -> list[int]:
+        tensors = self._tensors(args, kwargs) if self._with_offsets else ()
+        return [t.storage_offset() for t in tensors if t.layout == torch.strided]
+
+    def _tensors(self, args: tuple, kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
+        leaves = [*tree_leaves((args, kwargs)), *self._source.parameters(), *self._source.buffers()]
+        return (leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
+
+
+def _layout(tensor: torch.Tensor) -> object:
+    """Returns the memory format, which says the strides for any sizes, or the strides themselves."""
+    if tensor.layout != torch.strided:
+        return tensor.layout
+    strides = tensor.stride()
+    if strides == _dense(tensor.shape, range(tensor.dim())):
+        return torch.contiguous_format
+    channels_last = (0, *range(2, tensor.dim()), 1)
+    if tensor.dim() in _FORMATS and strides == _dense(tensor.shape, channels_last):
+        return _FORMATS[tensor.dim()]
+    return strides
+
+
+def _dense(shape: torch.Size, order: Iterable[int]) -> tuple[int, ...]:
+    """Returns the strides of a tensor without gaps whose dimensions lie in the given order."""
+    strides, step = [1] * len(shape), 1
+    for dim in reversed(list(order)):
+        strides[dim] = step
+        step *= max(shape[dim], 1)
+    return tuple(strides)
