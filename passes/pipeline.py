@@ -24,6 +24,7 @@ from .inline_transforms import InlineTransforms
 from .insert_casts import InsertCasts
 from .normalize import Normalize
 from .place import PlaceCasts
+from .precedence import settle_guard_scope
 from .propagate import PropagatePrecision
 from .verify import Verify
 
@@ -97,7 +98,7 @@ def rewrite(
         PolicyError: The rules do not fit the model.
         PassError: A pass failed; the graph module must not be used then.
     """
-    asked, policy = policy, _with_guard_scope(graph_module, policy)
+    asked, policy = policy, settle_guard_scope(graph_module, policy)
     modules = tuple(modules)
     for body, operands in _bodies(graph_module):
         _mark_parameters(graph_module, body, operands)
@@ -161,12 +162,3 @@ def _mark_parameters(graph_module: fx.GraphModule, body: fx.GraphModule, operand
             inner.meta["ampgraph_parameter"] = True
         if is_table(graph_module, outer):
             inner.meta["ampgraph_table"] = True
-
-
-def _with_guard_scope(graph_module: fx.GraphModule, policy: Policy) -> Policy:
-    """Settles ``use_fp16_guard=None`` for the graph and its bodies together."""
-    if policy.use_fp16_guard is not None:
-        return policy
-    graphs = [m.graph for m in graph_module.modules() if isinstance(m, fx.GraphModule)]
-    guarded = any(guard_of(node) == FP16 for graph in graphs for node in graph.nodes)
-    return policy.replace(use_fp16_guard=True) if guarded else policy

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import pickle
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +13,8 @@ from torch import nn
 
 import ampgraph
 from ampgraph import OpLists, Policy, PolicyError
+from ampgraph.passes.precedence import PRECEDENCE, precedence_table
+from ampgraph.plan import Decision
 
 from .helpers import Fn, dtype_of, inserted
 
@@ -208,3 +211,15 @@ def test_propagation_decides_the_rest():
     )
     assert dtype_of(amp.graph_module, "gelu") == [FP32]
     assert amp.plan["gelu"].by == "propagation"
+
+
+def test_the_docs_print_the_precedence():
+    """`docs/policy.md` holds the table that the code's own rules print."""
+    page = (Path(__file__).resolve().parent.parent / "docs" / "policy.md").read_text()
+    assert f"\n\n{precedence_table()}\n\n" in page
+
+
+def test_every_rule_of_the_precedence_says_by_whom():
+    """Each ``by`` of a `Decision` that a rule makes stands in the docstring that lists them."""
+    assert all(f'``"{rule.by}"``' in (Decision.__doc__ or "") for rule in PRECEDENCE)
+    assert len({rule.name for rule in PRECEDENCE}) == len(PRECEDENCE)

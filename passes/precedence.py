@@ -1,0 +1,299 @@
+"""Who decides a node's dtype: `PRECEDENCE`, one tuple of rules that are tried in order, highest first.
+
+Two facts stand above every preference, because none can change them: an op without a low-precision
+kernel, and a value that the low dtype cannot hold. Then come guards, rules, hazards and op lists.
+What the last rule leaves free is for `PlaceCasts` to choose.
+
+A rule may rely on all rules above it having declined: below "not an ATen op", a target is an ATen op.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch.fx import GraphModule, Node
+
+from ampgraph._compat import OpOverload
+from ampgraph.guards import FP16, FP32, LISTS, guard_of
+from ampgraph.ops import kernels
+from ampgraph.ops.lists import OpClass
+from ampgraph.origin import module_paths_of
+from ampgraph.policy.policy import Policy
+from ampgraph.policy.rules import RuleBook
+
+from .analysis.arguments import argument
+from .analysis.facts import NodeFacts, has_kernel
+from .analysis.hazards import Hazard
+from .analysis.problem import Variable
+
+
+@dataclass
+class Case:
+    """What the rules look at besides the node and its facts; one for a graph.
+
+    Attributes:
+        policy: Level, lists and guards; ``use_fp16_guard`` is settled (see `settle_guard_scope`).
+        low_dtype: The policy's low dtype.
+        rules: The policy's rules, for this model.
+        ranges: For each op that the low dtype's range keeps in float32, the reason.
+        flips: Labels by node name, for asking what if.
+        hazards: The ops that `find_hazards` found; known once all rules above hazards have spoken.
+    """
+
+    policy: Policy
+    low_dtype: torch.dtype
+    rules: RuleBook
+    ranges: Mapping[Node, str] = field(default_factory=dict)
+    flips: Mapping[str, bool] = field(default_factory=dict)
+    hazards: Mapping[Node, Hazard] = field(default_factory=dict)
+
+
+Decide = Callable[[Node, NodeFacts, Case], "Variable | None"]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One line of the precedence.
+
+    Attributes:
+        name: The nodes that it decides, as the table in the documentation says it.
+        by: `Decision.by` of what it decides.
+        dtype: The dtype that they get, for the table.
+        decide: Returns the variable of a node, or None if the rule does not apply.
+    """
+
+    name: str
+    by: str
+    dtype: str
+    decide: Decide
+
+
+def settle_by(rules: tuple[Rule, ...], node: Node, fact: NodeFacts, case: Case) -> Variable | None:
+    """Returns what the first of ``rules`` that applies says; None if none does."""
+    for rule in rules:
+        if (variable := rule.decide(node, fact, case)) is not None:
+            return variable
+    return None
+
+
+def settle_guard_scope(graph_module: GraphModule, policy: Policy) -> Policy:
+    """Settles ``use_fp16_guard=None`` for a graph and its sub-graphs together."""
+    if policy.use_fp16_guard is not None:
+        return policy
+    graphs = [m.graph for m in graph_module.modules() if isinstance(m, GraphModule)]
+    return policy.replace(use_fp16_guard=any(guard_of(n) == FP16 for g in graphs for n in g.nodes))
+
+
+def precedence_table() -> str:
+    """Returns `PRECEDENCE` as a Markdown table."""
+    rows = [f"| {i} | {rule.name} | {rule.dtype} | `{rule.by}` |" for i, rule in enumerate(PRECEDENCE, 1)]
+    return "\n".join(["| | applies to | dtype | `by` |", "|---|---|---|---|", *rows])
+
+
+def _keep(name: str, by: str, reason: str, applies: Callable[[Node, NodeFacts, Case], object]) -> Rule:
+    """Returns a rule that keeps the source's dtype where ``applies`` holds."""
+
+    def decide(node: Node, fact: NodeFacts, case: Case) -> Variable | None:
+        return Variable(_source_low(fact, case), by, reason) if applies(node, fact, case) else None
+
+    return Rule(name, by, "the source's", decide)
+
+
+def _fp32(name: str, by: str, why: Callable[[Node, NodeFacts, Case], str | None]) -> Rule:
+    """Returns a rule that pins float32 where ``why`` returns a reason."""
+
+    def decide(node: Node, fact: NodeFacts, case: Case) -> Variable | None:
+        reason = why(node, fact, case)
+        return Variable(False, by, reason) if reason else None
+
+    return Rule(name, by, "float32", decide)
+
+
+def _low(name: str, by: str, why: Callable[[Node, NodeFacts, Case], str | None]) -> Rule:
+    """Returns a rule that pins low where ``why`` returns a reason."""
+
+    def decide(node: Node, fact: NodeFacts, case: Case) -> Variable | None:
+        reason = why(node, fact, case)
+        return Variable(True, by, reason) if reason else None
+
+    return Rule(name, by, "low", decide)
+
+
+def _source_low(fact: NodeFacts, case: Case) -> bool:
+    return fact.dtype == case.low_dtype
+
+
+def _of_source(node: Node, fact: NodeFacts, case: Case) -> Variable | None:
+    if node.op not in ("placeholder", "get_attr"):
+        return None
+    return Variable(_source_low(fact, case), "source", f"{node.op} of the source model")
+
+
+def _sparse_gradient(node: Node, fact: NodeFacts, case: Case) -> object:
+    sparse = kernels.sparse_gradient_arg(node.target)  # type: ignore[arg-type]
+    return sparse and argument(node, sparse)
+
+
+def _flip(node: Node, fact: NodeFacts, case: Case) -> Variable | None:
+    asked = case.flips.get(node.name)
+    return None if asked is None else Variable(asked, "what if", "flipped, to see what changes")
+
+
+def _fp16_guard(node: Node, fact: NodeFacts, case: Case) -> str | None:
+    return "inside fp16_guard" if case.policy.use_fp16_guard and guard_of(node) == FP16 else None
+
+
+def _outside_guards(node: Node, fact: NodeFacts, case: Case) -> str | None:
+    return "outside fp16_guard" if case.policy.use_fp16_guard and guard_of(node) != LISTS else None
+
+
+def _by_rules(node: Node, fact: NodeFacts, case: Case) -> Variable | None:
+    match = case.rules.match(node.name, module_paths_of(node))
+    if match is None:
+        return None
+    reason = f"rule {match.pattern!r}: {match.value!r} matches {match.name!r}"
+    return Variable(match.value == "low", "rule", reason)
+
+
+def _by_hazard(node: Node, fact: NodeFacts, case: Case) -> Variable | None:
+    """Keeps an exact node in the source's dtype, unless what the lists say does that anyway."""
+    hazard = case.hazards.get(node)
+    if hazard is None:
+        return None
+    source_low, listed = _source_low(fact, case), settle_by(LISTED, node, fact, case)
+    assert listed is not None
+    if listed.pinned == source_low or (listed.follows and not source_low):
+        return None
+    return Variable(source_low, "hazard", hazard.reason, because=hazard.because)
+
+
+def _white(node: Node, fact: NodeFacts, case: Case) -> str | None:
+    return f"white{_why(fact)}" if fact.op_class is OpClass.WHITE else None
+
+
+def _black_at_o3(node: Node, fact: NodeFacts, case: Case) -> str | None:
+    low = fact.op_class is OpClass.BLACK and case.policy.level == "O3"
+    return "O3 runs everything low" if low else None
+
+
+def _black(node: Node, fact: NodeFacts, case: Case) -> str | None:
+    return f"black{_why(fact)}" if fact.op_class is OpClass.BLACK else None
+
+
+def _why(fact: NodeFacts) -> str:
+    return f": {fact.class_reason}" if fact.class_reason else ""
+
+
+def _free(node: Node, fact: NodeFacts, case: Case) -> Variable | None:
+    assert fact.op_class is not None
+    return Variable(None, "placement", fact.op_class.value, follows=case.policy.level == "O1")
+
+
+ABOVE_HAZARDS = (
+    _keep("every node, at level O0", "source", "O0 changes nothing", lambda n, f, c: c.policy.level == "O0"),
+    Rule("an input, a parameter, a buffer or a constant", "source", "the source's", _of_source),
+    _keep(
+        "an op whose dtype the model's code names (a cast)",
+        "user cast",
+        "the source names this dtype",
+        lambda n, f, c: f.fixed_dtype is not None,
+    ),
+    _keep(
+        "memory that is written in place",
+        "alias",
+        "its memory is written in place",
+        lambda n, f, c: f.mutated,
+    ),
+    _keep(
+        "memory that `as_strided` reads beyond a view of it",
+        "alias",
+        "as_strided reads its memory beyond a view of it",
+        lambda n, f, c: f.reads_whole_storage,
+    ),
+    _keep(
+        "a view of an input, which the model returns",
+        "alias",
+        "a view of the caller's own memory, returned",
+        lambda n, f, c: f.returned_input_view,
+    ),
+    _keep(
+        "a result whose dtype does not depend on the op's",
+        "kernel",
+        "a result in a dtype of its own, whatever the op runs in",
+        lambda n, f, c: n.target is operator.getitem,
+    ),
+    _keep(
+        "what is not an ATen op",
+        "kernel",
+        "not an ATen op",
+        lambda n, f, c: not isinstance(n.target, OpOverload),
+    ),
+    _keep(
+        "an op that reads a sparse or nested tensor",
+        "kernel",
+        "reads a sparse or nested tensor",
+        lambda n, f, c: f.reads_sparse,
+    ),
+    _keep(
+        "an op that reads the other low dtype",
+        "kernel",
+        "reads another low dtype, with which this one widens",
+        lambda n, f, c: f.reads_other_low,
+    ),
+    _keep(
+        "an op whose results in another dtype FakeTensor cannot tell",
+        "kernel",
+        "FakeTensor cannot tell what it yields from other dtypes",
+        lambda n, f, c: kernels.is_opaque(n.target),
+    ),
+    _fp32(
+        "an op without a low-precision kernel",
+        "kernel",
+        lambda n, f, c: None if has_kernel(n, c.low_dtype) else "no low-precision kernel",
+    ),
+    _fp32("an op that fails or widens when it is tried low", "kernel", lambda n, f, c: f.refuses_low),
+    _keep(
+        "an op whose weight gets a sparse gradient",
+        "kernel",
+        "the gradient of its weight is sparse",
+        _sparse_gradient,
+    ),
+    _fp32("an op with a value that the low dtype cannot hold", "range", lambda n, f, c: c.ranges.get(n)),
+    _keep(
+        "an op that reads no floating-point input",
+        "source",
+        "makes its values from no floating input",
+        lambda n, f, c: not any(s.follow for s in f.operands),
+    ),
+    Rule("a node that `Explanation.flip` asks about", "what if", "the other one", _flip),
+    _fp32(
+        "inside `fp32_guard`, or in a disabled autocast region",
+        "guard",
+        lambda n, f, c: "inside fp32_guard (or a disabled autocast region)" if guard_of(n) == FP32 else None,
+    ),
+    _low("inside `fp16_guard`", "guard", _fp16_guard),
+    _fp32("outside every `fp16_guard`, in a model that has one", "guard", _outside_guards),
+    Rule(
+        "what a rule of the policy names: the node, else its innermost module",
+        "rule",
+        "the rule's",
+        _by_rules,
+    ),
+)
+
+HAZARD = Rule(
+    "positions, angles and decisions that rounding would spoil", "hazard", "the source's", _by_hazard
+)
+
+LISTED = (
+    _fp32("an op in no list", "list", lambda n, f, c: "in no op list" if f.op_class is None else None),
+    _low("a white op", "list", _white),
+    _low("a black op, at level O3", "list", _black_at_o3),
+    _fp32("a black op", "list", _black),
+    Rule("a gray or clear op", "placement", "the cheaper one; at O1 it follows its inputs", _free),
+)
+
+PRECEDENCE = (*ABOVE_HAZARDS, HAZARD, *LISTED)
