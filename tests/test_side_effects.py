@@ -181,3 +181,37 @@ def test_a_hook_elsewhere_captures_nothing_again():
     amp(X).sum().register_hook(lambda grad: None)
     amp(X)
     assert amp.graph_module is before
+
+
+class HooksItself(nn.Module):
+    """Installs a hook at its first call, and says so by an attribute, as transformers' output capturing does."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc, self.cache = nn.Linear(8, 8), None
+        self.seen = []
+
+    def forward(self, x):
+        if not hasattr(self, "hooked"):
+            self.fc.register_forward_hook(lambda module, args, result: self.seen.append(result))
+            self.register_buffer("table", torch.ones(8), persistent=False)
+            self.cache = nn.Identity()
+            self.hooked = True
+        self.seen.clear()
+        y = self.cache(self.fc(x)) * self.table
+        return y, torch.stack(self.seen).sum(0)
+
+
+def test_hooks_that_forward_installs_are_installed_once():
+    model = HooksItself()
+    amp = ampgraph.convert(model, (X,), **LOW)
+    for other in (X, X[:2], X[:3]):  # captured again for other sizes
+        y, seen = amp(other)
+        close(seen, y)
+    assert not model.fc._forward_hooks
+    assert model.cache is None
+    assert not hasattr(model, "table")
+    y, seen = model(X)
+    close(seen, y)
+    assert len(model.fc._forward_hooks) == 1
+    close(amp(X)[1], y)

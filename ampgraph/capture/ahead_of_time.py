@@ -23,7 +23,7 @@ from .distinct import distinct
 from .inference_mode import traced_as_no_grad
 from .lost import LOST_KEY, noting_lost_backwards
 from .reads import Reads, recorded
-from .side_effects import noting_written_containers, without_new_attributes
+from .side_effects import noting_written_containers, without_new_state
 from .user_code import user_line
 
 # torch.fx.traceback keeps its state in globals.
@@ -117,7 +117,7 @@ def capture_program(
             with_cumulative_average(is_capturing_here),
             _WatchedTensors(reads),
             watching as lost,
-            without_new_attributes(model),
+            without_new_state(model),
             noting_written_containers(model) as written,
             recorded(reads, is_capturing_here),
         ):

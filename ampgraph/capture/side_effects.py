@@ -55,16 +55,28 @@ def noting_written_containers(model: nn.Module) -> Iterator[list[str]]:
 
 
 @contextlib.contextmanager
-def without_new_attributes(model: nn.Module) -> Iterator[None]:
-    """Deletes the attributes that modules gain inside: values of a capture are no values for a user."""
+def without_new_state(model: nn.Module) -> Iterator[None]:
+    """Deletes what modules gain inside (attributes, buffers, submodules, hooks): it holds values of a capture.
+
+    All of it or nothing: forward may set an attribute to say that its hooks are there.
+    """
     sources = [m.source if isinstance(m, ModuleProxy) else m for m in model.modules()]
-    before = [(module, set(vars(module))) for module in sources]
+    before = [(table, set(table)) for module in sources for table in _tables(module)]
+    empty = [(module, {k: v for k, v in vars(module).items() if v is None}) for module in sources]
     try:
         yield
     finally:
-        for module, names in before:
-            for name in vars(module).keys() - names - _OF_EVERY_MODULE:
-                del vars(module)[name]
+        for table, names in before:
+            for name in table.keys() - names - _OF_EVERY_MODULE:
+                del table[name]
+        for module, attributes in empty:  # a submodule in place of None leaves the attributes
+            vars(module).update({k: v for k, v in attributes.items() if not hasattr(module, k)})
+
+
+def _tables(module: nn.Module) -> Iterator[dict]:
+    """Yields a module's attributes, and its hooks, buffers, parameters and submodules."""
+    yield vars(module)
+    yield from (v for k, v in vars(module).items() if k in _OF_EVERY_MODULE and isinstance(v, dict))
 
 
 def _named(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> list[tuple[str, Any]]:
