@@ -184,7 +184,7 @@ def test_a_hook_elsewhere_captures_nothing_again():
 
 
 class HooksItself(nn.Module):
-    """Installs a hook at its first call, and says so by an attribute, as transformers' output capturing does."""
+    """Installs a hook at its first call, and notes that in an attribute."""
 
     def __init__(self):
         super().__init__()

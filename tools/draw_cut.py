@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from torch.fx import GraphModule, Node
+from torch.fx import Node
 
 from ampgraph import Policy
 from ampgraph.capture import capture_program, unlift
@@ -41,7 +41,7 @@ class Gated(nn.Module):
 def problem_of(model: nn.Module, x: Tensor) -> Problem:
     """Returns the placement problem of the model at O2 in float16, before anything is decided."""
     policy = Policy(level="O2", dtype=torch.float16)
-    graph_module = unlift(capture_program(model, (x,)), model)
+    graph_module, _ = unlift(capture_program(model, (x,)), model)
     passes = default_pipeline(policy, torch.float16)
     before = passes[: next(i for i, p in enumerate(passes) if isinstance(p, PlaceCasts))]
     run_passes(graph_module, before)
@@ -63,7 +63,8 @@ def as_dot(network: CutNetwork, sides: dict[Vertex, bool]) -> str:
     ]
     for vertex, low in on_source.items():
         shape = "box" if isinstance(vertex, Node) or vertex in (SOURCE, SINK) else "ellipse"
-        lines.append(f'  "{_id(vertex)}" [label="{_label(vertex)}", shape={shape}, fillcolor="{LOW if low else HIGH}"]')
+        style = f'shape={shape}, fillcolor="{LOW if low else HIGH}"'
+        lines.append(f'  "{_id(vertex)}" [label="{_label(vertex)}", {style}]')
     for u, v, capacity in arcs:
         cut = on_source[u] and not on_source[v]
         text = "follows" if capacity >= INFINITE else f"{capacity:,}"

@@ -56,7 +56,7 @@ def noting_written_containers(model: nn.Module) -> Iterator[list[str]]:
 
 @contextlib.contextmanager
 def without_new_state(model: nn.Module) -> Iterator[None]:
-    """Deletes what modules gain inside (attributes, buffers, submodules, hooks): it holds values of a capture.
+    """Deletes what modules gain inside (attributes, buffers, submodules, hooks): values of a capture.
 
     All of it or nothing: forward may set an attribute to say that its hooks are there.
     """
