@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -12,7 +13,8 @@ import torch
 from torch import nn
 
 import ampgraph
-from ampgraph import DynamicLossScale, NoLossScale, Policy
+from ampgraph import DynamicLossScale, NoLossScale, Policy, StaticLossScale
+from ampgraph.training.unscaled_step_warning import UnscaledStepWarning
 
 FLOAT16 = Policy(dtype=torch.float16, loss_scale=DynamicLossScale(init_scale=1024.0))
 DOUBLE = r"a torch\.amp\.GradScaler multiplies the loss"
@@ -106,13 +108,143 @@ def test_steps_by_hand_are_told(frozen) -> None:
     assert "the loop changes its parameters after every backward" in messages[0]
 
 
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def late_second_phase(amp: ampgraph.AmpModule) -> None:
+    """Twenty rounds with an attached optimizer of the head; then the whole model is tuned."""
+    head = sgd(amp.out.parameters())
+    amp.scaler.attach(head)
+    steps(amp, head, rounds=20)
+    steps(amp, sgd(amp.parameters()), rounds=2)
+
+
+def late_after_grad_scaler_style(amp: ampgraph.AmpModule) -> None:
+    right_stepped(amp, sgd(amp.parameters()), rounds=20)
+    steps(amp, sgd(amp.parameters()), rounds=2)
+
+
+def late_many_micro_batches(amp: ampgraph.AmpModule) -> None:
+    steps(amp, sgd(amp.parameters()), rounds=2, batches=16)
+
+
+def late_beside_an_attached_one(amp: ampgraph.AmpModule) -> None:
+    attached, plain = sgd(amp.out.parameters()), sgd(amp.norm.parameters())
+    amp.scaler.attach(attached)
+    for i in range(20):
+        loss_of(amp).backward()
+        attached.step()
+        if i > 12:
+            plain.step()
+
+
+def late_group(amp: ampgraph.AmpModule) -> None:
+    """An optimizer of another model takes over parameters of this one."""
+    optimizer = sgd(nn.Linear(2, 2).parameters())
+    steps(amp, optimizer, rounds=12)
+    optimizer.add_param_group({"params": list(amp.out.parameters())})
+    steps(amp, optimizer)
+
+
+def late_layer(amp: ampgraph.AmpModule) -> None:
+    """A layer that came after the conversion."""
+    amp.source.late = nn.Linear(2, 2)
+    attached = sgd(amp.parameters())
+    amp.scaler.attach(attached)
+    steps(amp, attached, rounds=12)
+    steps(amp, sgd(amp.source.late.parameters()))
+
+
+def late_copy(amp: ampgraph.AmpModule) -> None:
+    """A copied optimizer is another one; its step asks nobody."""
+    optimizer = sgd(amp.parameters())
+    amp.scaler.attach(optimizer)
+    steps(amp, optimizer, rounds=12)
+    twin = copy.copy(optimizer)
+    steps(amp, twin)
+
+
+LATE = [
+    late_second_phase,
+    late_after_grad_scaler_style,
+    late_many_micro_batches,
+    late_beside_an_attached_one,
+    late_group,
+    late_layer,
+    late_copy,
+]
+
+
+@pytest.mark.parametrize("loop", LATE)
+@pytest.mark.parametrize("just_in_time", [False, True])
+def test_a_plain_step_is_told_however_late(loop, just_in_time) -> None:
+    amp = converted(just_in_time=just_in_time)
+    with told() as messages:
+        loop(amp)
+    assert len(messages) == 1
+    assert "SGD.step() happens after every backward" in messages[0]
+
+
+def test_each_optimizer_is_told_once() -> None:
+    amp = converted()
+    with told() as messages:
+        for _ in range(2):
+            steps(amp, sgd(amp.parameters()), rounds=3)
+    assert len(messages) == 2
+
+
+def test_steps_by_hand_after_many_micro_batches_are_told() -> None:
+    amp = converted()
+    with told() as messages:
+        for _ in range(3):
+            for _ in range(16):
+                loss_of(amp).backward()
+            with torch.no_grad():
+                for p in amp.parameters():
+                    p.sub_(p.grad, alpha=0.1)
+                    p.grad = None
+    assert len(messages) == 1
+    assert "the loop changes its parameters after every backward" in messages[0]
+
+
+def test_a_step_that_asks_is_not_looked_into(monkeypatch) -> None:
+    """What an optimizer holds is looked up once, and never where its steps ask."""
+    amp, other = converted(), nn.Linear(2, 2)
+    attached, stranger = sgd(amp.parameters()), sgd(other.parameters())
+    amp.scaler.attach(attached)
+    looked: list[Any] = []
+    known = UnscaledStepWarning._holds_own
+
+    def noted(watch: UnscaledStepWarning, optimizer: torch.optim.Optimizer) -> bool:
+        if watch is amp.scaler._watch:  # models of other tests may watch too
+            looked.append(optimizer)
+        return known(watch, optimizer)
+
+    monkeypatch.setattr(UnscaledStepWarning, "_holds_own", noted)
+    for _ in range(20):
+        loss_of(amp).backward()
+        attached.step()
+        stranger.step()
+    assert looked == [stranger]
+
+
+def test_a_scale_that_skips_and_changes_nothing_is_not_asked_for() -> None:
+    scale = StaticLossScale(1024.0, skip_on_overflow=False)
+    amp = converted(Policy(dtype=torch.float16, loss_scale=scale))
+    with told() as messages:
+        steps(amp, sgd(amp.parameters()), rounds=4)
+        by_hand(amp)
+    assert messages == []
+
+
 def right_attached(amp: ampgraph.AmpModule, optimizer: torch.optim.Optimizer) -> None:
     amp.scaler.attach(optimizer)
     steps(amp, optimizer, rounds=4, batches=2)
 
 
-def right_stepped(amp: ampgraph.AmpModule, optimizer: torch.optim.Optimizer) -> None:
-    for _ in range(4):
+def right_stepped(amp: ampgraph.AmpModule, optimizer: torch.optim.Optimizer, rounds: int = 4) -> None:
+    for _ in range(rounds):
         amp.scaler.scale(loss_of(amp)).backward()
         amp.scaler.step(optimizer)
         amp.scaler.update()
@@ -184,7 +316,7 @@ def bert_trainer(folder: Any, **options: Any) -> Any:
     sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
     torch.manual_seed(0)
     model = transformers.BertForSequenceClassification(transformers.BertConfig(vocab_size=16, **sizes))
-    rows = [{"input_ids": torch.arange(i, i + 4), "labels": i % 2} for i in range(8)]
+    rows = [{"input_ids": torch.arange(i % 8, i % 8 + 4), "labels": i % 2} for i in range(48)]
     quiet = {"report_to": [], "disable_tqdm": True, "save_strategy": "no", "logging_strategy": "no"}
     options = {"max_steps": 2, "per_device_train_batch_size": 2, "use_cpu": True, **quiet, **options}
     return transformers.Trainer(
@@ -194,8 +326,9 @@ def bert_trainer(folder: Any, **options: Any) -> Any:
 
 @pytest.mark.parametrize("optimizer", ["adamw_torch", "adamw_torch_fused"])
 @pytest.mark.parametrize("is_attached", [False, True])
-def test_a_trainer_with_bert(is_attached, optimizer, tmp_path) -> None:
-    trainer = bert_trainer(tmp_path, optim=optimizer)
+@pytest.mark.parametrize("batches", [1, 12])
+def test_a_trainer_with_bert(is_attached, optimizer, batches, tmp_path) -> None:
+    trainer = bert_trainer(tmp_path, optim=optimizer, gradient_accumulation_steps=batches)
     blocks = ampgraph.convert_blocks(trainer.model, "", policy=FLOAT16)
     if is_attached:
         blocks.scaler.attach(trainer.create_optimizer())

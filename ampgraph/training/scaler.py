@@ -285,8 +285,9 @@ class LossScaler:
         return outputs
 
     def check_loop(self) -> None:
-        """Tells once that a loop steps its optimizer past an active scaler."""
-        self._watch.check()
+        """Tells once of each optimizer that steps past an active scaler."""
+        if self.skips():
+            self._watch.check()
 
     def note_wrapper(self) -> None:
         """Remembers the process group of the wrapper that calls the model now."""

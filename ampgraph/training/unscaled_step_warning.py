@@ -16,15 +16,17 @@ from .distributed import local
 from .nested_optimizers import is_inside
 from .parameter_index import ParameterIndex
 
-_ROUNDS = 10
+_CALLS = 10
+_LAST_CALL = 1 << 12
 _VALUES = 8
 
 
 class UnscaledStepWarning:
-    """Watches the first rounds of a training loop, and tells once.
+    """Tells once of each optimizer that steps past the scaler, and once of steps by hand.
 
-    A hook that torch calls after the step of any optimizer watches those. What changes parameters by hand is
-    noticed by their values, at the next call of the model.
+    A hook that torch calls after the step of any optimizer watches those. It looks at an optimizer's
+    parameters once, and again when it gets more. What changes parameters by hand is noticed by their values,
+    at a call of the model: each of the first, then ever fewer.
 
     Args:
         model: The model; its parameters are looked up each time, since wrappers exchange them.
@@ -35,21 +37,27 @@ class UnscaledStepWarning:
         self._model, self._slots = model, slots
         self._hook: Any = None
         self._values: Tensor | None = None
-        self._rounds = 0
-        self._was_asked = self._saw_backward = self._is_over = False
+        self._calls = 0
+        self._was_asked = self._saw_backward = self._has_told = self._is_scaled_twice = False
+        self._forget_optimizers()
+
+    def _forget_optimizers(self) -> None:
+        self._strangers: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+        self._told: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
     def asked(self) -> None:
         """Notes that the loop asked the scaler."""
         self._was_asked = True
-        self._count()
+        self._values = None
 
     def check(self) -> None:
         """Is called before the model runs with gradients."""
-        if self._is_over:
-            return
         if self._hook is None:
             self._start()
-        if self._saw_backward and not self._was_asked and self._has_changed():
+        if self._was_asked or self._has_told or not self._saw_backward:
+            return
+        self._calls += 1
+        if self._is_call_to_check() and self._has_changed():
             self._tell(
                 "ampgraph scales the loss of this model, but the loop changes its parameters after every "
                 "backward, overflow or not, and the scale never adapts. Call "
@@ -57,17 +65,22 @@ class UnscaledStepWarning:
                 "amp.scaler.attach(optimizer)"
             )
 
+    def _is_call_to_check(self) -> bool:
+        calls = self._calls
+        return calls <= _CALLS or (calls <= _LAST_CALL and calls & (calls - 1) == 0)
+
     def note_backward(self) -> None:
         """Is called during each backward through the model's boundary."""
-        if self._is_over:
+        if self._saw_backward:
             return
-        if not self._saw_backward and not self._was_asked and is_scaled_by_grad_scaler():
+        self._saw_backward = True
+        if not self._was_asked and is_scaled_by_grad_scaler():
+            self._is_scaled_twice = True
             self._tell(
                 "a torch.amp.GradScaler multiplies the loss of this converted model, whose graph scales "
                 "by itself: with both, gradients overflow at every step. Put amp.scaler in its place, "
                 "or convert with Policy(loss_scale=ampgraph.NoLossScale())."
             )
-        self._saw_backward = True
 
     def _start(self) -> None:
         this = weakref.ref(self)
@@ -80,15 +93,29 @@ class UnscaledStepWarning:
         weakref.finalize(self, self._hook.remove)
 
     def _stepped(self, optimizer: Optimizer) -> None:
-        if not self._saw_backward or is_inside(optimizer):
+        if is_inside(optimizer) or not self._saw_backward or self._is_scaled_twice:
             return
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        if any(slot is not None for slot in self._slots.of(parameters)):
+        if optimizer in self._told:
+            return
+        count = sum(len(group["params"]) for group in optimizer.param_groups)
+        if self._strangers.get(optimizer) == count:
+            return
+        if self._holds_own(optimizer):
+            self._told.add(optimizer)
             self._tell(
                 f"ampgraph scales the loss of this model, but {type(optimizer).__name__}.step() happens "
                 "after every backward, overflow or not, and the scale never adapts. Before the loop, add: "
                 "amp.scaler.attach(optimizer)"
             )
+        else:
+            self._strangers[optimizer] = count
+
+    def _holds_own(self, optimizer: Optimizer) -> bool:
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        if any(slot is not None for slot in self._slots.of(parameters)):
+            return True
+        own = {id(p) for p in self._model.parameters()}  # those that came after the conversion too
+        return any(id(p) in own for p in parameters)
 
     def _has_changed(self) -> bool:
         watched = [local(p).detach().reshape(-1) for p in self._model.parameters() if p.requires_grad]
@@ -97,28 +124,20 @@ class UnscaledStepWarning:
             return False
         values = torch.cat([p[:: -(-p.numel() // _VALUES)].to(watched[0].device) for p in watched])
         before, self._values = self._values, values
-        self._count()
         if before is None or before.shape != values.shape:
             return False
         return not torch.equal(before.to(values.device), values)
 
-    def _count(self) -> None:
-        self._rounds += 1
-        if self._rounds > _ROUNDS:
-            self._stop()
-
-    def _stop(self) -> None:
-        self._is_over = True
-        self._values = None
-        if self._hook is not None:
-            self._hook.remove()
-
     def _tell(self, message: str) -> None:
-        self._stop()
+        self._has_told, self._values = True, None
         warn_user(message)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_hook": None}
+        return {**vars(self), "_hook": None, "_strangers": None, "_told": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._forget_optimizers()
 
 
 def _is_capturing(device: torch.device) -> bool:
