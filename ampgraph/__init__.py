@@ -1,6 +1,8 @@
 """ampgraph: automatic mixed precision as a graph-compiler pass on torch.fx."""
 
+from importlib import import_module
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 if not (Path(__file__).parent / "passes").is_dir():
     # A clone, or an editable install of one: the passes lie beside the package.
@@ -21,6 +23,10 @@ from .policy.policy import Policy
 from .report.explain import explain
 from .report.explanation import Explanation
 
+if TYPE_CHECKING:
+    from .numerics.check import check_numerics
+    from .numerics.finding import Finding
+
 __version__ = "0.1.0"
 
 __all__ = [
@@ -31,6 +37,7 @@ __all__ = [
     "Decision",
     "DynamicLossScale",
     "Explanation",
+    "Finding",
     "NoLossScale",
     "OpLists",
     "PassError",
@@ -39,6 +46,7 @@ __all__ = [
     "PolicyError",
     "StaticLossScale",
     "VerifyError",
+    "check_numerics",
     "convert",
     "convert_blocks",
     "draw",
@@ -50,6 +58,18 @@ __all__ = [
     "to_model_explorer",
     "to_networkx",
 ]
+
+# Imported at their first use.
+_LATER = {
+    "Finding": "numerics.finding",
+    "check_numerics": "numerics.check",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name in _LATER:
+        return getattr(import_module(f".{_LATER[name]}", __name__), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

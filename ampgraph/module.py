@@ -21,10 +21,11 @@ from ._compat import (
     is_exporting,
     no_ambient_autocast,
 )
-from .errors import AheadOfTimeError, AmpGraphError, CaptureError, PassError, warn_user
+from .errors import AheadOfTimeError, AmpGraphError, CaptureError, PassError, did_you_mean, warn_user
 from .guards import is_capturing, keep_errors_out_of_log, warn_about_uncaptured_guards
 from .plan import Plan
 from .policy.policy import Policy
+from .policy.rules import NODE_PREFIX, RuleBook
 from .report.converted import Converted
 from .runtime.captured_graph import CapturedGraph, Timing
 from .runtime.coverage import Coverage
@@ -287,6 +288,8 @@ class AmpModule(Converted):
             raise inner from None
         watch.after_call(before)
         self._warn_if_not_captured()
+        if self.policy.rules:
+            self._warn_about_rules()
         return result
 
     # A torch.compile around a converted model must not take it apart: it has a backend of its own.
@@ -301,6 +304,20 @@ class AmpModule(Converted):
             f"{name} ran in its own dtypes: torch.compile captured no graph of it. "
             'ampgraph.convert(..., capture="ahead of time") says why it cannot be captured whole.'
         )
+
+    def _warn_about_rules(self) -> None:
+        """Tells once of rules for nodes that the graphs of the first call do not have."""
+        if "_rules_told" in self.__dict__ or not self._graphs:
+            return
+        self.__dict__["_rules_told"] = True
+        names = [node.name for captured in self._graphs for node in captured.graph_module.graph.nodes]
+        modules = [name for name, _ in self.source.named_modules()]
+        for pattern in RuleBook(self.policy.rules, modules).unmatched(names):
+            name = self.options.named(type(self.source).__name__)
+            near = did_you_mean(pattern, [NODE_PREFIX + name for name in names])
+            warn_user(
+                f"{name}: rule {pattern!r} matches no node of its {len(self.graph_modules)} graphs.{near}"
+            )
 
     def _compile_just_in_time(self) -> Callable:
         from .runtime.dynamo_backend import make_backend

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 from torch import nn
@@ -270,3 +272,42 @@ def test_rule_on_a_shared_module():
             return self.b(self.a(x))
 
     assert FP32 in linears(converted({"a": "fp32"}, model=Twice()))
+
+
+class Twice(torch.nn.Module):
+    """Two graphs just in time, and other nodes in evaluation mode."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = torch.nn.Linear(8, 8)
+
+    def forward(self, x):
+        y = self.fc(x).relu()
+        torch._dynamo.graph_break()
+        return (y * 2).sin() if self.training else y * 2
+
+
+def test_a_rule_for_a_node_of_one_of_several_graphs():
+    model, x = Twice(), torch.randn(2, 8)
+    policy = ampgraph.Policy(rules={"node:linear": "fp32", "node:mul": "fp32"})
+    amp = ampgraph.convert(model, policy=policy, backend="eager")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*rule.*")
+        amp(x)
+    by = [{name: d.by for name, d in g.meta["ampgraph"].plan.decisions.items()} for g in amp.graph_modules]
+    assert [b.get("linear") or b["mul"] for b in by] == ["rule", "rule"]
+
+
+def test_a_rule_for_a_node_of_no_graph_warns_just_in_time():
+    policy = ampgraph.Policy(rules={"node:linaer": "fp32"})
+    amp = ampgraph.convert(Twice(), policy=policy, backend="eager")
+    with pytest.warns(UserWarning, match="'node:linaer' matches no node of its 2 graphs.*'node:linear'"):
+        amp(torch.randn(2, 8))
+
+
+def test_a_rule_for_a_node_that_another_mode_has_not():
+    model, x = Twice(), torch.randn(2, 8)
+    policy = ampgraph.Policy(rules={"node:sin": "fp32"})
+    amp = ampgraph.convert(model, (x,), policy=policy, backend="eager", capture="ahead of time")
+    amp.eval()(x)
+    assert len(amp.graph_modules) == 2

@@ -76,7 +76,8 @@ class GraphRun:
         if node.op == "placeholder":
             return self._source(node, next(self._inputs))
         if node.op == "get_attr":
-            return self._source(node, operator.attrgetter(str(node.target))(self.graph_module))
+            value = operator.attrgetter(str(node.target))(self.graph_module)
+            return self._source(node, _as_planned(node, value))
         assert callable(node.target)
         if self._draws is not None and _is_random(node):
             self._draws.start(node.name)
@@ -134,6 +135,14 @@ def _running(node: Node) -> Iterator[Node]:
             value = node.args[position] if position < len(node.args) else node.kwargs.get(parameter.name)
             if isinstance(value, Node):
                 yield value
+
+
+def _as_planned(node: Node, value: Any) -> Any:
+    """Widens a parameter that is stored low, for a graph that reads it in float32."""
+    planned = node.meta.get("val")
+    if not (isinstance(planned, Tensor) and isinstance(value, Tensor) and value.is_floating_point()):
+        return value
+    return value.to(planned.dtype)
 
 
 def _last_uses(graph_module: GraphModule) -> dict[Node, list[Node]]:

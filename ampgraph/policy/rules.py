@@ -45,17 +45,19 @@ class RuleBook:
 
     def check(self, nodes: Iterable[str]) -> None:
         """Raises `PolicyError` for a rule that matches no module and none of the nodes."""
-        if not self._of_nodes:
-            return
-        names = list(nodes)
-        for pattern, glob in self._of_nodes.items():
-            if any(fnmatchcase(name, glob) for name in names):
-                continue
-            if pattern != glob:
+        names = list(nodes) if self._of_nodes else []
+        for pattern in self.unmatched(names):
+            if pattern.startswith(NODE_PREFIX):
                 near = did_you_mean(pattern, [NODE_PREFIX + name for name in names])
                 raise PolicyError(f"rule {pattern!r} matches no node of the model.{near}")
             near = did_you_mean(pattern.rstrip(".*"), [*self.modules, *names])
             raise PolicyError(f"rule {pattern!r} matches no module and no node of the model.{near}")
+
+    def unmatched(self, nodes: Iterable[str]) -> list[str]:
+        """Returns the patterns that match no module and none of the nodes."""
+        names = list(nodes)
+        globs = self._of_nodes.items()
+        return [pattern for pattern, glob in globs if not any(fnmatchcase(n, glob) for n in names)]
 
     def match(self, node: str, modules: Iterable[str]) -> Match | None:
         """Returns the rule that decides for a node: one for its name, or for the innermost module.

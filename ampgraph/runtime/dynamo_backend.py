@@ -29,6 +29,7 @@ from ..passes import Pass, ReadShadows, run_passes
 from ..passes.pipeline import rewrite
 from ..plan import Plan
 from ..policy.policy import LOW_DTYPES, Policy
+from ..policy.rules import NODE_PREFIX, RuleBook
 from ..training.scale_state import STATE_NAMES
 from ..training.scaler import LossScaler
 from .captured_graph import (
@@ -74,7 +75,9 @@ def make_backend(
         try:
             lowered = lower_dynamo_graph(graph_module, inputs)
             captured = time.perf_counter()
-            plan = rewrite(lowered, options.policy, options.low_dtype, modules, check_rules=bool(modules))
+            if modules:
+                _check_rules(options.policy, modules, lowered)
+            plan = rewrite(lowered, options.policy, options.low_dtype, modules, check_rules=False)
         except (CaptureError, PassError) as error:
             warn_user(f"ampgraph: {options.named('a part of the model runs in its own dtypes')}: {error}")
             return _next_backend(options.backend, options.mode)(graph_module, inputs)
@@ -99,6 +102,12 @@ def make_backend(
         return lambda *args: scaling.follow(compiled(*extra.tensors(args), *args))
 
     return backend
+
+
+def _check_rules(policy: Policy, modules: tuple[str, ...], graph_module: fx.GraphModule) -> None:
+    """Refuses what fits no module; a rule for a node may be meant for another of the model's graphs."""
+    rules = {pattern: v for pattern, v in policy.rules.items() if not pattern.startswith(NODE_PREFIX)}
+    RuleBook(rules, modules).check(node.name for node in graph_module.graph.nodes)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,316 @@
+"""`check_numerics`: where a converted model first is not finite, and rules that cure it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from ..errors import AmpGraphError
+from ..module import AmpModule
+from ..origin import module_path
+from ..policy.loss_scale import DynamicLossScale
+from ..report import graph_view as view
+from .finding import BACKWARD, FORWARD, Finding, Range
+from .observe import Look, Observer, Place, Seen, share_below
+from .remedy import Trial, Trials, origins, readers_of
+from .run_graph import Draws
+from .run_model import ModelRunner
+
+# A gradient is lost where more than half of it underflows; a scale is of use while no more than this share of
+# the low tensors' gradients is lost there.
+LOST, MOST_LOST = 0.5, 0.25
+
+
+def check_numerics(
+    amp: AmpModule,
+    args: tuple,
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    loss: Callable[[Any], Tensor] | None = None,
+) -> Finding | None:
+    """Runs a converted model node by node and finds the first that is not finite, and what cures it.
+
+    The model runs in its current training mode, in float32 beside the low dtype. A value counts where it has
+    more NaN or infinite elements than in float32, so masks do not. The remedy is tried: the model is planned
+    with its rules and run again. Model, buffers, gradients, random numbers and the scaler stay as they were.
+
+    With a loss the backward runs too, scaled as in training. A dynamic scale falls after each bad step. Where
+    the gradients are finite at a scale that keeps most of them, that is all it takes, and the finding says at
+    which scale (`Finding.settles_at`). Else a remedy is searched that makes the largest such scale possible.
+
+    Args:
+        amp: What `ampgraph.convert` returned.
+        args: Positional arguments of one call.
+        kwargs: Its keyword arguments.
+        loss: Makes the loss (0-dim tensor) of what the model returns; None: only the forward is checked.
+
+    Returns:
+        The finding, or None where everything is finite.
+
+    Raises:
+        AmpGraphError: It is no converted model, it cannot be captured, or the loss is no 0-dim tensor.
+
+    Example:
+        >>> finding = ampgraph.check_numerics(amp, (x,), loss=lambda y: y.square().mean())
+        >>> if finding and finding.remedy:
+        ...     amp = ampgraph.convert(model, (x,), policy=amp.policy.replace(rules=finding.remedy))
+    """
+    model = ModelRunner(amp, args, kwargs)
+    draws = Draws()
+    found = _Forward(model, draws).finding()
+    if found is None and loss is not None:
+        found = _Backward(model, draws, _checked(loss)).finding()
+    return found
+
+
+def _checked(loss: Callable[[Any], Tensor]) -> Callable[[Any], Tensor]:
+    def checked(result: Any) -> Tensor:
+        value = loss(result)
+        if not isinstance(value, Tensor) or value.dim() != 0:
+            what = f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+            raise AmpGraphError(f"check_numerics: loss must return a 0-dim tensor; got one {what}.")
+        return value
+
+    return checked
+
+
+class _Forward:
+    """Checks the values."""
+
+    direction = FORWARD
+
+    def __init__(
+        self,
+        model: ModelRunner,
+        draws: Draws,
+        loss: Callable[[Any], Tensor] | None = None,
+        scale: float = 1.0,
+    ):
+        self.model, self.low_dtype = model, model.amp.options.low_dtype
+        reference = Observer(
+            model, lambda part: part.float32, loss, None, draws, with_exponents=loss is not None
+        )
+        self.reference = reference.run()
+        has_scale = loss is not None and model.amp.scaler.is_enabled()
+        self.trials = Trials(model, self.reference, loss, scale if has_scale else None, draws)
+
+    def finding(self) -> Finding | None:
+        """Returns what is not finite, first of all in float32."""
+        if (broken := self._in_float32()) is not None:
+            return broken
+        first = self.trials.run()
+        if not first.bad:
+            return None
+        place = origins(first)[0]
+        most = torch.finfo(self.low_dtype).max
+        wide = [p for p, look in self.reference.values.items() if look.peak > most]
+        return self.found(first, place, self._why(place, first), wide)
+
+    def found(self, trial: Trial, place: Place, reason: str, wide: list[Place]) -> Finding:
+        """Describes a node, and searches its remedy."""
+        pins = self.trials.search(trial, wide)
+        rules = self.trials.rules(pins) if pins else {}
+        return self.described(trial.seen, place, reason, remedy=rules, pinned=tuple(sorted(pins)))
+
+    def described(self, seen: Seen, place: Place, reason: str, **more: Any) -> Finding:
+        """Returns a finding about a node, told by what it stands for in the graph without casts."""
+        index, name = self.trials.own(place, seen)
+        node = self.trials.neighbours(index).nodes.get(name)
+        if node is None:
+            return Finding("", "", "", "", self.direction, reason, **more)
+        return Finding(
+            node.name,
+            module_path(node),
+            view.op_name(node) or node.op,
+            view.user_line(node),
+            self.direction,
+            reason,
+            self._ranges(seen, (index, name)),
+            **more,
+        )
+
+    def _ranges(self, seen: Seen, place: Place) -> tuple[Range, ...]:
+        node = seen.nodes.get(place)
+        inputs = dict.fromkeys(node.all_input_nodes) if node is not None else {}
+        found = []
+        for source in inputs:
+            look = seen.values.get((place[0], source.name))
+            own = self.trials.neighbours(place[0]).own(source)
+            if look is not None and own is not None:
+                found.append(Range(view.label_of(own), view.dtype_of(source), look.least, look.most))
+        return tuple(found)
+
+    def _why(self, place: Place, trial: Trial) -> str:
+        low, most = view.dtype_name(self.low_dtype), torch.finfo(self.low_dtype).max
+        own = self.trials.own(place, trial.seen)
+        look = self.reference.values.get(own)
+        if look is None:
+            return "float32 gives finite values"
+        if look.peak > most:
+            return f"it reaches {look.peak:.3g} in float32, and {low} holds {most:.5g}"
+        if place not in self.reference.values and place not in trial.seen.values:
+            return "the loss is not finite, although the outputs are"
+        return f"{look.peak:.3g} at most in float32; what it reads was rounded to what it cannot stand"
+
+    def _in_float32(self) -> Finding | None:
+        """Returns what is not finite in float32 and reaches a result; masks do not count."""
+        seen = self.reference
+        if not any(look.bad for look in seen.outputs):
+            return None
+        for place, look in seen.values.items():
+            node = seen.nodes[place]
+            if not look.bad or any(
+                _is_bad(seen.values.get((place[0], n.name))) for n in node.all_input_nodes
+            ):
+                continue
+            if not _is_meant(node, look) and self._reaches_result(place):
+                return self.described(seen, place, f"{look.bad} elements in float32", in_float32=True)
+        return None
+
+    def _reaches_result(self, place: Place) -> bool:
+        bad, waiting = {place[1]}, [self.reference.nodes[place]]
+        while waiting:
+            for user in waiting.pop().users:
+                if user.op == "output":
+                    return True
+                if user.name not in bad and _is_bad(self.reference.values.get((place[0], user.name))):
+                    bad.add(user.name)
+                    waiting.append(user)
+        return False
+
+
+def _is_bad(look: Look | None) -> bool:
+    return look is not None and look.bad > 0
+
+
+def _is_meant(node: Node, look: Look) -> bool:
+    """Whether infinities are the model's intent: written as such in the code, or kept in a buffer."""
+    if look.nan:
+        return False
+    numbers = [a for a in (*node.args, *node.kwargs.values()) if isinstance(a, float)]
+    return node.op == "get_attr" or any(map(math.isinf, numbers))
+
+
+class _Backward(_Forward):
+    """Checks the gradients, at the loss scale of now and at those that it may fall to."""
+
+    direction = BACKWARD
+
+    def __init__(self, model: ModelRunner, draws: Draws, loss: Callable[[Any], Tensor]):
+        super().__init__(model, draws, loss, model.amp.scaler.get_scale())
+        self.config = model.amp.scaler.config
+
+    def finding(self) -> Finding | None:
+        """Returns what no scale saves, or at which scale the gradients are finite."""
+        if (broken := self._gradient_in_float32()) is not None:
+            return broken
+        trial = self.trials.run()
+        if not trial.bad:
+            return None
+        scales = self._scales()
+        least = self._least_useful(scales, trial)
+        if least != scales[0]:
+            lower = self._at(least)
+            if not lower.bad:
+                return self._settles(trial, scales[: scales.index(least) + 1])
+            trial = lower
+        return self._fault(trial, least)
+
+    def _scales(self) -> list[float]:
+        """Returns the scale of now, and those that it falls to."""
+        scales = [self.trials.scale or 1.0]
+        if self.trials.scale is None:
+            return scales
+        dynamic = isinstance(self.config, DynamicLossScale)
+        floor = self.config.floor if isinstance(self.config, DynamicLossScale) else 1.0
+        factor = self.config.backoff_factor if dynamic else 0.5  # type: ignore[union-attr]
+        while (lower := max(floor, scales[-1] * factor)) < scales[-1]:
+            scales.append(lower)
+        return scales
+
+    def _at(self, scale: float) -> Trial:
+        self.trials.scale = scale
+        return self.trials.run()
+
+    def _least_useful(self, scales: list[float], trial: Trial) -> float:
+        """Returns the least scale at which most low tensors keep most of their gradient."""
+        info = torch.finfo(self.low_dtype)
+        smallest = info.smallest_normal * info.eps / 2
+        low = {
+            (i, n)
+            for i, plan in trial.plans.items()
+            for n, d in plan.decisions.items()
+            if d.dtype == self.low_dtype
+        }
+        counts = [count for place, count in self.reference.exponents.items() if place in low]
+
+        def lost(scale: float) -> float:
+            gone = sum(share_below(count, smallest / scale) > LOST for count in counts)
+            return gone / len(counts) if counts else 0.0
+
+        allowed = max(MOST_LOST, lost(scales[0]))
+        return min(scale for scale in scales if lost(scale) <= allowed)
+
+    def _settles(self, trial: Trial, scales: list[float]) -> Finding:
+        """Finds the largest of the scales without an overflow, between the first, with one, and the last."""
+        above, below = 0, len(scales) - 1
+        while below - above > 1:
+            middle = (above + below) // 2
+            if self._at(scales[middle]).bad:
+                above = middle
+            else:
+                below = middle
+        place, reason = self._blamed(trial, scales[0])
+        return self.described(trial.seen, place, reason, settles_at=scales[below], least_scale=scales[-1])
+
+    def _fault(self, trial: Trial, scale: float) -> Finding:
+        place, reason = self._blamed(trial, scale)
+        most = torch.finfo(self.low_dtype).max
+        looks = {**self.reference.leaves, **self.reference.gradients}
+        wide = [p for p, look in looks.items() if look.peak * scale > most]
+        wide += [p for p, look in self.reference.values.items() if look.peak > most]
+        found = self.found(trial, place, reason, wide)
+        least = scale if self.trials.scale is not None else None
+        return Finding(**{**vars(found), "least_scale": least})
+
+    def _blamed(self, trial: Trial, scale: float) -> tuple[Place, str]:
+        """Returns the node whose backward makes the first bad gradient, and what happens."""
+        place = next((p for p in trial.bad if p in trial.seen.gradients), trial.bad[0])
+        tensor = self.trials.own(place, trial.seen)
+        maker = self._maker(place, trial)
+        looks = {**self.reference.leaves, **self.reference.gradients}
+        peak = looks[tensor].peak * scale if tensor in looks else 0.0
+        low, most = view.dtype_name(self.low_dtype), torch.finfo(self.low_dtype).max
+        told = f"the gradient of {tensor[1]!r}" if maker else "its gradient"
+        if peak > most:
+            reason = f"{told} reaches {peak:.3g} at loss scale {scale:g}, and {low} holds {most:.5g}"
+        else:
+            reason = (
+                f"{told} is {peak:.3g} at most in float32 at loss scale {scale:g}; on the way it does not fit"
+            )
+        return (maker or place), reason
+
+    def _maker(self, place: Place, trial: Trial) -> Place | None:
+        near, seen = self.trials.neighbours(place[0]), trial.seen
+        readers = readers_of(seen.nodes[place], lambda node: node.name in near.nodes)
+        bad = set(trial.bad)
+        fine = [n for n in readers if (place[0], n.name) not in bad]
+        return (place[0], fine[0].name) if fine else None
+
+    def _gradient_in_float32(self) -> Finding | None:
+        seen = self.reference
+        if not (seen.outputs[-1].bad or any(look.bad for look in seen.leaves.values())):
+            return None
+        bad = [p for p, look in seen.gradients.items() if look.bad] or [
+            p for p, v in seen.leaves.items() if v.bad
+        ]
+        if not bad or seen.outputs[-1].bad:
+            return Finding("", "", "", "", self.direction, "it is not finite in float32", in_float32=True)
+        trial = Trial(seen, {}, bad)
+        place = self._maker(bad[0], trial) or bad[0]
+        return self.described(seen, place, f"the gradient of {bad[0][1]!r} in float32", in_float32=True)

@@ -1,0 +1,93 @@
+"""`Finding`: what `ampgraph.check_numerics` found, and what cures it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+FORWARD, BACKWARD = "forward", "backward"
+# As many names and rules as a text shows.
+_SHOWN = 6
+
+
+class Range(NamedTuple):
+    """One tensor that a node reads: its name, dtype, and least and largest finite value."""
+
+    name: str
+    dtype: str
+    least: float
+    most: float
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.dtype} [{self.least:.3g}, {self.most:.3g}]"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Where a converted model first is not finite, and what cures it; ``str()`` is ten lines at most.
+
+    Attributes:
+        node: The node of `AmpModule.graph_module` that makes it; ``""`` where the loss itself does.
+        module: Path of the module that the node is in.
+        op: Its op, such as ``"aten.mul.Tensor"``.
+        line: ``file:line`` of the code that made it.
+        direction: ``"forward"``; or ``"backward"``: the gradients that it makes are not finite.
+        reason: What happens there, with the numbers.
+        inputs: What the node reads, with ranges.
+        remedy: The rules for ``Policy(rules=...)``, the policy's own among them, that were tried and cure it.
+            Empty where there is nothing to fix (`settles_at`), where no rule helps (`in_float32`), and where
+            none was found.
+        pinned: The nodes that `remedy` keeps in float32.
+        least_scale: The loss scale at which the remedy was tried, for a gradient; else None.
+        settles_at: The loss scale at which the gradients are finite and most of them are kept, where lowering
+            the scale is all it takes: a dynamic scale falls there by itself. Else None.
+        in_float32: Whether the float32 model is not finite either; no policy cures that.
+    """
+
+    node: str
+    module: str
+    op: str
+    line: str
+    direction: str
+    reason: str
+    inputs: tuple[Range, ...] = ()
+    remedy: Mapping[str, str] = field(default_factory=dict)
+    pinned: tuple[str, ...] = ()
+    least_scale: float | None = None
+    settles_at: float | None = None
+    in_float32: bool = False
+
+    def __str__(self) -> str:
+        name = f"{self.node} ({self.op})" if self.node else "the loss"
+        lines = [f"{self.direction}: {name} is not finite: {self.reason}"]
+        lines += [f"  module: {self.module}"] if self.module else []
+        lines += [f"  line:   {self.line}"] if self.line else []
+        if self.inputs:
+            lines.append(f"  reads:  {_listed([str(one) for one in self.inputs])}")
+        return "\n".join([*lines, *self._advice()])
+
+    def _advice(self) -> list[str]:
+        if self.in_float32:
+            return ["  remedy: none; the float32 model is not finite there either"]
+        if self.settles_at is not None:
+            return [f"  nothing to fix: the loss scale falls to {self.settles_at:g}, and most gradients stay"]
+        if not self.remedy:
+            return [
+                "  remedy: none found; a guard, a cast of the model's own or a kernel may stand above rules"
+            ]
+        rules = _listed([f"'node:{name}': 'fp32'" for name in self.pinned])
+        return [
+            f"  remedy: {len(self.pinned)} nodes in float32, tried: {rules}",
+            "  to use it: ampgraph.convert(model, args, policy=amp.policy.replace(rules=finding.remedy))",
+        ]
+
+    def to_dict(self) -> dict[str, object]:
+        """Returns plain dicts, lists, strings and numbers."""
+        inputs = [one._asdict() for one in self.inputs]
+        return {**vars(self), "inputs": inputs, "remedy": dict(self.remedy), "pinned": list(self.pinned)}
+
+
+def _listed(items: list[str]) -> str:
+    rest = len(items) - _SHOWN
+    return ", ".join(items[:_SHOWN]) + (f" and {rest} more" if rest > 0 else "")
