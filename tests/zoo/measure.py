@@ -226,11 +226,14 @@ def _leaves(output: Any) -> list[Any]:
 
 def _relative(values: list[Tensor], exact: list[Tensor]) -> float:
     """Where the exact value is infinite (a masked score) there is no error to speak of."""
-    pairs = [
-        (one[other.isfinite()], other[other.isfinite()]) for one, other in zip(values, exact, strict=True)
-    ]
-    error = sum(float((one - other).square().sum()) for one, other in pairs)
-    return math.sqrt(error / max(sum(float(other.square().sum()) for _, other in pairs), 1e-300))
+    error = size = 0.0
+    for one, other in zip(values, exact, strict=True):
+        known = other.isfinite()
+        if not known.all():
+            one, other = one[known], other[known]
+        error += float((one - other).square().sum())
+        size += float(other.square().sum())
+    return math.sqrt(error / max(size, 1e-300))
 
 
 def _root_mean_square(values: Sequence[float]) -> float:

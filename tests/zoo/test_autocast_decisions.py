@@ -17,6 +17,7 @@ from torch import fx
 from ampgraph.passes.insert_casts import is_inserted
 from ampgraph.plan import Plan
 from tests.zoo.measure import AUTOCAST, Subject
+from tests.zoo.test_zoo import CORE
 
 NAMES = (
     "timm/resnet18",
@@ -120,7 +121,9 @@ def matches(name: str, patterns: tuple[str, ...]) -> bool:
 
 
 @pytest.mark.zoo
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.exhaustive] * (n not in CORE)) for n in NAMES]
+)
 @pytest.mark.filterwarnings("ignore")
 def test_same_decisions(name: str) -> None:
     wrong, compared = disagreements(name, torch.float16)

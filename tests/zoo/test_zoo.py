@@ -48,6 +48,21 @@ NAMES = (
     "own/gru",
     "own/unet",
 )
+# `make test` takes these; the others are exhaustive.
+CORE = frozenset(
+    {
+        "timm/resnet18",
+        "timm/convnext_atto",
+        "timm/vit_tiny_patch16_224",
+        "torchvision/swin",
+        "transformers/bert",
+        "transformers/gpt2",
+        "transformers/llama_eager",
+        "transformers/t5",
+        "transformers/mixtral",
+        "own/unet",
+    }
+)
 DTYPES = (torch.float16, torch.bfloat16)
 
 
@@ -59,13 +74,14 @@ def combinations() -> list:
             dtype = DTYPES[(index + position) % 2]
             level = ("O1", "O2")[(index // 2) % 2]
             case = f"{name}-{mode}-{str(dtype)[6:]}-{level}"
-            expected = marks(name, mode == "train")
+            expected = marks(name, mode == "train") + [pytest.mark.exhaustive] * (name not in CORE)
             found.append(pytest.param(name, mode, dtype, level, marks=expected, id=case))
     return found
 
 
 def test_each_library_is_there_ten_times() -> None:
     assert set(NAMES) <= set(zoo.names())
+    assert set(NAMES) > CORE
     for family in ("timm", "torchvision", "transformers"):
         assert sum(zoo.get(name).family == family for name in NAMES) >= 10
 
@@ -78,6 +94,7 @@ def test_model(name: str, mode: str, dtype: torch.dtype, level: str) -> None:
     amp = subject.convert(OPTIMAL[level], dtype)
     autocast = subject.convert(AUTOCAST, dtype)
 
+    check_reference(subject)
     check_bytes(subject, amp, autocast, dtype)
     check_levels(subject, level, amp, dtype)
     assert differing_integers(amp, *subject.args, **subject.kwargs)[0] == []
@@ -89,9 +106,18 @@ def test_model(name: str, mode: str, dtype: torch.dtype, level: str) -> None:
     assert holds(level, dtype, mine, theirs), (mine, theirs)
 
 
+def check_reference(subject: Subject) -> None:
+    """The model trains in float32: what is compared with it says something."""
+    grads = subject.reference.grads.values()
+    assert all(grad.isfinite().all() for grad in grads)
+    assert any(grad.any() for grad in grads)
+
+
 def check_bytes(subject: Subject, amp, autocast, dtype: torch.dtype) -> None:
     """No more cast bytes than torch's CUDA autocast, no more modelled traffic than its rule."""
-    assert activation_cast_bytes(amp.graph_module) <= subject.oracle(dtype).activation_cast_bytes
+    oracle = subject.oracle(dtype)
+    assert activation_cast_bytes(amp.graph_module) <= oracle.activation_cast_bytes
+    assert oracle.activation_casts
     assert amp.plan.cost.traffic <= autocast.plan.baselines["autocast"].traffic
 
 
