@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from ampgraph.policy.policy import Policy
 
     from .analysis.facts import Facts
+    from .analysis.precision import Precision
     from .analysis.problem import Problem
 
 
@@ -71,8 +72,8 @@ class Pass(abc.ABC):
         """Raises `PassError` when the result is not what the pass promises."""
 
 
-# Node names with labels (True: low).
-Pins = tuple[tuple[str, bool], ...]
+# Node names with the precision that they shall have.
+Pins = tuple[tuple[str, "Precision"], ...]
 Hook = Callable[[Pass, GraphModule, bool, float], Any]
 
 

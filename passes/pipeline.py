@@ -16,6 +16,7 @@ from ampgraph.policy.policy import Policy
 
 from .analysis.facts import tensors
 from .analysis.hazards import is_table
+from .analysis.precision import Precision
 from .base import Hook, Pass, Pins, Workspace, run_passes, workspace
 from .classify import ClassifyOps
 from .clean_casts import CleanCasts
@@ -104,7 +105,9 @@ def rewrite(
         _mark_parameters(graph_module, body, operands)
         rewrite(body, policy, low_dtype, modules, check_rules=False)
     graph_module.meta[META_KEY] = Workspace()
-    edits = any(low for _, low in pins) or may_go_low(graph_module.graph, policy, low_dtype)
+    edits = any(asked is Precision.LOW for _, asked in pins) or may_go_low(
+        graph_module.graph, policy, low_dtype
+    )
     run_passes(graph_module, default_pipeline(policy, low_dtype, modules, check_rules, pins, edits), hook)
     space = workspace(graph_module)
     if space.plan is None:

@@ -27,6 +27,7 @@ from ampgraph.policy.rules import RuleBook
 from .analysis.arguments import argument
 from .analysis.facts import NodeFacts, has_kernel
 from .analysis.hazards import Hazard
+from .analysis.precision import Precision
 from .analysis.problem import Variable
 
 
@@ -47,7 +48,7 @@ class Case:
     low_dtype: torch.dtype
     rules: RuleBook
     ranges: Mapping[Node, str] = field(default_factory=dict)
-    flips: Mapping[str, bool] = field(default_factory=dict)
+    flips: Mapping[str, Precision] = field(default_factory=dict)
     hazards: Mapping[Node, Hazard] = field(default_factory=dict)
 
 
@@ -97,7 +98,7 @@ def _keep(name: str, by: str, reason: str, applies: Callable[[Node, NodeFacts, C
     """Returns a rule that keeps the source's dtype where ``applies`` holds."""
 
     def decide(node: Node, fact: NodeFacts, case: Case) -> Variable | None:
-        return Variable(_source_low(fact, case), by, reason) if applies(node, fact, case) else None
+        return Variable(_source(fact, case), by, reason) if applies(node, fact, case) else None
 
     return Rule(name, by, "the source's", decide)
 
@@ -107,7 +108,7 @@ def _fp32(name: str, by: str, why: Callable[[Node, NodeFacts, Case], str | None]
 
     def decide(node: Node, fact: NodeFacts, case: Case) -> Variable | None:
         reason = why(node, fact, case)
-        return Variable(False, by, reason) if reason else None
+        return Variable(Precision.FP32, by, reason) if reason else None
 
     return Rule(name, by, "float32", decide)
 
@@ -117,19 +118,19 @@ def _low(name: str, by: str, why: Callable[[Node, NodeFacts, Case], str | None])
 
     def decide(node: Node, fact: NodeFacts, case: Case) -> Variable | None:
         reason = why(node, fact, case)
-        return Variable(True, by, reason) if reason else None
+        return Variable(Precision.LOW, by, reason) if reason else None
 
     return Rule(name, by, "low", decide)
 
 
-def _source_low(fact: NodeFacts, case: Case) -> bool:
-    return fact.dtype == case.low_dtype
+def _source(fact: NodeFacts, case: Case) -> Precision:
+    return Precision.of(fact.dtype, case.low_dtype)
 
 
 def _of_source(node: Node, fact: NodeFacts, case: Case) -> Variable | None:
     if node.op not in ("placeholder", "get_attr"):
         return None
-    return Variable(_source_low(fact, case), "source", f"{node.op} of the source model")
+    return Variable(_source(fact, case), "source", f"{node.op} of the source model")
 
 
 def _sparse_gradient(node: Node, fact: NodeFacts, case: Case) -> object:
@@ -155,7 +156,7 @@ def _by_rules(node: Node, fact: NodeFacts, case: Case) -> Variable | None:
     if match is None:
         return None
     reason = f"rule {match.pattern!r}: {match.value!r} matches {match.name!r}"
-    return Variable(match.value == "low", "rule", reason)
+    return Variable(Precision(match.value), "rule", reason)
 
 
 def _by_hazard(node: Node, fact: NodeFacts, case: Case) -> Variable | None:
@@ -163,11 +164,11 @@ def _by_hazard(node: Node, fact: NodeFacts, case: Case) -> Variable | None:
     hazard = case.hazards.get(node)
     if hazard is None:
         return None
-    source_low, listed = _source_low(fact, case), settle_by(LISTED, node, fact, case)
+    source, listed = _source(fact, case), settle_by(LISTED, node, fact, case)
     assert listed is not None
-    if listed.pinned == source_low or (listed.follows and not source_low):
+    if listed.pinned is source or (listed.follows and source is Precision.FP32):
         return None
-    return Variable(source_low, "hazard", hazard.reason, because=hazard.because)
+    return Variable(source, "hazard", hazard.reason, because=hazard.because)
 
 
 def _white(node: Node, fact: NodeFacts, case: Case) -> str | None:

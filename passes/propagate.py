@@ -27,6 +27,7 @@ from ampgraph.policy.rules import RuleBook
 
 from .analysis.facts import Facts, OperandRule
 from .analysis.hazards import Hazard, find_hazards
+from .analysis.precision import Precision
 from .analysis.problem import Problem, Variable, force_followers
 from .analysis.ranges import find_range_pins
 from .base import Pass, Pins, workspace
@@ -84,8 +85,8 @@ class PropagatePrecision(Pass):
     ) -> dict[Node, Hazard]:
         if not self.policy.hazards or self.policy.level == "O0":
             return {}
-        labels = {node: v.pinned for node, v in fixed.items() if v.pinned is not None}
-        return find_hazards(graph_module, facts, labels, self.low_dtype)
+        low = {node: v.pinned is Precision.LOW for node, v in fixed.items() if v.pinned is not None}
+        return find_hazards(graph_module, facts, low, self.low_dtype)
 
     def _rules(self, graph_module: GraphModule) -> RuleBook:
         """Returns the rules; a graph whose model is not known is asked for the modules that it comes from."""
@@ -99,7 +100,9 @@ class PropagatePrecision(Pass):
         narrowable: set[Node] = set()
         for node in reversed(list(problem.variables)):
             variable, fact = problem.variables[node], problem.facts[node]
-            rounds = variable.by == "list" and fact.op_class is OpClass.BLACK and variable.pinned is False
+            rounds = (
+                variable.by == "list" and fact.op_class is OpClass.BLACK and variable.pinned is Precision.FP32
+            )
             rounds = rounds and isinstance(node.target, OpOverload) and kernels.rounds_once(node.target)
             clear = variable.pinned is None and fact.op_class is OpClass.CLEAR
             if not (rounds or clear) or not _consumers_are_low(node, problem, narrowable):
@@ -147,4 +150,4 @@ def _is_low_anyway(user: Node, rule: OperandRule, problem: Problem, narrowable: 
         or user not in problem.variables
     ):
         return False
-    return problem.variables[user].pinned is True or user in narrowable
+    return problem.variables[user].pinned is Precision.LOW or user in narrowable

@@ -12,9 +12,10 @@ from typing import NamedTuple
 from torch.fx import Node
 
 from ampgraph.passes.analysis.facts import OperandRule
+from ampgraph.passes.analysis.precision import Precision
 from ampgraph.passes.analysis.problem import Problem
 
-Labels = dict[Node, bool]
+Labels = dict[Node, Precision]
 Anchors = dict[Node, Node]
 
 
@@ -35,7 +36,7 @@ class Moved(NamedTuple):
 
 
 def is_low(problem: Problem, labels: Labels, tensor: Node) -> bool:
-    return labels[problem.facts[tensor].dtype_source]
+    return labels[problem.facts[tensor].dtype_source] is Precision.LOW
 
 
 def outputs_of(problem: Problem, node: Node) -> list[Node]:
@@ -46,12 +47,11 @@ def outputs_of(problem: Problem, node: Node) -> list[Node]:
 def allowed(problem: Problem, labels: Labels) -> bool:
     """Whether a labelling keeps to the pins and to "follows"."""
     for node, variable in problem.variables.items():
-        low = labels[node]
         if variable.pinned is not None:
-            if low != variable.pinned:
+            if labels[node] is not variable.pinned:
                 return False
             continue
-        if not low:
+        if labels[node] is Precision.FP32:
             continue
         fact = problem.facts[node]
         if variable.follows and not all(is_low(problem, labels, s.tensor) for s in fact.operands if s.follow):
@@ -62,7 +62,7 @@ def allowed(problem: Problem, labels: Labels) -> bool:
 def labellings(problem: Problem) -> Iterator[Labels]:
     free = [n for n, v in problem.variables.items() if v.pinned is None]
     pinned = {n: v.pinned for n, v in problem.variables.items() if v.pinned is not None}
-    for choice in itertools.product([True, False], repeat=len(free)):
+    for choice in itertools.product(Precision, repeat=len(free)):
         labels = {**pinned, **dict(zip(free, choice, strict=True))}
         if allowed(problem, labels):
             yield labels
@@ -73,7 +73,7 @@ def anchorless(problem: Problem, labels: Labels) -> dict[Node, list[Node]]:
     found = {}
     for node in problem.variables:
         operands = [s.tensor for s in problem.facts[node].operands if s.rule is OperandRule.PROMOTED]
-        if not labels[node] and operands and all(is_low(problem, labels, t) for t in operands):
+        if labels[node] is Precision.FP32 and operands and all(is_low(problem, labels, t) for t in operands):
             found[node] = list(dict.fromkeys(operands))
     return found
 
@@ -90,7 +90,7 @@ def moved(problem: Problem, labels: Labels, anchors: Anchors, shared: bool = Tru
     seen: set[tuple[Node, bool]] = set()
     traffic = 0
     for node, fact in problem.facts.items():
-        low = labels.get(node, False)
+        low = labels.get(node) is Precision.LOW
         if fact.moves_data and node in problem.variables:
             traffic += fact.elements * (2 if low else 4)
         for operand in fact.operands:

@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from ampgraph import Policy
 from ampgraph.passes import ClassifyOps, PropagatePrecision, workspace
 from ampgraph.passes.analysis.facts import OperandRule
+from ampgraph.passes.analysis.precision import Precision
 from ampgraph.passes.place import place_optimally
 from ampgraph.passes.placement import labelling
 from ampgraph.passes.placement.branch_and_bound import Search
@@ -125,7 +126,9 @@ def brute_force(problem):
     free = [n for n, v in problem.variables.items() if v.pinned is None]
     found = []
     for sides in itertools.product((True, False), repeat=len(free)):
-        low = {n: v.pinned for n, v in problem.variables.items()} | dict(zip(free, sides, strict=True))
+        low = {n: v.pinned is Precision.LOW for n, v in problem.variables.items()} | dict(
+            zip(free, sides, strict=True)
+        )
         if all(_allowed(problem, node, low) for node in free if low[node]):
             found += prices(problem, low)
     return {

@@ -11,11 +11,13 @@ from functools import cache
 from typing import NamedTuple
 
 import pytest
+import torch
 from torch.fx import Node
 
 from ampgraph import Policy
 from ampgraph.ops.lists import OpClass
 from ampgraph.passes.analysis.facts import OperandRule
+from ampgraph.passes.analysis.precision import Precision
 from ampgraph.passes.analysis.problem import Problem
 from ampgraph.passes.place import autocast_rule, place_within
 from ampgraph.policy.policy import OBJECTIVES
@@ -64,7 +66,7 @@ class Dataflow:
             parts = tuple(self.delivered[node, i] for i in range(len(fact.operands)))
             clear = fact.op_class is OpClass.CLEAR and bool(parts) and node in problem.variables
             term = Term(node.name, clear, False, parts)
-            rounds = labels.get(node, False) and node.op == "call_function"
+            rounds = labels.get(node) is Precision.LOW and node.op == "call_function"
             self.terms[node] = rounded(term) if rounds else term
 
     def _deliver(self, node: Node, operand) -> Term:
@@ -75,7 +77,7 @@ class Dataflow:
         elif operand.rule is OperandRule.SOURCE_DTYPE:
             needs_low = self.problem.facts[operand.tensor].dtype == self.problem.low_dtype
         else:
-            needs_low = self.labels.get(node, False)
+            needs_low = self.labels.get(node) is Precision.LOW
         return rounded(term) if needs_low and not has else term
 
 
@@ -88,7 +90,7 @@ def violations(problem: Problem, labels: Labels) -> list[str]:
     ours, theirs = Dataflow(problem, labels), Dataflow(problem, autocast_rule(problem).labels)
     found = []
     for (node, i), term in ours.delivered.items():
-        if ours.labels.get(node, False) and problem.facts[node].op_class is OpClass.CLEAR:
+        if ours.labels.get(node) is Precision.LOW and problem.facts[node].op_class is OpClass.CLEAR:
             continue
         if not no_less_precise(term, theirs.delivered[node, i]):
             found.append(f"{node.name} reads {term.node} with more roundings")
@@ -99,7 +101,7 @@ def fp32_reads_rounded(problem: Problem, labels: Labels) -> list[str]:
     """Lists float32 values that reach a float32 consumer through low clear ops only: rounded on the way."""
     found = []
     for node, fact in problem.facts.items():
-        if labels.get(node, False):
+        if labels.get(node) is Precision.LOW:
             continue
         for operand in fact.operands:
             if operand.rule is OperandRule.SOURCE_DTYPE and fact.dtype is None and node.op != "output":
@@ -116,7 +118,7 @@ def narrowed_origins(problem: Problem, labels: Labels, tensor: Node) -> list[Nod
     owner = problem.facts[tensor].dtype_source
     fact = problem.facts[owner]
     chosen = problem.variables[owner].by in ("placement", "propagation")
-    if not (labels[owner] and chosen and fact.op_class is OpClass.CLEAR):
+    if not (labels[owner] is Precision.LOW and chosen and fact.op_class is OpClass.CLEAR):
         return []
     found = []
     for operand in fact.operands:
@@ -200,8 +202,16 @@ def test_the_comparison_sees_a_rounded_value():
     build = GraphBuilder()
     relu = build.call(aten.relu.default, build.input(4, 4))
     problem = problem_of(build.finish(build.call(aten.exp.default, relu)), Policy(level="O1"))
-    labels = {**autocast_rule(problem).labels, relu: True}
+    labels = {**autocast_rule(problem).labels, relu: Precision.LOW}
     assert not allowed(problem, labels)
     assert violations(problem, labels)
     assert fp32_reads_rounded(problem, labels)
     assert problem.low_dtype == LOW
+
+
+def test_a_precision_is_no_truth_value():
+    """``if labels[node]`` would take float32 for low."""
+    assert Precision.of(LOW, LOW) is Precision.LOW is Precision.of(torch.float32, LOW).other
+    assert [p.dtype(LOW) for p in Precision] == [LOW, torch.float32]
+    with pytest.raises(TypeError, match="compare"):
+        bool(Precision.FP32)

@@ -10,6 +10,7 @@ from torch import nn
 
 import ampgraph
 from ampgraph import OpLists, Plan, Policy, PolicyError
+from ampgraph.passes.analysis.precision import Precision
 from ampgraph.report.replan import replanned, without_casts
 from ampgraph.testing import cast_map
 
@@ -123,7 +124,7 @@ def test_a_graph_without_casts_computes_what_the_source_does(name: str) -> None:
 
 def test_nodes_tell_the_new_plans_reasons() -> None:
     amp = converted("conv", POLICIES["O1"], "ahead of time")
-    graph_module, plan = replanned(amp.graph_module, amp.plan, amp.policy, pins=(("conv2d", False),))
+    graph_module, plan = replanned(amp.graph_module, amp.plan, amp.policy, pins=(("conv2d", Precision.FP32),))
     (conv,) = [n for n in graph_module.graph.nodes if n.name == "conv2d"]
     assert conv.meta["ampgraph"]["reason"] == plan["conv2d"].reason == "flipped, to see what changes"
 
@@ -132,14 +133,17 @@ def test_pins_stand_above_guards_rules_and_lists() -> None:
     amp = converted("everything", Policy(dtype=LOW, rules={"linear": "fp32"}), "ahead of time")
     assert amp.plan["linear_2"].by == "guard"
     for name in ("linear_2", "linear", "exp_1", "sum_1"):
-        plan = replanned(amp.graph_module, amp.plan, amp.policy, pins=((name, True),))[1]
+        plan = replanned(amp.graph_module, amp.plan, amp.policy, pins=((name, Precision.LOW),))[1]
         assert (plan[name].dtype, plan[name].reason) == (LOW, "flipped, to see what changes")
 
 
 def test_pins_do_not_stand_above_what_cannot_be() -> None:
     amp = converted("everything", POLICIES["O1"], "ahead of time")
     assert amp.plan["mul"].by == "range"
-    assert replanned(amp.graph_module, amp.plan, amp.policy, pins=(("mul", True),))[1]["mul"].by == "range"
+    assert (
+        replanned(amp.graph_module, amp.plan, amp.policy, pins=(("mul", Precision.LOW),))[1]["mul"].by
+        == "range"
+    )
 
 
 def test_rules_of_the_other_policy_are_checked() -> None:

@@ -11,6 +11,7 @@ from ..errors import AmpGraphError
 from ..ops.lists import OpLists
 from ..origin import beside_users, module_stack
 from ..passes import Pins
+from ..passes.analysis.precision import Precision
 from ..plan import META_KEY, Cost, Plan
 from ..policy.policy import Policy
 from ..runtime.coverage import Coverage
@@ -81,7 +82,9 @@ class Source:
         if decision is None or decision.dtype is None or decision.by in _UNFLIPPABLE:
             why = f"{decision.by}: {decision.reason}" if decision else "it is no op of the source model"
             raise AmpGraphError(f"no policy can flip {name!r} ({why}).")
-        return self._planned(self.policy, pins=((owner, decision.dtype != self.plan.low_dtype),))
+        return self._planned(
+            self.policy, pins=((owner, Precision.of(decision.dtype, self.plan.low_dtype).other),)
+        )
 
     def peers(self) -> dict[str, Totals]:
         """See `Explanation.peers`."""

@@ -8,11 +8,12 @@ import torch
 from torch.fx import Node
 
 from .facts import Facts
+from .precision import FP32, Precision
 
 
 @dataclass
 class Variable:
-    """One node's label: pinned low (True), pinned float32 (False) or free (None), and why.
+    """One node's label: pinned to a precision or free (None), and why.
 
     Attributes:
         follows: Low only if all floating producers are low.
@@ -20,7 +21,7 @@ class Variable:
         because: The node whose pin is the reason.
     """
 
-    pinned: bool | None
+    pinned: Precision | None
     by: str
     reason: str
     follows: bool = False
@@ -38,7 +39,11 @@ class Problem:
     uses: dict[Node, list[tuple[Node, int]]] = field(default_factory=dict)
     out_of_range: dict[Node, str] = field(default_factory=dict)
 
-    def pin(self, tensor: Node) -> bool | None:
+    def source_precision(self, tensor: Node) -> Precision:
+        """Returns the precision that ``tensor`` has in the source."""
+        return Precision.of(self.facts[tensor].dtype, self.low_dtype)
+
+    def pin(self, tensor: Node) -> Precision | None:
         """Returns the pinned label of the node that produces ``tensor``."""
         return self.variables[self.facts[tensor].dtype_source].pinned
 
@@ -49,7 +54,7 @@ def force_followers(problem: Problem) -> None:
         if variable.pinned is not None or not variable.follows:
             continue
         for slot in problem.facts[node].operands:
-            if slot.follow and problem.pin(slot.tensor) is False:
-                variable.pinned, variable.by, variable.because = False, "propagation", slot.tensor
+            if slot.follow and problem.pin(slot.tensor) is FP32:
+                variable.pinned, variable.by, variable.because = FP32, "propagation", slot.tensor
                 variable.reason = f"{variable.reason}: follows {slot.tensor.name!r}, which is float32"
                 break

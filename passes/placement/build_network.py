@@ -29,11 +29,13 @@ from torch.fx import Node
 from ampgraph.plan import Cost
 
 from ..analysis.facts import OperandRule
+from ..analysis.precision import FP32, LOW, Precision
 from ..analysis.problem import Problem
 from .cost_model import CAST_BYTES, FP32_BYTES, LOW_BYTES, node_terms, promoted_operands, required
 from .min_cut import INFINITE, SINK, SOURCE, CutNetwork, Vertex
 
 Weigher = Callable[[Cost], int]
+_TERMINALS = {LOW: SOURCE, FP32: SINK}
 Widened = dict[tuple[Node, Node], Vertex]
 
 
@@ -70,7 +72,7 @@ class _Builder:
                 self._add_constraints(node)
         for node in problem.facts:
             for owner, elements in node_terms(problem, node):
-                if not isinstance(owner, bool) and problem.variables[owner].pinned is None:
+                if not isinstance(owner, Precision) and problem.variables[owner].pinned is None:
                     network.add_arc(owner, SINK, low_byte * elements)
                     network.add_arc(SOURCE, owner, fp32_byte * elements)
         for tensor in problem.uses:
@@ -82,14 +84,14 @@ class _Builder:
         if node not in self.problem.variables:
             return SINK
         pinned = self.problem.variables[node].pinned
-        return node if pinned is None else SOURCE if pinned else SINK
+        return node if pinned is None else _TERMINALS[pinned]
 
     def _open_operands(self, node: Node) -> list[Node]:
         """Returns the operands among which a promoting op may have to choose an anchor."""
-        if self.problem.variables[node].pinned:
+        if self.problem.variables[node].pinned is LOW:
             return []
         operands = promoted_operands(self.problem, node)
-        return [] if any(self.problem.pin(t) is False for t in operands) else operands
+        return [] if any(self.problem.pin(t) is FP32 for t in operands) else operands
 
     def _add_constraints(self, node: Node) -> None:
         problem, variable = self.problem, self.problem.variables[node]
@@ -112,12 +114,12 @@ class _Builder:
             if promoted and user in self.undecided:
                 widening[key].may_choose(user)
             elif operand.rule is OperandRule.SOURCE_DTYPE:
-                at = SOURCE if fact.dtype == problem.low_dtype else SINK
+                at = _TERMINALS[problem.source_precision(tensor)]
                 (narrowing if at == SOURCE else widening)[key].need(at)
                 continue
-            elif at != SOURCE and required(problem, user, operand, False, None) is False:
+            elif at != SOURCE and required(problem, operand, FP32, None) is FP32:
                 widening[key].need(at)
-            if at != SINK and required(problem, user, operand, True, None):
+            if at != SINK and required(problem, operand, LOW, None) is LOW:
                 narrowing[key].need(at)
         moved, activation = CAST_BYTES * fact.elements, 0 if fact.is_parameter else 1
         weight = self.weigh(Cost(moved, moved, 1, moved * activation, activation))

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import torch
 from torch.fx import Node
 
 from ampgraph.ops import kernels
 from ampgraph.plan import Cast, Cost, Decision, Plan, Use
 
 from ..analysis.facts import Operand, OperandRule
+from ..analysis.precision import Precision
 from ..analysis.problem import Problem
 from .cost_model import CAST_BYTES, Anchors, Demand, Labels, cost_of, demands, label_of
 
@@ -27,10 +27,6 @@ def build_plan(
     return Plan(decisions, tuple(casts), widened, dtype_args, problem.low_dtype, cost, baselines, gap)
 
 
-def _dtype(problem: Problem, low: bool) -> torch.dtype:
-    return problem.low_dtype if low else torch.float32
-
-
 def _decision(problem: Problem, labels: Labels, node: Node) -> Decision:
     fact = problem.facts[node]
     op_class = fact.op_class.value if fact.op_class else None
@@ -38,13 +34,13 @@ def _decision(problem: Problem, labels: Labels, node: Node) -> Decision:
         return Decision(None, "source", "no float32 or low-precision result", op_class)
     if fact.dtype_source is not node:
         return Decision(
-            _dtype(problem, labels[fact.dtype_source]),
+            labels[fact.dtype_source].dtype(problem.low_dtype),
             "source",
             f"has the dtype of {fact.dtype_source.name!r}",
             op_class,
             (fact.dtype_source.name,),
         )
-    variable, dtype = problem.variables[node], _dtype(problem, labels[node])
+    variable, dtype = problem.variables[node], labels[node].dtype(problem.low_dtype)
     if variable.pinned is None:
         reason, because = _choice(problem, labels, node)
         return Decision(dtype, "placement", f"{variable.reason}: {reason}", op_class, because)
@@ -54,44 +50,40 @@ def _decision(problem: Problem, labels: Labels, node: Node) -> Decision:
 
 def _choice(problem: Problem, labels: Labels, node: Node) -> tuple[str, tuple[str, ...]]:
     """Returns why placement gave a free node its dtype, and the neighbours that have the same."""
-    low = labels[node]
-    dtype = _dtype_name(problem, low)
+    label = labels[node]
+    dtype = str(label.dtype(problem.low_dtype)).removeprefix("torch.")
     producers = [s.tensor for s in problem.facts[node].operands if s.follow]
-    agreeing = tuple(t.name for t in producers if label_of(problem, labels, t) == low)
+    agreeing = tuple(t.name for t in producers if label_of(problem, labels, t) is label)
     if len(agreeing) == len(producers):
         return f"its inputs are {dtype} and fewest bytes move so", agreeing
-    users = [user for user, _ in problem.uses.get(node, ()) if labels.get(user) == low]
+    users = [user for user, _ in problem.uses.get(node, ()) if labels.get(user) is label]
     users.sort(key=lambda user: problem.variables[user].pinned is None)
     return f"fewest bytes move with it in {dtype}", (*(user.name for user in users), *agreeing)
-
-
-def _dtype_name(problem: Problem, low: bool) -> str:
-    return str(_dtype(problem, low)).removeprefix("torch.")
 
 
 def _casts(
     problem: Problem, decisions: Mapping[str, Decision], demand: Demand, uses: list[tuple[Node, Operand]]
 ) -> list[Cast]:
-    tensor, low = demand
+    tensor, need = demand
     fact = problem.facts[tensor]
     # A tensor that is written in place has another value at each use: its casts are not shared.
     groups = [[use] for use in uses] if fact.mutated else [uses]
     return [
         Cast(
             tensor.name,
-            _dtype(problem, not low),
-            _dtype(problem, low),
+            need.other.dtype(problem.low_dtype),
+            need.dtype(problem.low_dtype),
             tuple(Use(node.name, operand.path) for node, operand in group),
             CAST_BYTES * fact.elements,
             fact.is_parameter,
-            _cast_reason(decisions, tensor, [n for n, _ in group], low),
-            saturates=low and tensor in problem.out_of_range,
+            _cast_reason(decisions, tensor, [n for n, _ in group]),
+            saturates=need is Precision.LOW and tensor in problem.out_of_range,
         )
         for group in groups
     ]
 
 
-def _cast_reason(decisions: Mapping[str, Decision], tensor: Node, users: list[Node], low: bool) -> str:
+def _cast_reason(decisions: Mapping[str, Decision], tensor: Node, users: list[Node]) -> str:
     first = users[0]
     wants = "graph output keeps its dtype" if first.op == "output" else decisions[first.name].reason
     more = f" and {len(users) - 1} more" if len(users) > 1 else ""
@@ -103,7 +95,7 @@ def _in_kernel(problem: Problem, labels: Labels, anchors: Anchors) -> tuple[tupl
     widened: list[Use] = []
     dtype_args: dict[str, str] = {}
     for node in problem.variables:
-        if labels[node]:
+        if labels[node] is Precision.LOW:
             continue
         for operand in problem.facts[node].operands:
             if operand.rule not in (
@@ -111,7 +103,7 @@ def _in_kernel(problem: Problem, labels: Labels, anchors: Anchors) -> tuple[tupl
                 OperandRule.DTYPE_ARG,
             ) or operand.tensor is anchors.get(node):
                 continue
-            if not label_of(problem, labels, operand.tensor):
+            if label_of(problem, labels, operand.tensor) is Precision.FP32:
                 continue
             widened.append(Use(node.name, operand.path))
             if operand.rule is OperandRule.DTYPE_ARG:

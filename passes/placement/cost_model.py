@@ -1,11 +1,12 @@
 """What a labelling needs and what it moves: the cost model that placement minimises and reports.
 
-A labelling gives every variable True (low) or False (float32). `demands` says which tensors must then
+A labelling gives every variable a `Precision`. `demands` says which tensors must then
 be cast for which uses; `cost_of` counts bytes:
 
 - a cast reads and writes its tensor once (2 + 4 bytes an element), whoever shares it;
 - an op that moves data writes its outputs and reads its inputs at the width supplied; an operand that
-  the kernel may widen itself (`OperandRule.PROMOTED`, ``DTYPE_ARG``, ``ANY``) counts at its producer's width;
+  the kernel may widen itself (`OperandRule.PROMOTED`, ``DTYPE_ARG``, ``EITHER``) counts at its producer's
+  width;
 - views, inputs and parameters move nothing by themselves; symbolic sizes count with their hints.
 """
 
@@ -18,40 +19,42 @@ from torch.fx import Node
 from ampgraph.plan import Cost
 
 from ..analysis.facts import Operand, OperandRule
+from ..analysis.precision import FP32, LOW, Precision
 from ..analysis.problem import Problem
 
 LOW_BYTES, FP32_BYTES = 2, 4
 CAST_BYTES = LOW_BYTES + FP32_BYTES
+WIDTHS = {LOW: LOW_BYTES, FP32: FP32_BYTES}
 
-Labels = Mapping[Node, bool]
+Labels = Mapping[Node, Precision]
 Anchors = Mapping[Node, Node]
-Demand = tuple[Node, bool]
+Demand = tuple[Node, Precision]
 
 
-def label_of(problem: Problem, labels: Labels, tensor: Node) -> bool:
-    """Returns whether the node that produces ``tensor`` is low."""
+def label_of(problem: Problem, labels: Labels, tensor: Node) -> Precision:
+    """Returns the label of the node that produces ``tensor``."""
     return labels[problem.facts[tensor].dtype_source]
 
 
-def required(problem: Problem, node: Node, operand: Operand, low: bool, anchor: Node | None) -> bool | None:
-    """Returns the label that ``node``, labelled ``low``, needs of an operand; None: either will do."""
+def required(problem: Problem, operand: Operand, label: Precision, anchor: Node | None) -> Precision | None:
+    """Returns the label that a node, itself labelled ``label``, needs of an operand; None: either will do."""
     if operand.rule is OperandRule.EITHER:
         return None
     if operand.rule is OperandRule.SOURCE_DTYPE:
-        return problem.facts[operand.tensor].dtype == problem.low_dtype
-    if low or operand.rule is OperandRule.NODE_DTYPE:
-        return low
-    return False if operand.rule is OperandRule.PROMOTED and operand.tensor is anchor else None
+        return problem.source_precision(operand.tensor)
+    if label is LOW or operand.rule is OperandRule.NODE_DTYPE:
+        return label
+    return FP32 if operand.rule is OperandRule.PROMOTED and operand.tensor is anchor else None
 
 
 def demands(problem: Problem, labels: Labels, anchors: Anchors) -> dict[Demand, list[tuple[Node, Operand]]]:
     """Returns, for each (tensor, needed label) that differs from the tensor's own, the uses that need it."""
     found: dict[Demand, list[tuple[Node, Operand]]] = {}
     for node, fact in problem.facts.items():
-        low = labels.get(node, False)
+        label = labels.get(node, FP32)
         for operand in fact.operands:
-            need = required(problem, node, operand, low, anchors.get(node))
-            if need is not None and need != label_of(problem, labels, operand.tensor):
+            need = required(problem, operand, label, anchors.get(node))
+            if need is not None and need is not label_of(problem, labels, operand.tensor):
                 found.setdefault((operand.tensor, need), []).append((node, operand))
     return found
 
@@ -64,10 +67,10 @@ def promoted_operands(problem: Problem, node: Node) -> list[Node]:
 
 def needs_anchor(problem: Problem, labels: Labels, node: Node) -> bool:
     """Whether a float32 op that promotes would read low operands only, and so would return low."""
-    if labels.get(node, True):
+    if labels.get(node, LOW) is LOW:
         return False
     operands = promoted_operands(problem, node)
-    return bool(operands) and all(label_of(problem, labels, t) for t in operands)
+    return bool(operands) and all(label_of(problem, labels, t) is LOW for t in operands)
 
 
 def greedy_anchors(problem: Problem, labels: Labels) -> dict[Node, Node]:
@@ -76,7 +79,7 @@ def greedy_anchors(problem: Problem, labels: Labels) -> dict[Node, Node]:
     if not missing:
         return {}
     chosen: dict[Node, Node] = {}
-    widened = {tensor for tensor, low in demands(problem, labels, chosen) if not low}
+    widened = {tensor for tensor, need in demands(problem, labels, chosen) if need is FP32}
     for node in missing:
         chosen[node] = min(
             promoted_operands(problem, node),
@@ -91,7 +94,7 @@ def cost_of(problem: Problem, labels: Labels, anchors: Anchors, shared: bool = T
 
     Args:
         problem: The pinned graph.
-        labels: True (low) or False (float32) for every variable.
+        labels: A precision for every variable.
         anchors: The operand that each float32 promoting op over low operands widens.
         shared: Whether one cast serves all uses of a tensor; ``torch.autocast`` shares only weights.
     """
@@ -108,7 +111,7 @@ def cost_of(problem: Problem, labels: Labels, anchors: Anchors, shared: bool = T
     return Cost(traffic + cast_bytes, cast_bytes, casts, activation_bytes, activation_casts)
 
 
-def node_terms(problem: Problem, node: Node) -> Iterator[tuple[Node | bool, int]]:
+def node_terms(problem: Problem, node: Node) -> Iterator[tuple[Node | Precision, int]]:
     """Yields (whose label sets the width, or the label itself; elements) for all a node reads and writes."""
     fact = problem.facts[node]
     if not fact.moves_data:
@@ -122,7 +125,7 @@ def node_terms(problem: Problem, node: Node) -> Iterator[tuple[Node | bool, int]
         elif operand.rule is not OperandRule.SOURCE_DTYPE:
             yield problem.facts[operand.tensor].dtype_source, elements
         else:
-            yield problem.facts[operand.tensor].dtype == problem.low_dtype, elements
+            yield problem.source_precision(operand.tensor), elements
 
 
 def scale_above_traffic(problem: Problem) -> int:
@@ -134,6 +137,6 @@ def scale_above_traffic(problem: Problem) -> int:
 
 def _node_traffic(problem: Problem, labels: Labels, node: Node) -> int:
     return sum(
-        elements * (LOW_BYTES if (owner if isinstance(owner, bool) else labels[owner]) else FP32_BYTES)
+        elements * WIDTHS[owner if isinstance(owner, Precision) else labels[owner]]
         for owner, elements in node_terms(problem, node)
     )

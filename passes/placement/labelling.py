@@ -8,6 +8,7 @@ from torch.fx import Node
 
 from ampgraph.ops.lists import OpClass
 
+from ..analysis.precision import FP32, LOW, Precision
 from ..analysis.problem import Problem
 from .branch_and_bound import Search
 from .build_network import Weigher, cut_network
@@ -22,12 +23,12 @@ class Placement:
     """A labelling and its anchors.
 
     Attributes:
-        labels: True (low) or False (float32) for every variable.
+        labels: A precision for every variable.
         anchors: The operand that each float32 promoting op over low operands widens.
         gap: How far above the least it is at most: 0 for a proven minimum, None where nothing is known.
     """
 
-    labels: dict[Node, bool]
+    labels: dict[Node, Precision]
     anchors: dict[Node, Node]
     gap: int | None = 0
 
@@ -39,15 +40,16 @@ class Placement:
 
 def autocast_rule(problem: Problem) -> Placement:
     """Labels the graph as ``torch.autocast`` does: lists decide, the rest runs low if all its inputs are."""
-    labels: dict[Node, bool] = {}
+    labels: dict[Node, Precision] = {}
     for node, variable in problem.variables.items():
         if variable.pinned is not None:
             labels[node] = variable.pinned
         elif problem.facts[node].op_class is OpClass.BLACK:
-            labels[node] = False
+            labels[node] = FP32
         else:
             operands = [s for s in problem.facts[node].operands if s.follow]
-            labels[node] = all(labels[problem.facts[s.tensor].dtype_source] for s in operands)
+            low = all(labels[problem.facts[s.tensor].dtype_source] is LOW for s in operands)
+            labels[node] = LOW if low else FP32
     return Placement(labels, greedy_anchors(problem, labels), gap=None)
 
 
@@ -61,7 +63,9 @@ def place_optimally(problem: Problem, weigh: Weigher, search: Search | None = No
     """
     network, widened = cut_network(problem, weigh)
     cost, lower, sides = (search or Search(MAX_WORK)).solve(network)
-    labels = {n: sides[n] if v.pinned is None else v.pinned for n, v in problem.variables.items()}
+    labels = {
+        n: (LOW if sides[n] else FP32) if v.pinned is None else v.pinned for n, v in problem.variables.items()
+    }
     anchors = {}
     for node in problem.variables:
         if needs_anchor(problem, labels, node):

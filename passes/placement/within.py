@@ -22,6 +22,7 @@ from math import inf
 
 from torch.fx import Node
 
+from ..analysis.precision import FP32, LOW, Precision
 from ..analysis.problem import Problem, force_followers
 from .branch_and_bound import Search
 from .cost_model import cost_of, scale_above_traffic
@@ -83,7 +84,7 @@ class _Case:
     lower: float
     height: int
     number: int
-    pins: dict[Node, bool] = field(compare=False)
+    pins: dict[Node, Precision] = field(compare=False)
     over: _Point | None = field(compare=False, default=None)
     within: _Point | None = field(compare=False, default=None)
 
@@ -144,8 +145,8 @@ class _Bounded:
             if (node := self._disputed(case)) is None:
                 stuck = min(stuck, case.lower)
                 continue
-            for side in (True, False):
-                heappush(self.open, self._tried(case, node, side))
+            for label in (LOW, FP32):
+                heappush(self.open, self._tried(case, node, label))
         self.lower = min([stuck, *(case.lower for case in self.open)])
 
     def _disputed(self, case: _Case) -> Node | None:
@@ -153,14 +154,14 @@ class _Bounded:
         if case.over is None or case.within is None:
             return None
         over, within = case.over.placement.labels, case.within.placement.labels
-        nodes = [n for n in over if over[n] != within[n]]
+        nodes = [n for n in over if over[n] is not within[n]]
         return max(nodes, key=lambda n: (self.problem.facts[n].elements, n.name), default=None)
 
-    def _tried(self, case: _Case, node: Node, low: bool) -> _Case:
-        pins = {**case.pins, node: low}
-        if low:
+    def _tried(self, case: _Case, node: Node, label: Precision) -> _Case:
+        pins = {**case.pins, node: label}
+        if label is LOW:
             _pin_followed(self.problem, node, pins)
-        agrees = case.over and case.over.placement.labels[node] == low
+        agrees = case.over and case.over.placement.labels[node] is label
         over, within = (case.over, None) if agrees else (None, case.within)
         return self._closed_in(
             _Case(case.lower, case.height - 1, next(self.numbers), pins, over, within), spend=True
@@ -169,8 +170,8 @@ class _Bounded:
     def _closed_in(self, case: _Case, spend: bool = False) -> _Case:
         """Finds the corners of a case next to the bound, and its lower bound."""
         variables = {**self.problem.variables}
-        for node, low in case.pins.items():
-            variables[node] = replace(variables[node], pinned=low)
+        for node, label in case.pins.items():
+            variables[node] = replace(variables[node], pinned=label)
         problem = replace(self.problem, variables=variables)
         lower, over, within = case.lower, case.over, case.within
         if spend:
@@ -228,7 +229,7 @@ class _Bounded:
         return _Point(placement, cost.traffic, cost.activation_cast_bytes)
 
 
-def _pin_followed(problem: Problem, node: Node, pins: dict[Node, bool]) -> None:
+def _pin_followed(problem: Problem, node: Node, pins: dict[Node, Precision]) -> None:
     """Pins low what a node follows that is tried low."""
     stack = [node]
     while stack:
@@ -238,5 +239,5 @@ def _pin_followed(problem: Problem, node: Node, pins: dict[Node, bool]) -> None:
         for operand in problem.facts[reader].operands:
             owner = problem.facts[operand.tensor].dtype_source
             if operand.follow and problem.variables[owner].pinned is None and owner not in pins:
-                pins[owner] = True
+                pins[owner] = LOW
                 stack.append(owner)

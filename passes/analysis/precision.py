@@ -1,0 +1,37 @@
+"""What is decided for a node: the policy's low dtype or float32."""
+
+from __future__ import annotations
+
+import enum
+
+import torch
+
+
+class Precision(enum.Enum):
+    """The two dtypes that a node may get. It has no truth value: float32 must not pass for "none"."""
+
+    LOW = "low"
+    FP32 = "fp32"
+
+    @classmethod
+    def of(cls, dtype: torch.dtype | None, low_dtype: torch.dtype) -> Precision:
+        """Returns the precision of a dtype: low, or everything else."""
+        return cls.LOW if dtype == low_dtype else cls.FP32
+
+    @property
+    def other(self) -> Precision:
+        """The other one."""
+        return Precision.FP32 if self is Precision.LOW else Precision.LOW
+
+    def dtype(self, low_dtype: torch.dtype) -> torch.dtype:
+        """Returns the dtype that it means."""
+        return low_dtype if self is Precision.LOW else torch.float32
+
+    # The members are singletons, and the cost model looks them up in the inner loop.
+    __hash__ = object.__hash__
+
+    def __bool__(self) -> bool:
+        raise TypeError(f"{self} has no truth value; compare it with Precision.LOW or Precision.FP32.")
+
+
+LOW, FP32 = Precision.LOW, Precision.FP32
