@@ -25,7 +25,9 @@ from .report.explanation import Explanation
 
 if TYPE_CHECKING:
     from .numerics.check import check_numerics
+    from .numerics.compare import compare
     from .numerics.finding import Finding
+    from .numerics.numeric_comparison import NumericComparison
 
 __version__ = "0.1.0"
 
@@ -39,6 +41,7 @@ __all__ = [
     "Explanation",
     "Finding",
     "NoLossScale",
+    "NumericComparison",
     "OpLists",
     "PassError",
     "Plan",
@@ -47,6 +50,7 @@ __all__ = [
     "StaticLossScale",
     "VerifyError",
     "check_numerics",
+    "compare",
     "convert",
     "convert_blocks",
     "draw",
@@ -62,7 +66,9 @@ __all__ = [
 # Imported at their first use.
 _LATER = {
     "Finding": "numerics.finding",
+    "NumericComparison": "numerics.numeric_comparison",
     "check_numerics": "numerics.check",
+    "compare": "numerics.compare",
 }
 
 

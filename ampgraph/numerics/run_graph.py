@@ -14,7 +14,7 @@ from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
 from .._compat import HigherOrderOperator, OpOverload, flat_inputs
-from ..passes.analysis.alias import SOURCES, written_memory
+from ..passes.analysis.alias import SOURCES, written_args, written_memory
 
 __all__ = ["Draws", "GraphRun", "flat_inputs", "floats"]
 
@@ -78,10 +78,13 @@ class GraphRun:
         if node.op == "get_attr":
             value = operator.attrgetter(str(node.target))(self.graph_module)
             return self._source(node, _as_planned(node, value))
-        assert callable(node.target)
-        if self._draws is not None and _is_random(node):
-            self._draws.start(node.name)
         args, kwargs = map_arg((node.args, node.kwargs), self.values.__getitem__)
+        return self._call(node, args, kwargs)
+
+    def _call(self, node: Node, args: tuple, kwargs: dict[str, Any]) -> Any:
+        assert callable(node.target)
+        if self._draws is not None and is_random(node):
+            self._draws.start(node.name)
         return node.target(*args, **kwargs)
 
     def _source(self, node: Node, value: Any) -> Any:
@@ -102,15 +105,23 @@ class Draws:
 
     def start(self, name: str) -> None:
         """Brings the generators to where they were when a node of this name was run first."""
-        devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
         known = self._states.get(name)
         if known is None:
-            states = [torch.cuda.get_rng_state(device) for device in devices]
-            self._states[name] = [torch.random.get_rng_state(), *states]
+            self._states[name] = _generator_states()
             return
         torch.random.set_rng_state(known[0])
-        for device, state in zip(devices, known[1:], strict=False):
+        for device, state in enumerate(known[1:]):
             torch.cuda.set_rng_state(state, device)
+
+    def moved(self, name: str) -> bool:
+        """Whether random numbers have been drawn since `start` for this name."""
+        states = zip(self._states[name], _generator_states(), strict=True)
+        return any(not torch.equal(before, now) for before, now in states)
+
+
+def _generator_states() -> list[Tensor]:
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    return [torch.random.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in devices)]
 
 
 def floats(value: Any) -> list[Tensor]:
@@ -125,6 +136,11 @@ def _written_sources(graph_module: GraphModule) -> set[Node]:
     for node in graph_module.graph.nodes:
         found.update(source for source in _running(node) if source.op in SOURCES)
     return found
+
+
+def written_by(node: Node) -> list[Node]:
+    """Returns the arguments that a node writes to, running statistics of batch norms among them."""
+    return [*written_args(node), *_running(node)]
 
 
 def _running(node: Node) -> Iterator[Node]:
@@ -158,7 +174,8 @@ def _last_uses(graph_module: GraphModule) -> dict[Node, list[Node]]:
     return found
 
 
-def _is_random(node: Node) -> bool:
+def is_random(node: Node) -> bool:
+    """Whether a node may draw random numbers."""
     if isinstance(node.target, OpOverload):
         return torch.Tag.nondeterministic_seeded in node.target.tags
     return isinstance(node.target, HigherOrderOperator)
