@@ -14,12 +14,13 @@ from torch.export import ExportedProgram
 from ._compat import wrap_grad_modes
 from .capture import LOST_KEY, capture_program
 from .errors import PolicyError, warn_user
+from .marks import META_KEY, InputMark, drop_input_mark, set_input_mark
 from .module import AmpModule
 from .passes import ExplicitCasts, ReadStored, run_passes
+from .passes.analysis.ranges import peak_of
 from .passes.insert_casts import is_inserted
 from .passes.pipeline import rewrite
 from .passes.read_shadows import casts_of
-from .plan import META_KEY
 from .policy.policy import Policy
 from .runtime.device import device_of_tensors
 
@@ -100,9 +101,7 @@ def convert_program(
             run_passes(part, (ExplicitCasts(low_dtype),))
         _fix_grad_modes(part.graph)
     for node in graph_module.graph.nodes:
-        node.meta.pop("ampgraph_parameter", None)
-        node.meta.pop("ampgraph_value", None)
-        node.meta.pop("ampgraph_table", None)
+        drop_input_mark(node)
         if is_inserted(node):
             # Metadata of a saved program must be strings.
             node.meta["custom"] = {**node.meta.get("custom", {}), META_KEY: node.meta[META_KEY]["reason"]}
@@ -161,7 +160,7 @@ def _mark_parameters(graph_module: torch.fx.GraphModule, program: ExportedProgra
     names.update(signature.inputs_to_lifted_tensor_constants)
     for node in graph_module.graph.find_nodes(op="placeholder"):
         if node.name in names:
-            node.meta["ampgraph_parameter"] = True
             name = names[node.name]
-            node.meta["ampgraph_value"] = program.state_dict.get(name, program.constants.get(name))
-            node.meta["ampgraph_table"] = node.name not in signature.inputs_to_parameters
+            peak = peak_of(program.state_dict.get(name, program.constants.get(name)))
+            is_table = node.name not in signature.inputs_to_parameters
+            set_input_mark(node, InputMark(True, is_table, peak))

@@ -9,8 +9,6 @@ from typing import NamedTuple
 
 import torch
 
-META_KEY = "ampgraph"
-
 
 @dataclass(frozen=True)
 class Decision:

@@ -18,7 +18,8 @@ from torch.fx import GraphModule
 from torch.fx.passes.infra.pass_base import PassResult
 
 from ampgraph.errors import AmpGraphError, PassError
-from ampgraph.plan import META_KEY, Plan
+from ampgraph.marks import META_KEY
+from ampgraph.plan import Plan
 
 if TYPE_CHECKING:
     from ampgraph.policy.policy import Policy

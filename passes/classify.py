@@ -18,6 +18,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from ampgraph._compat import OpOverload, size_hint
+from ampgraph.marks import input_mark
 from ampgraph.ops import kernels
 from ampgraph.ops.lists import OpClass, OpLists
 from ampgraph.policy.policy import LOW_DTYPES
@@ -204,7 +205,7 @@ def _holds_statistics(node: Node, name: str, tensor: Node) -> bool:
 
 
 def _is_parameter(node: Node, facts: Facts) -> bool:
-    if node.op == "get_attr" or node.meta.get("ampgraph_parameter"):
+    if node.op == "get_attr" or input_mark(node).is_parameter:
         return True
     if not isinstance(node.target, OpOverload) or not node.all_input_nodes:
         return False

@@ -12,12 +12,11 @@ from typing import ClassVar
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from ampgraph.plan import META_KEY
+from ampgraph.marks import StorageMark, mark_of
 
 from .analysis.facts import Facts, is_cast
 from .base import Pass, workspace
 from .insert_casts import is_inserted_cast
-from .normalize import STORAGE_NODE
 
 
 @dataclass(frozen=True)
@@ -51,7 +50,7 @@ def _drop_undone_widenings(graph: Graph, facts: Facts) -> bool:
 
 
 def _drop_storage_nodes(graph: Graph) -> bool:
-    storages = [n for n in graph.nodes if n.meta.get(META_KEY) == STORAGE_NODE]
+    storages = [n for n in graph.nodes if mark_of(n, StorageMark) is not None]
     for node in storages:
         made_by: Node = node.args[0]
         node.replace_all_uses_with(made_by)

@@ -18,14 +18,14 @@ from ampgraph._compat import (
     with_dtypes,
 )
 from ampgraph.errors import PassError
+from ampgraph.marks import CastMark, ClampMark, mark_of, set_mark
 from ampgraph.ops import kernels
-from ampgraph.plan import META_KEY, Cast
+from ampgraph.plan import Cast
 
 from .base import Pass, workspace
 
 aten = torch.ops.aten
 _INHERITED = ("nn_module_stack", "stack_trace", "custom", "recompute", "ac_graph_id")
-INSERTED, CLAMPED = "inserted", "clamped"
 
 
 @dataclass(frozen=True)
@@ -70,12 +70,7 @@ def insert_cast(graph: Graph, tensor: Node, cast: Cast, before: Node, user: Node
         node = graph.call_function(aten.to.dtype, (value, cast.dst))
     inherited = user if user.op == "call_function" else tensor
     node.meta.update({k: inherited.meta[k] for k in _INHERITED if k in inherited.meta})
-    node.meta[META_KEY] = {
-        INSERTED: author,
-        "reason": cast.reason,
-        "bytes": cast.bytes,
-        "is_parameter": cast.is_parameter,
-    }
+    set_mark(node, CastMark(author, cast.reason, cast.bytes, cast.is_parameter))
     return node
 
 
@@ -84,23 +79,18 @@ def _saturated(graph: Graph, tensor: Node, cast: Cast, author: str) -> Node:
     bound = torch.finfo(cast.dst).max / 2
     node = graph.call_function(aten.clamp.default, (tensor, -bound, bound))
     node.meta["val"] = tensor.meta["val"]
-    node.meta[META_KEY] = {
-        CLAMPED: author,
-        "reason": f"{tensor.name} masks with values outside {cast.dst}'s range",
-    }
+    set_mark(node, ClampMark(author, f"{tensor.name} masks with values outside {cast.dst}'s range"))
     return node
 
 
 def is_inserted_cast(node: Node) -> bool:
     """Whether ampgraph made this cast."""
-    meta = node.meta.get(META_KEY)
-    return isinstance(meta, dict) and INSERTED in meta
+    return mark_of(node, CastMark) is not None
 
 
 def is_inserted(node: Node) -> bool:
     """Whether ampgraph made this node: a cast, or the clamp before one."""
-    meta = node.meta.get(META_KEY)
-    return isinstance(meta, dict) and (INSERTED in meta or CLAMPED in meta)
+    return is_inserted_cast(node) or mark_of(node, ClampMark) is not None
 
 
 def refresh_metadata(graph: Graph, edited: Iterable[Node]) -> None:

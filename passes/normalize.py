@@ -16,8 +16,8 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from ampgraph._compat import FakeTensorMode, OpOverload, evaluate, fake_mode_of, result_dtypes
+from ampgraph.marks import StorageMark, mark_of, set_mark
 from ampgraph.ops import kernels
-from ampgraph.plan import META_KEY
 
 from .analysis.alias import SOURCES, AliasSets, overlaps_itself, written_args, written_memory
 from .analysis.grad_modes import without_gradients
@@ -25,7 +25,6 @@ from .base import Pass
 from .insert_casts import is_inserted_cast, set_named_argument
 
 aten = torch.ops.aten
-STORAGE_NODE = "storage"
 
 
 @dataclass(frozen=True)
@@ -166,13 +165,14 @@ def _isolate_written_memory(graph: Graph) -> bool:
     for first, members in roots.items():
         if any(n.op in SOURCES for n in members) or not isinstance(first.meta["val"], torch.Tensor):
             continue
-        if first.meta.get(META_KEY) == STORAGE_NODE:
+        if mark_of(first, StorageMark) is not None:
             continue
         with graph.inserting_after(first):
             storage = graph.call_function(aten.clone.default, (first,))
         for user in [u for u in first.users if u is not storage]:
             user.replace_input_with(first, storage)
-        storage.meta = {k: v for k, v in first.meta.items() if k != "from_node"} | {META_KEY: STORAGE_NODE}
+        storage.meta = {k: v for k, v in first.meta.items() if k != "from_node"}
+        set_mark(storage, StorageMark())
         for node in (storage, *members[1:]):
             node.meta["val"] = evaluate(node, mode)
         modified = True

@@ -10,8 +10,18 @@ from torch import fx
 from ampgraph._compat import HigherOrderOperator, OpOverload
 from ampgraph.errors import PassError
 from ampgraph.guards import FP16, guard_of
+from ampgraph.marks import (
+    META_KEY,
+    DecisionMark,
+    InputMark,
+    Mark,
+    input_mark,
+    mark_of,
+    set_input_mark,
+    set_mark,
+)
 from ampgraph.ops.lists import OpClass
-from ampgraph.plan import META_KEY, Plan
+from ampgraph.plan import Plan
 from ampgraph.policy.policy import Policy
 
 from .analysis.facts import tensors
@@ -122,8 +132,8 @@ def _leave_reasons(graph: fx.Graph, plan: Plan) -> None:
     """Leaves each decision on its node, for ``print_readable(additional_meta=["ampgraph"])``."""
     for node in graph.nodes:
         decision = plan.decisions.get(node.name)
-        if decision and META_KEY not in node.meta:
-            node.meta[META_KEY] = {"by": decision.by, "reason": decision.reason}
+        if decision and mark_of(node, Mark) is None:
+            set_mark(node, DecisionMark(decision.by, decision.reason))
 
 
 def may_go_low(graph: fx.Graph, policy: Policy, low_dtype: torch.dtype) -> bool:
@@ -161,7 +171,7 @@ def _bodies(graph_module: fx.GraphModule) -> Iterator[tuple[fx.GraphModule, list
 def _mark_parameters(graph_module: fx.GraphModule, body: fx.GraphModule, operands: list[fx.Node]) -> None:
     inputs = body.graph.find_nodes(op="placeholder")
     for inner, outer in zip(reversed(inputs), reversed(operands), strict=False):
-        if outer.op == "get_attr" or outer.meta.get("ampgraph_parameter"):
-            inner.meta["ampgraph_parameter"] = True
-        if is_table(graph_module, outer):
-            inner.meta["ampgraph_table"] = True
+        known = input_mark(inner)
+        is_parameter = outer.op == "get_attr" or input_mark(outer).is_parameter
+        table = known.is_table or is_table(graph_module, outer)
+        set_input_mark(inner, InputMark(known.is_parameter or is_parameter, table, known.peak))

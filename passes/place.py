@@ -13,12 +13,12 @@ from typing import ClassVar
 import torch
 from torch.fx import GraphModule
 
-from ampgraph.plan import META_KEY, Cost
+from ampgraph.marks import CastMark, mark_of
+from ampgraph.plan import Cost
 from ampgraph.policy.policy import Policy
 
 from .analysis.problem import Problem
 from .base import Pass, workspace
-from .insert_casts import is_inserted_cast
 from .placement.build_network import Weigher
 from .placement.build_plan import build_plan
 from .placement.cost_model import FP32_BYTES, cost_of, node_terms, scale_above_traffic
@@ -62,8 +62,8 @@ def _cast_before(problem: Problem) -> int:
 
     The bound is for all that it inserts: rewriting again must not spend it once more.
     """
-    casts = [node.meta[META_KEY] for node in problem.facts if is_inserted_cast(node)]
-    return sum(cast["bytes"] for cast in casts if not cast["is_parameter"])
+    casts = (mark_of(node, CastMark) for node in problem.facts)
+    return sum(cast.bytes for cast in casts if cast is not None and not cast.is_parameter)
 
 
 def _place_few(problem: Problem, objective: str) -> Placement:

@@ -9,12 +9,11 @@ from typing import ClassVar
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from ampgraph.plan import META_KEY
+from ampgraph.marks import BoundaryMark, set_mark
 from ampgraph.training.gradient_boundary import shadow_weight
 
 from .base import Pass
 from .insert_casts import is_inserted_cast
-from .scale_loss import BOUNDARY
 
 
 @dataclass(frozen=True)
@@ -46,7 +45,8 @@ class ReadShadows(Pass):
         if self.differentiable:
             with graph.inserting_before(cast):
                 read = graph.call_function(shadow_weight, (parameter, shadow))
-            read.meta.update({**cast.meta, META_KEY: {BOUNDARY: self.name}})
+            read.meta.update(cast.meta)
+            set_mark(read, BoundaryMark(self.name))
         cast.replace_all_uses_with(read)
         graph.erase_node(cast)
 
@@ -54,7 +54,8 @@ class ReadShadows(Pass):
 def _attribute(graph: Graph, target: str, cast: Node) -> Node:
     with graph.inserting_before(next(iter(graph.nodes))):
         node = graph.create_node("get_attr", target)
-    node.meta.update({"val": cast.meta["val"], META_KEY: {BOUNDARY: ReadShadows.name}})
+    node.meta["val"] = cast.meta["val"]
+    set_mark(node, BoundaryMark(ReadShadows.name))
     return node
 
 

@@ -13,7 +13,8 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from ampgraph._compat import with_dtypes
-from ampgraph.plan import META_KEY, Plan
+from ampgraph.marks import META_KEY, drop_mark
+from ampgraph.plan import Plan
 
 from .base import Pass, Workspace
 from .insert_casts import (
@@ -54,7 +55,7 @@ class RemoveCasts(Pass):
             _erase(graph, node)
         edited |= {user for node in _stored_low(graph, self.plan) for user in node.users}
         for node in graph.nodes:
-            node.meta.pop(META_KEY, None)  # what the old plan left there
+            drop_mark(node)  # what the old plan left there
         graph_module.meta[META_KEY] = Workspace()
         refresh_metadata(graph, edited)
         return bool(edited)

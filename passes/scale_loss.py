@@ -11,7 +11,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from ampgraph._compat import fake_mode_of, size_hint
-from ampgraph.plan import META_KEY
+from ampgraph.marks import BoundaryMark, mark_of, set_mark
 from ampgraph.training.gradient_boundary import scale_gradients, trace_of, unscale_gradients
 
 from .analysis.alias import returns_its_input, written_args
@@ -19,7 +19,6 @@ from .analysis.facts import tensors
 from .analysis.grad_modes import without_gradients
 from .base import Pass
 
-BOUNDARY = "boundary"
 # Parameters are unscaled in groups of about this many bytes, so that gradients leave the backward (and
 # a data-parallel wrapper can send them) as it proceeds; DistributedDataParallel's buckets are as large.
 GROUP_BYTES = 25 * 2**20
@@ -84,11 +83,13 @@ def _wrap(
     users = {n: [only] if only else [u for u in n.users if u.op != "output"] for n in nodes}
     with graph.inserting_before(at):
         call = graph.call_function(function, (*arguments, *nodes))
-        call.meta.update({"val": tuple(n.meta["val"] for n in nodes), META_KEY: {BOUNDARY: "scale_loss"}})
+        call.meta["val"] = tuple(n.meta["val"] for n in nodes)
+        set_mark(call, BoundaryMark(ScaleLoss.name))
         call.meta["stack_trace"] = trace_of(function)
         for index, node in enumerate(nodes):
             result = graph.call_function(operator.getitem, (call, index))
-            result.meta.update({"val": node.meta["val"], META_KEY: {BOUNDARY: "scale_loss"}})
+            result.meta["val"] = node.meta["val"]
+            set_mark(result, BoundaryMark(ScaleLoss.name))
             for user in users[node]:
                 user.replace_input_with(node, result)
 
@@ -138,5 +139,4 @@ def _is_differentiable(node: Node) -> bool:
 
 def is_boundary(node: Node) -> bool:
     """Whether the node belongs to the loss-scaling boundary."""
-    meta = node.meta.get(META_KEY)
-    return isinstance(meta, dict) and BOUNDARY in meta
+    return mark_of(node, BoundaryMark) is not None

@@ -12,6 +12,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from ampgraph import Policy
 from ampgraph._compat import FakeTensorMode, evaluate
+from ampgraph.marks import InputMark, set_input_mark
 from ampgraph.passes import (
     ClassifyOps,
     Normalize,
@@ -41,7 +42,7 @@ class GraphBuilder:
 
     def weight(self, *shape: int, dtype: torch.dtype = torch.float32) -> Node:
         node = self._placeholder("w", shape, dtype)
-        node.meta["ampgraph_parameter"] = True
+        set_input_mark(node, InputMark(is_parameter=True))
         return node
 
     def _placeholder(self, letter: str, shape: tuple[int, ...], dtype: torch.dtype) -> Node:

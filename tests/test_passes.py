@@ -16,6 +16,7 @@ import ampgraph
 from ampgraph import OpLists, PassError, Policy, VerifyError
 from ampgraph.capture import capture_program
 from ampgraph.capture.unlift import unlift
+from ampgraph.marks import META_KEY, CastMark, set_mark
 from ampgraph.passes import (
     CleanCasts,
     InlineRegions,
@@ -31,7 +32,6 @@ from ampgraph.passes import (
 )
 from ampgraph.passes.analysis.facts import tensors
 from ampgraph.passes.pipeline import rewrite
-from ampgraph.plan import META_KEY
 
 from .helpers import LOW, Fn, RandomGraph, aten, close, inserted, nodes_of, sample_inputs
 
@@ -362,7 +362,7 @@ def insert_wrong_cast(graph_module: GraphModule, node: fx.Node, dtype: torch.dty
     with graph_module.graph.inserting_after(node):
         cast = graph_module.graph.call_function(aten.to.dtype, (node, dtype))
     cast.meta["val"] = node.meta["val"].to(dtype)
-    cast.meta[META_KEY] = {"inserted": "a test"}
+    set_mark(cast, CastMark("a test", "", 0, False))
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.complex64, torch.float64])

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 import ampgraph
 from ampgraph import CaptureError, PolicyError
-from ampgraph.plan import META_KEY
+from ampgraph.marks import META_KEY
 
 from .ways_out_models import Attention, models
 

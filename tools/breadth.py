@@ -36,7 +36,7 @@ import torch  # noqa: E402
 
 import ampgraph  # noqa: E402
 from ampgraph import AmpModule, Policy, StaticLossScale  # noqa: E402
-from ampgraph.plan import META_KEY  # noqa: E402
+from ampgraph.marks import META_KEY  # noqa: E402
 from tests.zoo import models as zoo  # noqa: E402
 from tests.zoo.cpu_kernels import layer_norm_sums_in_float32  # noqa: E402
 from tests.zoo.measure import AUTOCAST, FLOOR, Run, Subject, holds  # noqa: E402

@@ -19,8 +19,7 @@ from torch import Tensor, fx, nn
 
 import ampgraph
 from ampgraph.drawing import can_render
-from ampgraph.passes.scale_loss import BOUNDARY
-from ampgraph.plan import META_KEY
+from ampgraph.marks import BoundaryMark, mark_of
 from ampgraph.testing import cast_map
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -69,7 +68,7 @@ def backward_section() -> str:
         if node.target is operator.getitem:
             names[node] = f"{names[node.args[0]]}[{node.args[1]}]"
         elif node.op == "call_function":
-            rows.append((_call(node, names), node.meta.get(META_KEY, {}).get(BOUNDARY, "")))
+            rows.append((_call(node, names), _role(node)))
         elif node.op == "output":
             gradients = [value for value in node.args[0] if value is not None]  # not all inputs have one
             rows.append((f"return {_shown(gradients, names)}", ""))
@@ -78,11 +77,16 @@ def backward_section() -> str:
     return "```text\n" + "\n".join(lines) + "\n```"
 
 
+def _role(node: fx.Node) -> str:
+    mark = mark_of(node, BoundaryMark)
+    return "" if mark is None else mark.boundary
+
+
 def _reader(node: fx.Node) -> str:
     """Returns the loss-scaling role of what reads an input."""
     if not node.name.startswith("primals"):
         return ""
-    return next((user.meta.get(META_KEY, {}).get(BOUNDARY, "") for user in node.users), "")
+    return next((_role(user) for user in node.users), "")
 
 
 def _call(node: fx.Node, names: dict[fx.Node, str]) -> str:

@@ -27,7 +27,9 @@ from .._compat import (
     outside_tracing,
 )
 from ..errors import CaptureError
+from ..marks import InputMark, set_input_mark
 from ..ops.kernels import computes_on_tensors
+from ..passes.analysis.ranges import peak_of
 from ..passes.inline_transforms import InlineTransforms
 from .ahead_of_time import capturing
 from .split import is_custom_function
@@ -43,9 +45,7 @@ def lower_dynamo_graph(graph_module: fx.GraphModule, inputs: list) -> fx.GraphMo
         inputs: The real inputs that come with it, in placeholder order.
 
     Returns:
-        A graph module with the same placeholders; ``meta["ampgraph_parameter"]`` marks those that are
-        parameters, and ``meta["ampgraph_value"]`` holds their real tensors until analysis has read them;
-        ``meta["ampgraph_table"]`` marks buffers and other tensors of the model.
+        A graph module with the same placeholders; those that are tensors of the model have an `InputMark`.
 
     Raises:
         CaptureError: The graph has something that cannot be lowered.
@@ -77,10 +77,9 @@ def lower_dynamo_graph(graph_module: fx.GraphModule, inputs: list) -> fx.GraphMo
         new.meta.update({key: old.meta[key] for key in _CARRIED if key in old.meta})
         new._rename(old.name)
         if isinstance(value, torch.nn.Parameter):
-            new.meta["ampgraph_parameter"] = True
-            new.meta["ampgraph_value"] = value
+            set_input_mark(new, InputMark(is_parameter=True, peak=peak_of(value)))
         elif is_module_tensor(old):
-            new.meta["ampgraph_table"] = True
+            set_input_mark(new, InputMark(is_table=True))
     _use_one_fake_mode(lowered, mode)
     lowered.recompile()
     return lowered
@@ -191,9 +190,3 @@ def _use_one_fake_mode(graph_module: fx.GraphModule, mode: FakeTensorMode | None
             node.meta["val"] = mode.from_tensor(getattr(graph_module, node.target))
         else:
             node.meta["val"] = evaluate(node, mode)
-
-
-def drop_values(graph_module: fx.GraphModule) -> None:
-    """Forgets the real tensors that `lower_dynamo_graph` attached."""
-    for node in graph_module.graph.find_nodes(op="placeholder"):
-        node.meta.pop("ampgraph_value", None)

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 from torch.fx import GraphModule, Node
 
 from ..errors import AmpGraphError, did_you_mean
+from ..marks import META_KEY
 from ..origin import beside_users
 from ..passes import Workspace
-from ..plan import META_KEY, Plan
+from ..plan import Plan
 from ..report import graph_view as view
 from ..report.converted import Converted
 from .attributes import (

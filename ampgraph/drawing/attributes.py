@@ -7,10 +7,10 @@ from typing import Any
 from torch.fx import GraphModule, Node
 
 from ..guards import guard_of
+from ..marks import BoundaryMark, CastMark, Mark, mark_of
 from ..origin import clean_path, module_stack
-from ..passes import ReadShadows, is_boundary
-from ..passes.scale_loss import BOUNDARY
-from ..plan import META_KEY, Plan
+from ..passes import ReadShadows
+from ..plan import Plan
 from ..report import graph_view as view
 from ..training.gradient_boundary import ROLES, unscale_gradients
 
@@ -28,7 +28,7 @@ def node_attributes(node: Node, plan: Plan | None) -> dict[str, Any]:
     """
     kind = _kind(node, plan)
     decision = plan.decisions.get(node.name) if plan else None
-    meta = node.meta.get(META_KEY, {}) if kind in ("cast", "clamp") else {}
+    meta = (mark_of(node, Mark) or {}) if kind in ("cast", "clamp") else {}
     returns = kind != "output"
     dtype = view.dtype_of(node) if returns else ""
     return {
@@ -77,9 +77,10 @@ def modules_around(node: Node, called: dict[str, tuple[str, ...]]) -> tuple[str,
 
 def boundary_role(node: Node) -> str:
     """Returns a node's part in the loss scaling, ``"shadow"`` for a low copy of a parameter, or ``""``."""
-    if not is_boundary(node):
+    found = mark_of(node, BoundaryMark)
+    if found is None:
         return ""
-    mark = node.meta[META_KEY][BOUNDARY]
+    mark = found.boundary
     if mark in ROLES.values():  # AOTAutograd's backward
         return str(mark)
     if mark == ReadShadows.name:
@@ -128,8 +129,7 @@ def _precision(dtype: str, plan: Plan | None) -> str:
 
 
 def _reads_parameter(cast: Node) -> bool:
-    meta = cast.meta.get(META_KEY)
-    if isinstance(meta, dict):
-        return view.is_parameter_cast(cast)
+    if (mark := mark_of(cast, CastMark)) is not None:
+        return mark.is_parameter
     source = cast.args[0]
     return isinstance(source, Node) and _kind(source, None) == "parameter"

@@ -16,9 +16,10 @@ from torch.utils._pytree import tree_map_only
 
 from .._compat import compiled_by_dynamo, no_ambient_autocast
 from ..errors import AmpGraphError
+from ..marks import META_KEY
 from ..module import AmpModule
 from ..passes import Workspace
-from ..plan import META_KEY, Plan
+from ..plan import Plan
 from ..policy.policy import Policy
 from ..report.replan import replanned, without_casts
 from ..runtime.device import device_of

@@ -13,12 +13,13 @@ from torch.fx import GraphModule, Node
 
 from .._compat import OpOverload, size_hint
 from ..errors import AmpGraphError
+from ..marks import META_KEY, CastMark, input_mark, mark_of
 from ..origin import user_line as user_line
 from ..passes import Workspace, is_inserted_cast
 from ..passes.analysis.arguments import tensor_arguments
 from ..passes.analysis.facts import tensors
 from ..passes.insert_casts import is_inserted
-from ..plan import META_KEY, Plan
+from ..plan import Plan
 from .converted import Converted
 
 ArgumentPath = tuple[int | str, ...]
@@ -73,7 +74,7 @@ def kind_of(node: Node) -> str:
         return "output"
     if node.op == "get_attr" and not values(node):
         return "graph"
-    if node.op == "get_attr" or node.meta.get("ampgraph_parameter"):
+    if node.op == "get_attr" or input_mark(node).is_parameter:
         return "parameter"
     if node.op == "placeholder":
         return "input"
@@ -112,7 +113,8 @@ def cast_bytes(node: Node) -> int:
 
 def is_parameter_cast(node: Node) -> bool:
     """Whether an inserted cast converts a parameter, buffer or constant."""
-    return bool(node.meta[META_KEY]["is_parameter"])
+    mark = mark_of(node, CastMark)
+    return mark is not None and mark.is_parameter
 
 
 def is_item(node: Node) -> bool:

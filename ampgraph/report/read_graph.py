@@ -8,11 +8,12 @@ from os import PathLike
 from torch.fx import GraphModule, Node
 
 from ..errors import AmpGraphError
+from ..marks import META_KEY, ClampMark, mark_of
 from ..ops.lists import OpLists
 from ..origin import beside_users, module_stack
 from ..passes import Pins
 from ..passes.analysis.precision import Precision
-from ..plan import META_KEY, Cost, Plan
+from ..plan import Cost, Plan
 from ..policy.policy import Policy
 from ..runtime.coverage import Coverage
 from . import graph_view as view
@@ -174,7 +175,7 @@ def _modules(graph_module: GraphModule) -> dict[Node, str]:
 
 def _node_row(node: Node, plan: Plan, widens: tuple[str, ...], module: str) -> NodeRow:
     decision = plan.decisions.get(node.name)
-    meta = node.meta[META_KEY] if view.kind_of(node) == "clamp" else {}
+    clamp = mark_of(node, ClampMark)
     reads = dict.fromkeys(source.name for _, source in view.operands(node) if view.kind_of(source) == "cast")
     return NodeRow(
         name=node.name,
@@ -185,8 +186,8 @@ def _node_row(node: Node, plan: Plan, widens: tuple[str, ...], module: str) -> N
         dtype=view.dtype_of(node),
         shape=view.shape_of(node),
         op_class=(decision.op_class or "") if decision else "",
-        by=decision.by if decision else meta.get("clamped", ""),
-        reason=decision.reason if decision else meta.get("reason", ""),
+        by=decision.by if decision else (clamp.clamped if clamp else ""),
+        reason=decision.reason if decision else (clamp.reason if clamp else ""),
         line=view.user_line(node),
         reads_cast=tuple(reads),
         widens=widens,

@@ -22,7 +22,7 @@ from .._compat import (
     mark_as_input,
     no_ambient_autocast,
 )
-from ..capture.just_in_time import drop_values, lower_dynamo_graph
+from ..capture.just_in_time import lower_dynamo_graph
 from ..capture.split import compile_around_custom_functions
 from ..errors import CaptureError, PassError, PolicyError, did_you_mean, warn_user
 from ..passes import Pass, ReadShadows, run_passes
@@ -81,7 +81,6 @@ def make_backend(
         except (CaptureError, PassError) as error:
             warn_user(f"ampgraph: {options.named('a part of the model runs in its own dtypes')}: {error}")
             return _next_backend(options.backend, options.mode)(graph_module, inputs)
-        drop_values(lowered)
         graphs = AotGraphs()
         if record:
             record(lowered, plan, graphs, Timing(captured - start, time.perf_counter() - captured), inputs)

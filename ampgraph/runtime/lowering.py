@@ -10,8 +10,7 @@ from torch import fx, nn
 
 from .._compat import aot_eager, compiled_by_dynamo
 from ..errors import AmpGraphError, NoGraphError
-from ..passes.scale_loss import BOUNDARY
-from ..plan import META_KEY
+from ..marks import BoundaryMark, set_mark
 from ..training.gradient_boundary import role_of
 
 
@@ -25,7 +24,7 @@ class AotGraphs:
         """Keeps a graph, its loss-scaling nodes marked with what they do."""
         for node in graph_module.graph.nodes:
             if node.op == "call_function" and (role := role_of(node)):
-                node.meta[META_KEY] = {BOUNDARY: role}
+                set_mark(node, BoundaryMark(role))
         self.graphs[kind] = graph_module
 
     def get(self, kind: str, backend: str | Callable) -> fx.GraphModule:

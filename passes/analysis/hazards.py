@@ -25,6 +25,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from ampgraph._compat import OpOverload, size_hint
+from ampgraph.marks import input_mark
 from ampgraph.ops import kernels
 from ampgraph.ops.lists import OpClass
 
@@ -210,7 +211,7 @@ def is_number(value: torch.Tensor) -> bool:
 def is_table(graph_module: GraphModule, node: Node) -> bool:
     """Whether the node is a buffer or a constant: what the model reads and training does not change."""
     if node.op != "get_attr":
-        return bool(node.meta.get("ampgraph_table"))
+        return input_mark(node).is_table
     value: object = graph_module
     for part in str(node.target).split("."):
         value = getattr(value, part)

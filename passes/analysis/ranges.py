@@ -14,6 +14,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from ampgraph._compat import FakeTensor, OpOverload
+from ampgraph.marks import input_mark
 from ampgraph.ops import kernels
 from ampgraph.ops.lists import OpClass
 
@@ -98,10 +99,13 @@ def _peak(graph_module: GraphModule, node: Node) -> float:
     """Returns the largest finite magnitude in a parameter, buffer or constant; 0 where it is not known."""
     if node.op == "get_attr":
         return _largest_finite(_attribute(graph_module, str(node.target)))
-    if "ampgraph_value" in node.meta:
-        # The value goes when the graph is done; planning it again needs to know this much of it.
-        node.meta["ampgraph_peak"] = _largest_finite(node.meta["ampgraph_value"])
-    return node.meta.get("ampgraph_peak", 0.0)
+    return input_mark(node).peak
+
+
+def peak_of(value: object) -> float:
+    """Returns what an `InputMark` tells of a float32 tensor; the tensor itself is not kept."""
+    is_float32 = isinstance(value, torch.Tensor) and value.dtype is torch.float32
+    return _largest_finite(value) if is_float32 else 0.0
 
 
 def _largest_finite(tensor: object) -> float:

@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_leaves, tree_structure
 import ampgraph
 from ampgraph import AmpModule, NoLossScale, OpLists, Policy
 from ampgraph.capture import capture_program
-from ampgraph.plan import META_KEY
+from ampgraph.marks import CastMark, mark_of
 from tests.zoo import models as zoo
 from tests.zoo.casts import OracleResult
 from tests.zoo.oracle import autocast_oracle
@@ -252,5 +252,5 @@ def holds(level: str, dtype: torch.dtype, errors: Sequence[float], autocasts: Se
 
 def activation_cast_bytes(graph_module: fx.GraphModule) -> int:
     """Returns the bytes that inserted casts of activations read and write, from the graph itself."""
-    stamps = (node.meta.get(META_KEY) for node in graph_module.graph.nodes)
-    return sum(s["bytes"] for s in stamps if isinstance(s, dict) and "bytes" in s and not s["is_parameter"])
+    marks = (mark_of(node, CastMark) for node in graph_module.graph.nodes)
+    return sum(mark.bytes for mark in marks if mark is not None and not mark.is_parameter)
