@@ -24,6 +24,8 @@ from .report.explain import explain
 from .report.explanation import Explanation
 
 if TYPE_CHECKING:
+    from .numerics.calibrate import calibrate
+    from .numerics.calibration import Calibration
     from .numerics.check import check_numerics
     from .numerics.compare import compare
     from .numerics.finding import Finding
@@ -34,6 +36,7 @@ __version__ = "0.1.0"
 __all__ = [
     "AmpGraphError",
     "AmpModule",
+    "Calibration",
     "CaptureError",
     "Cast",
     "Decision",
@@ -49,6 +52,7 @@ __all__ = [
     "PolicyError",
     "StaticLossScale",
     "VerifyError",
+    "calibrate",
     "check_numerics",
     "compare",
     "convert",
@@ -65,8 +69,10 @@ __all__ = [
 
 # Imported at their first use.
 _LATER = {
+    "Calibration": "numerics.calibration",
     "Finding": "numerics.finding",
     "NumericComparison": "numerics.numeric_comparison",
+    "calibrate": "numerics.calibrate",
     "check_numerics": "numerics.check",
     "compare": "numerics.compare",
 }

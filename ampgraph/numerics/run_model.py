@@ -75,15 +75,19 @@ class ModelRunner:
         if not isinstance(amp, AmpModule):
             raise AmpGraphError(f"expected what ampgraph.convert returns; got a {type(amp).__name__}.")
         self.amp = amp
-        self._args, self._kwargs = args if isinstance(args, tuple) else (args,), dict(kwargs or {})
         self.modules = tuple(name for name, _ in amp.source.named_modules())
         self._parts: dict[int, Part] = {}
         self._run_part: RunPart | None = None
         self._compiled: Callable | None = None
-        if not amp.is_just_in_time:
+        self.take(args, kwargs)
+
+    def take(self, args: tuple, kwargs: Mapping[str, Any] | None = None) -> None:
+        """Takes other arguments to run the model for."""
+        self._args, self._kwargs = args if isinstance(args, tuple) else (args,), dict(kwargs or {})
+        if not self.amp.is_just_in_time:
             with self._undisturbed():
-                amp._capture_now(self._args, self._kwargs)
-        if amp.is_just_in_time:
+                self.amp._capture_now(self._args, self._kwargs)
+        if self.amp.is_just_in_time and self._compiled is None:
             self._compiled = self._compile()
 
     @property
