@@ -12,6 +12,7 @@ from .._compat import aot_eager, compiled_by_dynamo
 from ..errors import AmpGraphError, NoGraphError
 from ..marks import BoundaryMark, set_mark
 from ..training.gradient_boundary import role_of
+from .eager_program import EagerProgram, is_writable
 
 
 @dataclass
@@ -65,13 +66,13 @@ class _Call(nn.Module):
 def compiled(
     graph_module: fx.GraphModule, backend: str | Callable, mode: str | None, graphs: AotGraphs
 ) -> Callable:
-    """Compiles a graph for a backend; ``"eager"`` runs it as it is.
+    """Compiles a graph for a backend; ``"eager"`` runs it op by op.
 
     Raises:
         AmpGraphError: The backend or its mode is not known to ``torch.compile``.
     """
     if backend == "eager":
-        return graph_module
+        return EagerProgram(graph_module) if is_writable(graph_module) else graph_module
     try:
         whole = _Call(graph_module)
         return compiled_by_dynamo(whole, backend_for(backend, graphs), mode=mode, fullgraph=True)

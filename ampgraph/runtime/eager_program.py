@@ -1,0 +1,159 @@
+"""`EagerProgram`: a graph as a straight Python function, for the backend ``"eager"``.
+
+A graph module looks up every op and every parameter by name at each call. Here ops are bound once, and a
+parameter is one lookup in the dict of the module that holds it: a parameter that is replaced there is seen.
+"""
+
+from __future__ import annotations
+
+import itertools
+import linecache
+import math
+import weakref
+from collections.abc import Callable
+from operator import getitem
+from typing import Any
+
+from torch import fx, nn
+from torch.utils import _pytree as pytree
+
+from ..ops.bindings import BINDINGS, MOST_POSITIONAL
+
+_numbers = itertools.count()
+_LITERALS = (int, float, bool, str, type(None))
+
+
+class EagerProgram:
+    """Runs a graph module's graph, and the graph module itself where its code has changed since.
+
+    Args:
+        graph_module: A graph over live parameters; its inputs and outputs are pytrees.
+    """
+
+    def __init__(self, graph_module: fx.GraphModule) -> None:
+        self._graph_module = graph_module
+        self._code = type(graph_module).forward
+        writer = _Writer(graph_module)
+        self._function, self._parameters = writer.function(), writer.lookups
+        info = graph_module.graph._codegen.pytree_info  # type: ignore[attr-defined]
+        self._in_spec, self._out_spec = info.in_spec, info.out_spec
+        self._flat = _number_of_flat_arguments(info.in_spec)
+        self._is_single = info.out_spec.is_leaf()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the graph on arguments of the structure that it was captured with."""
+        if type(self._graph_module).forward is not self._code:
+            return self._graph_module(*args, **kwargs)
+        leaves = args if len(args) == self._flat and not kwargs else self._leaves(args, kwargs)
+        try:
+            outputs = self._function(*leaves)
+        except KeyError:
+            if all(name in held for held, name in self._parameters):
+                raise
+            return self._graph_module(*args, **kwargs)  # a parameter is an attribute of another kind now
+        return outputs[0] if self._is_single else pytree.tree_unflatten(outputs, self._out_spec)
+
+    def _leaves(self, args: tuple, kwargs: dict[str, Any]) -> tuple:
+        return tuple(fx._pytree.tree_flatten_spec((args, kwargs), self._in_spec))
+
+
+def is_writable(graph_module: fx.GraphModule) -> bool:
+    """Whether the graph has nothing but calls of functions, and its arguments are pytrees."""
+    nodes = graph_module.graph.nodes
+    return isinstance(graph_module.graph._codegen, fx.graph._PyTreeCodeGen) and not any(
+        n.op in ("call_module", "call_method") for n in nodes
+    )
+
+
+def _number_of_flat_arguments(spec: pytree.TreeSpec) -> int:
+    """Returns how many positional arguments there are if each is one leaf, and no others; else -1."""
+    positional, keywords = spec.children()
+    if keywords.num_leaves or not all(child.is_leaf() for child in positional.children()):
+        return -1
+    return positional.num_children
+
+
+class _Writer:
+    """Writes one graph as source and what its names mean."""
+
+    def __init__(self, graph_module: fx.GraphModule) -> None:
+        self.graph_module = graph_module
+        self.nodes = list(graph_module.graph.nodes)
+        self.names = {node: f"v{i}" for i, node in enumerate(self.nodes)}
+        self.bound: dict[str, Any] = {}
+        self.ids: dict[int, str] = {}
+        self.lookups: list[tuple[dict[str, Any], str]] = []
+
+    def function(self) -> Callable:
+        """Compiles the source."""
+        source = self._source()
+        name = f"<ampgraph eager graph {next(_numbers)}>"
+        exec(compile(source, name, "exec"), self.bound)
+        function = self.bound.pop("run")
+        linecache.cache[name] = len(source), None, source.splitlines(keepends=True), name
+        weakref.finalize(function, linecache.cache.pop, name, None)
+        return function
+
+    def _source(self) -> str:
+        last = {used: node for node in self.nodes for used in node.all_input_nodes}
+        placeholders = [self.names[n] for n in self.nodes if n.op == "placeholder"]
+        lines = [f"def run({', '.join(placeholders)}):"]
+        attributes = {n for n in self.nodes if n.op == "get_attr" and n.users}
+        # First, so that a parameter that is gone is told before anything is written.
+        lines += [f"    {self.names[n]} = {self._attribute(n.target)}" for n in self.nodes if n in attributes]
+        for node in self.nodes:
+            if node.op == "output":
+                lines.append(f"    return {self._text(tuple(node.args[0]))}")
+            elif node.op == "call_function":
+                freed = [self.names[n] for n in node.all_input_nodes if last[n] is node]
+                unused = [] if node in last else [self.names[node]]
+                after = "".join(f"{name} = " for name in (*freed, *unused))
+                lines.append(
+                    f"    {self.names[node]} = {self._call(node)}" + (f"; {after}None" if after else "")
+                )
+        return "\n".join(lines) + "\n"
+
+    def _attribute(self, target: str) -> str:
+        path, _, name = target.rpartition(".")
+        owner: Any = self.graph_module
+        for part in path.split(".") if path else ():
+            owner = getattr(owner, part)
+        places = (owner._parameters, owner._buffers, vars(owner)) if isinstance(owner, nn.Module) else ()
+        for held in places:
+            if name in held:
+                self.lookups.append((held, name))
+                return f"{self._bind(held)}[{name!r}]"
+        return (
+            f"{self._bind(owner)}.{name}"
+            if name.isidentifier()
+            else f"getattr({self._bind(owner)}, {name!r})"
+        )
+
+    def _call(self, node: fx.Node) -> str:
+        if node.target is getitem and isinstance(node.args[1], int):
+            return f"{self._text(node.args[0])}[{node.args[1]}]"
+        arguments = [self._text(a) for a in node.args]
+        arguments += [f"{name}={self._text(a)}" for name, a in node.kwargs.items()]
+        bound = BINDINGS.get(node.target) if len(node.args) <= MOST_POSITIONAL.get(node.target, 99) else None
+        return f"{self._bind(bound or node.target)}({', '.join(arguments)})"
+
+    def _text(self, value: Any) -> str:
+        if isinstance(value, fx.Node):
+            return self.names[value]
+        if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
+            inner = ", ".join(map(self._text, value))
+            return f"[{inner}]" if isinstance(value, list) else f"({inner},)" if inner else "()"
+        if isinstance(value, slice):
+            return f"slice({', '.join(map(self._text, (value.start, value.stop, value.step)))})"
+        if type(value) in _LITERALS and not (isinstance(value, float) and not math.isfinite(value)):
+            return repr(value)
+        if isinstance(value, dict):
+            return "{" + ", ".join(f"{k!r}: {self._text(v)}" for k, v in value.items()) + "}"
+        return self._bind(value)
+
+    def _bind(self, value: Any) -> str:
+        """Returns a name for an object that has no text."""
+        if id(value) not in self.ids:
+            self.ids[id(value)] = f"g{len(self.ids)}"
+            self.bound[self.ids[id(value)]] = value
+        return self.ids[id(value)]

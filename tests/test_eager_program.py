@@ -1,0 +1,222 @@
+"""Graphs on the backend "eager" run as Python functions: same values, same gradients, live parameters."""
+
+from __future__ import annotations
+
+import weakref
+
+import pytest
+import torch
+from torch import fx, nn
+from torch.func import functional_call
+
+import ampgraph
+from ampgraph.ops.bindings import BINDINGS
+from ampgraph.runtime.eager_program import EagerProgram, is_writable
+
+aten = torch.ops.aten
+torch.manual_seed(0)
+X, Y, VECTOR = torch.rand(4, 6) + 0.5, torch.rand(4, 6) + 0.5, torch.rand(6) + 0.5
+CUBE, IMAGE, HEADS = torch.randn(2, 3, 4), torch.randn(2, 4, 8, 8), torch.randn(2, 3, 5, 4)
+INDEX, MASK, BF16 = torch.tensor([[0, 2], [1, 1], [3, 0], [2, 2]]), X > 1, torch.bfloat16
+
+# Overload -> calls, each ``(args, kwargs)``: the forms in which captured graphs write them.
+CALLS = {
+    "abs": [((X,), {})],
+    "add.Tensor": [((X, Y), {}), ((X, 2), {}), ((X.bfloat16(), VECTOR), {"alpha": 2})],
+    "add_.Tensor": [((INDEX, 1), {})],
+    "addmm": [((VECTOR, X.T[:4, :4], X), {"beta": 2})],
+    "batch_norm": [((X, VECTOR, VECTOR, VECTOR * 0, VECTOR, t, 0.1, 1e-5, False), {}) for t in (True, False)],
+    "bmm": [((CUBE, CUBE.mT), {})],
+    "cat": [(([X, Y.bfloat16()], -1), {})],
+    "clamp": [((X, 0.6), {}), ((X, None, 1.0), {})],
+    "clone": [((IMAGE,), {"memory_format": torch.channels_last}), ((X,), {})],
+    "contiguous": [((X.T,), {})],
+    "conv1d": [((CUBE, torch.ones(2, 3, 3), None, [1], [1]), {})],
+    "conv2d": [((IMAGE, torch.ones(8, 2, 3, 3), torch.ones(8), [2, 2], [1, 1], [1, 1], 2), {})],
+    "conv3d": [((IMAGE[None], torch.ones(2, 2, 1, 3, 3)), {})],
+    "cos": [((X,), {})],
+    "cumsum": [((X, -1), {"dtype": torch.float64}), ((X, 0), {})],
+    "detach": [((X,), {})],
+    "div.Tensor": [((X, Y), {}), ((X, 3), {})],
+    "div.Tensor_mode": [((X, Y), {"rounding_mode": "floor"})],
+    "dropout": [((X, 0.5, True), {}), ((X, 0.5, False), {})],
+    "embedding": [((X, INDEX), {}), ((X, INDEX, 0, False, False), {})],
+    "eq.Scalar": [((INDEX, 2), {})],
+    "exp": [((X,), {})],
+    "expand": [((VECTOR, [3, -1]), {})],
+    "expand_as": [((VECTOR, X), {})],
+    "flatten.using_ints": [((IMAGE, 1), {}), ((IMAGE, 1, 2), {})],
+    "gather": [((X, 1, INDEX), {})],
+    "gelu": [((X,), {}), ((X,), {"approximate": "tanh"})],
+    "group_norm": [((IMAGE, 2, torch.ones(4), torch.zeros(4), 1e-5, False), {})],
+    "layer_norm": [((X, [6], VECTOR, VECTOR), {}), ((X, [6], None, None, 1e-3, False), {})],
+    "linear": [((X, Y, torch.ones(4)), {}), ((X, Y), {})],
+    "log": [((X,), {})],
+    "log_softmax.int": [((X, -1), {}), ((X.bfloat16(), -1, torch.float32), {})],
+    "masked_fill.Scalar": [((X, MASK, float("-inf")), {})],
+    "masked_fill.Tensor": [((X, MASK, torch.tensor(2.0)), {})],
+    "matmul": [((CUBE, CUBE.mT), {}), ((X, VECTOR), {})],
+    "mean.dim": [((X, [-1], True), {}), ((X, None), {"dtype": torch.float64})],
+    "mm": [((X, Y.T), {})],
+    "movedim.int": [((CUBE, 0, -1), {})],
+    "mul.Tensor": [((X, Y.bfloat16()), {}), ((X, 0.5), {})],
+    "neg": [((X,), {})],
+    "permute": [((CUBE, [2, 0, 1]), {})],
+    "pow.Tensor_Scalar": [((X, 2), {}), ((X, 0.5), {})],
+    "relu": [((X - 1,), {})],
+    "reshape": [((X.T, [4, 6]), {})],
+    "rsqrt": [((X,), {})],
+    "scaled_dot_product_attention": [
+        ((HEADS, HEADS, HEADS), {}),
+        ((HEADS,) * 3 + (None, 0.0, True), {"scale": 0.3}),
+    ],
+    "select.int": [((X, 1, -1), {})],
+    "sigmoid": [((X,), {})],
+    "sin": [((X,), {})],
+    "softmax.int": [((X, -1), {}), ((X.bfloat16(), -1, torch.float32), {})],
+    "split.Tensor": [((X, 4, -1), {})],
+    "sqrt": [((X,), {})],
+    "squeeze.dim": [((X[:1], 0), {})],
+    "stack": [(([X, Y], 1), {})],
+    "sub.Tensor": [((X, Y), {}), ((X, 1), {"alpha": 3})],
+    "sum.dim_IntList": [((X, [0], True), {}), ((X.bfloat16(), [0]), {"dtype": torch.float32})],
+    "sym_size.int": [((X, 1), {})],
+    "t": [((X,), {})],
+    "tanh": [((X,), {})],
+    "to.dtype": [((X, BF16), {}), ((X, torch.float32, False, True), {}), ((X, BF16), {"copy": True})],
+    "transpose.int": [((CUBE, 0, -1), {})],
+    "tril": [((X,), {}), ((X, -1), {})],
+    "type_as": [((X, INDEX), {})],
+    "unsqueeze": [((X, -1), {})],
+    "view": [((X, [6, -1]), {})],
+    "view_as": [((X, CUBE), {})],
+    "where.self": [((MASK, X, Y), {})],
+}
+
+
+def overload(name: str):
+    packet, _, which = name.partition(".")
+    return getattr(getattr(aten, packet), which or "default")
+
+
+def test_every_binding_is_called() -> None:
+    assert {overload(name) for name in CALLS} == BINDINGS.keys()
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_binding_is_its_overload(name: str) -> None:
+    for args, kwargs in CALLS[name]:
+        results = []
+        for function in (overload(name), BINDINGS[overload(name)]):
+            torch.manual_seed(0)
+            own = fx.node.map_aggregate(
+                args, lambda a: a.detach().clone() if isinstance(a, torch.Tensor) else a
+            )
+            floats = [a for a in own if isinstance(a, torch.Tensor) and a.is_floating_point()]
+            for a in floats:
+                a.requires_grad_(name not in ("batch_norm", "group_norm") or a.dim() > 1)
+            result = function(*own, **kwargs)
+            first = result[0] if isinstance(result, (list, tuple)) else result
+            if isinstance(first, torch.Tensor) and first.requires_grad:
+                first.double().sum().backward()
+            results.append(
+                (result, first.stride() if isinstance(first, torch.Tensor) else 0, [a.grad for a in floats])
+            )
+        (wanted, *rest), (got, *others) = results
+        torch.testing.assert_close(
+            list(got) if isinstance(got, tuple) else got,
+            list(wanted) if isinstance(wanted, (list, tuple)) else wanted,
+            rtol=0,
+            atol=0,
+            equal_nan=True,
+        )
+        torch.testing.assert_close(others, rest, rtol=0, atol=0)
+
+
+class Block(nn.Module):
+    """A dict and a keyword go in, a tuple comes out; a buffer is written."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up, self.down = nn.BatchNorm1d(6), nn.Linear(6, 16), nn.Linear(16, 6)
+        self.register_parameter("0", nn.Parameter(torch.ones(6)))
+
+    def forward(self, given, *, scale):
+        x = self.norm(given["x"])
+        hidden = self.up(x).relu()
+        return {"y": self.down(hidden) * getattr(self, "0") * scale}, hidden.sum()
+
+
+@pytest.fixture
+def amp():
+    torch.manual_seed(0)
+    policy = ampgraph.Policy(dtype=torch.float16, loss_scale=ampgraph.StaticLossScale(8.0))
+    return ampgraph.convert(Block(), ({"x": X},), {"scale": 2.0}, policy=policy)
+
+
+def test_values_and_gradients_are_the_graphs(amp) -> None:
+    graph = amp.training_graph
+    program, states = EagerProgram(graph), []
+    state = {k: v.clone() for k, v in amp.state_dict().items()}
+    for run in (graph, program):
+        amp.load_state_dict(state)
+        amp.zero_grad()
+        out, total = run({"x": X}, scale=2.0)
+        (out["y"].sum() + total).backward()
+        states.append(
+            [out["y"], total, *(p.grad for p in amp.parameters()), *(b.clone() for b in amp.buffers())]
+        )
+    torch.testing.assert_close(*states, rtol=0, atol=0)
+
+
+def test_parameters_are_read_where_they_are(amp) -> None:
+    amp.eval()
+    call = ({"x": X},), {"scale": 2.0}
+    before = amp(*call[0], **call[1])[0]["y"]
+    doubled = {name: p.detach() * 2 for name, p in amp.named_parameters() if name == "0"}
+    out = functional_call(amp, doubled, *call)
+    torch.testing.assert_close(out[0]["y"], before * 2)
+    amp.load_state_dict({**amp.state_dict(), **doubled}, assign=True)
+    torch.testing.assert_close(amp(*call[0], **call[1])[0]["y"], before * 2)
+
+
+def test_a_graph_that_is_edited_runs_as_edited() -> None:
+    amp = ampgraph.convert(nn.Sequential(nn.Linear(6, 6), nn.ReLU()), (X,), dtype=torch.bfloat16)
+    with torch.no_grad():
+        assert (amp(X - 3) >= 0).all()
+        graph = amp.graph_module.graph
+        (relu,) = graph.find_nodes(op="call_function", target=aten.relu.default)
+        relu.replace_all_uses_with(relu.args[0])
+        graph.erase_node(relu)
+        amp.graph_module.recompile()
+        assert (amp(X - 3) < 0).any()
+
+
+def test_values_are_freed_after_their_last_use() -> None:
+    alive: list[weakref.ref] = []
+
+    def note(x):
+        alive.append(weakref.ref(x))
+        return sum(ref() is not None for ref in alive)
+
+    amp = ampgraph.convert(nn.Sequential(*(nn.Linear(6, 6) for _ in range(4))), (X,), dtype=torch.bfloat16)
+    graph_module = amp.graph_module
+    counts = []
+    for linear in graph_module.graph.find_nodes(op="call_function", target=aten.linear.default):
+        with graph_module.graph.inserting_after(linear):
+            counts.append(graph_module.graph.call_function(note, (linear,)))
+    output = graph_module.graph.output_node()
+    output.args = ((output.args[0][0], *counts),)
+    program = EagerProgram(graph_module)
+    with torch.no_grad():
+        assert program._function(X)[1:] == (1, 1, 1, 1)
+
+
+def test_an_error_shows_the_line(amp) -> None:
+    with pytest.raises(RuntimeError) as caught:
+        EagerProgram(amp.graph_module)({"x": X[:, :3]}, scale=2.0)
+    assert "0.1, 1e-05" in str(caught.traceback[-1].statement)  # the call of batch_norm
+
+
+def test_graphs_with_calls_of_modules_are_left_alone() -> None:
+    assert not is_writable(fx.symbolic_trace(nn.Sequential(nn.Linear(2, 2))))
