@@ -14,7 +14,6 @@ from torch.fx import Graph, GraphModule, Node
 
 from ampgraph.marks import StorageMark, mark_of
 
-from .analysis.alias import STORAGE_NODE
 from .analysis.facts import Facts, is_cast
 from .base import Pass, workspace
 from .insert_casts import is_inserted_cast

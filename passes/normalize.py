@@ -21,7 +21,6 @@ from ampgraph.ops import kernels
 
 from .analysis.alias import (
     SOURCES,
-    STORAGE_NODE,
     AliasSets,
     overlaps_itself,
     written_args,
