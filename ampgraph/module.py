@@ -271,6 +271,9 @@ class AmpModule(Converted):
     def _call_compiled(self, args: tuple, kwargs: dict[str, Any]) -> Any:
         if torch.is_grad_enabled():
             self.scaler.check_loop()
+        if not self._graphs.has_same_classes():
+            with self._graphs.lock.alone():
+                self.__dict__["_compiled"] = self._compile_just_in_time()
         watch = self._graphs.watch
         before = watch.before_call()
         try:
@@ -325,6 +328,7 @@ class AmpModule(Converted):
         keep_errors_out_of_log()
         modules = tuple(name for name, _ in self.source.named_modules())
         graphs = self._graphs
+        graphs.note_classes()
         backend = make_backend(self.options, modules, graphs.add, self.scaler, graphs.shadows)
         return compiled_by_dynamo(self.source, backend)
 

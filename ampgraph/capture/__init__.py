@@ -1,6 +1,7 @@
 """From a model to the one IR: a pre-dispatch ATen graph with true metadata on every node."""
 
-from .ahead_of_time import capture_program, is_capturing_here
+from .ahead_of_time import capture_lock, capture_program, is_capturing_here
+from .code import Code
 from .distinct import distinct
 from .just_in_time import lower_dynamo_graph
 from .lost import LOST_KEY
@@ -9,7 +10,9 @@ from .unlift import unlift
 
 __all__ = [
     "LOST_KEY",
+    "Code",
     "Reads",
+    "capture_lock",
     "capture_program",
     "distinct",
     "is_capturing_here",

@@ -19,6 +19,7 @@ from torch.export import ExportedProgram
 
 from .._compat import OpOverload
 from ..proxy.module_proxy import ModuleProxy
+from .code import Code, Place
 from .containers import copied, has_plain_leaves, is_container, same
 
 _TORCH = str(Path(torch.__file__).parent)
@@ -46,6 +47,7 @@ class Reads:
 
     Attributes:
         modules: The modules that are watched, by ``id``.
+        code: What forward's code reads outside of the modules.
         attributes: What was read before it was set, and a copy of the value where it is plain.
         carried: What was read and then set to something else: state that forward carries from call to call.
         lost: Of that, what is no tensor; torch.export warns of those.
@@ -56,6 +58,7 @@ class Reads:
 
     def __init__(self, source: nn.Module) -> None:
         self.modules = {id(m): m for m in map(_seen_by_forward, source.modules())}
+        self.code = Code(source)
         self._source = source
         self.attributes: dict[Key, object] = {}
         self.carried: set[Key] = set()
@@ -92,6 +95,11 @@ class Reads:
         """Returns the attributes that were read as a user writes them, from the model on."""
         names = {id(_seen_by_forward(m)): name for name, m in self._source.named_modules()}
         return {key: f"{names[key[0]]}.{key[1]}".lstrip(".") for key in self.attributes}
+
+    def code_places(self) -> list[Place]:
+        """Returns the places outside of the model that forward reads, except for those that it sets."""
+        carried = [(id(place.holder), place.name) for place in self.code.changed()]
+        return [place for key, place in self.code.places.items() if key not in carried]
 
     def note_gradients(self) -> None:
         """Notes that grad mode was read, if by the model's code: torch's own asks to choose a kernel."""

@@ -12,7 +12,7 @@ from torch import fx, nn
 from torch.export import Dim, ExportedProgram, ShapesCollection
 from torch.utils._pytree import tree_leaves
 
-from ..capture import Reads, capture_program, distinct, unlift
+from ..capture import Code, Reads, capture_lock, capture_program, distinct, is_capturing_here, unlift
 from ..errors import CaptureError, NoGraphError, warn_user
 from ..passes.pipeline import rewrite
 from ..plan import Plan
@@ -25,6 +25,7 @@ from .low_storage import LowStorage
 from .lowering import AotGraphs
 from .module_structure import Structure
 from .options import Options
+from .places import Places
 from .python_state import PythonState
 from .shadow_weights import ShadowWeights
 from .signature import Signature, accepted_shapes, changed_dims, fits, signature_of
@@ -64,6 +65,8 @@ class GraphCache:
         self._current_flags: Flags = ()
         self._told: set[str] = set()
         self.watch = CoverageWatch(source, options)
+        self._classes = Places()
+        self._classes.settle()
 
     def __iter__(self) -> Iterator[CapturedGraph]:
         """All so far; with graph breaks, one call runs several."""
@@ -97,7 +100,9 @@ class GraphCache:
             return captured
         with self.lock.alone():
             # Another thread may have captured the same while this one waited.
-            known = self._known(args, kwargs, signature, flags)
+            # One of another model replaces functions of torch for as long as it lasts.
+            with capture_lock:
+                known = self._known(args, kwargs, signature, flags)
             return known or self._capture(args, kwargs, signature, flags)
 
     def find_known(self, args: tuple, kwargs: dict[str, Any]) -> CapturedGraph:
@@ -136,6 +141,17 @@ class GraphCache:
         flags = self._flags()
         self._graphs.setdefault((flags, "just in time"), []).append(captured)
         self._current, self._current_flags = captured, flags
+
+    def note_classes(self) -> None:
+        """Takes down the methods of the model's classes, and the functions of torch that they call."""
+        self._classes = Places()
+        for place in Code(self._source).functions():
+            self._classes.add(place)
+        self._classes.settle()
+
+    def has_same_classes(self) -> bool:
+        """Whether those are the same, which Dynamo does not look at. Runs at every call just in time."""
+        return self._classes.are_same() or torch.compiler.is_dynamo_compiling() or is_capturing_here()
 
     @property
     def _name(self) -> str:
@@ -249,7 +265,8 @@ class GraphCache:
     def _warn_about(self, reads: Reads) -> None:
         """Tells once which state forward carries from call to call: a graph does not."""
         paths = reads.paths()
-        lost = [paths[key] for key in reads.lost if paths[key] not in self._told]
+        found = [*(paths[key] for key in reads.lost), *(place.path for place in reads.code.changed())]
+        lost = [path for path in found if path not in self._told]
         self._told.update(lost)
         if lost:
             warn_user(

@@ -1,0 +1,209 @@
+"""`Code`: what the code of a model reads outside of its modules' attributes.
+
+That is globals, what functions close over, attributes of Python modules and of classes. A function that is
+replaced counts, too: another ``forward`` of a class, another ``torch.nn.functional.gelu``.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import sysconfig
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from types import CodeType, FunctionType, MethodType, ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from .containers import copied, has_plain_leaves, same
+
+_TORCH = str(Path(torch.__file__).parent)
+_LAYERS = f"{_TORCH}/nn/modules/"
+# The parts of torch whose functions are looked up.
+_OF_TORCH = ("torch", "torch.nn.functional")
+# Python's modules with classes of settings: SimpleNamespace, argparse.Namespace, UserDict.
+_OF_SETTINGS = ("types", "argparse", "collections")
+# What a capture itself replaces in torch meanwhile.
+_REPLACED = ("is_grad_enabled",)
+_NOT_READ = (f"{_TORCH}/", f"{Path(__file__).parents[1]}/", "<frozen")
+_PYTHON = f"{sysconfig.get_path('stdlib')}/"
+_OF_EVERY_MODULE = frozenset(vars(nn.Module)) - {"forward"}
+GONE = object()
+
+
+class Place(NamedTuple):
+    """Where a value is: in a dict by key, or in a class or a closure's cell by attribute.
+
+    Attributes:
+        holder: The dict, class or cell.
+        name: The key or attribute.
+        path: As a user writes it.
+    """
+
+    holder: Any
+    name: str
+    path: str
+
+    def value(self) -> Any:
+        if isinstance(self.holder, dict):
+            return self.holder.get(self.name, GONE)
+        try:
+            return getattr(self.holder, self.name)
+        except (AttributeError, ValueError):  # ValueError: an empty cell
+            return GONE
+
+
+class Code:
+    """The places that the code of a model's modules names.
+
+    Code says names alone, so that too much is found rather than too little: every attribute name is looked up
+    in every class and Python module that the code can reach. What torch, Python and ampgraph read is left
+    out, but for the methods of torch's layers.
+
+    Attributes:
+        names: All names in the code.
+        places: What is found, in order.
+    """
+
+    def __init__(self, source: nn.Module) -> None:
+        self.names: set[str] = set()
+        self.places: dict[tuple[int, str], Place] = {}
+        self._functions: list[FunctionType] = []
+        self._seen: set[int] = set()
+        self._holders: dict[int, tuple[Any, str]] = {}
+        self._looked_up: dict[int, set[str]] = {}
+        for module in source.modules():
+            self._follow(type(module))
+            for held in (vars(module), module._forward_hooks, module._forward_pre_hooks):
+                for value in held.values():
+                    self._follow(value)
+        self._read()
+        values = {key: place.value() for key, place in self.places.items()}
+        self._before = {key: copied(value) for key, value in values.items() if has_plain_leaves(value)}
+
+    def changed(self) -> list[Place]:
+        """Returns the places whose plain values are others than when this was made."""
+        before = [(self.places[key], value) for key, value in self._before.items()]
+        return [place for place, value in before if not same(place.value(), value)]
+
+    def functions(self) -> Iterator[Place]:
+        """Yields the places in classes and in torch: a compiler does not look whether those are the same."""
+        of_torch = id(vars(torch)), id(vars(nn.functional))
+        for place in self.places.values():
+            if isinstance(place.holder, type) or id(place.holder) in of_torch:
+                yield place
+
+    def _read(self) -> None:
+        """Reads functions, and looks names up, until nothing new is found."""
+        while self._functions:
+            while self._functions:
+                self._read_function(self._functions.pop())
+            for key, (holder, path) in list(self._holders.items()):
+                done = self._looked_up.setdefault(key, set())
+                new = self.names - done
+                done |= new
+                self._look_up(holder, path, new)
+
+    def _read_function(self, function: FunctionType) -> None:
+        names = set(_names(function.__code__))
+        self.names |= names
+        module = function.__module__ or ""
+        for name in names & function.__globals__.keys():
+            self._add(function.__globals__, name, f"{module}.{name}")
+        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+            self._add(cell, "cell_contents", f"{function.__qualname__}.{name}")
+
+    def _look_up(self, holder: Any, path: str, names: Iterable[str]) -> None:
+        if isinstance(holder, dict):
+            found = [name for name in names if name in holder]
+        else:
+            found = [name for name in names if _has_own(holder, name)]
+        for name in found:
+            self._add(holder, name, f"{path}.{name}")
+
+    def _add(self, holder: Any, name: str, path: str) -> None:
+        is_other = name.startswith("__") or (name in _REPLACED and holder is vars(torch))
+        if is_other or (id(holder), name) in self.places:
+            return
+        place = Place(holder, name, path)
+        self.places[id(holder), name] = place
+        self._follow(_static(holder, name) if isinstance(holder, type) else place.value())
+
+    def _follow(self, value: Any) -> None:
+        """Takes down the functions to read, and the classes and Python modules to look names up in."""
+        if id(value) in self._seen or has_plain_leaves(value):
+            return
+        self._seen.add(id(value))
+        if isinstance(value, FunctionType):
+            if _is_read(value.__code__.co_filename):
+                self._functions.append(value)
+        elif isinstance(value, ModuleType):
+            if value.__name__ in _OF_TORCH or not _is_foreign(value.__name__):
+                self._holders[id(value)] = vars(value), value.__name__
+        elif isinstance(value, type):
+            if issubclass(value, nn.Module) or not is_foreign(value):
+                self._holders[id(value)] = value, value.__qualname__
+                self.names.add("forward")
+                self._look_up(value, value.__qualname__, ("forward",))
+        else:
+            for inner in _inside(value):
+                self._follow(inner)
+
+
+def _inside(value: Any) -> Iterator[Any]:
+    """Yields the functions and classes that a callable, or an attribute of a class, stands for."""
+    if isinstance(value, MethodType):
+        yield value.__func__
+    elif isinstance(value, functools.partial):
+        yield value.func
+    elif isinstance(value, property):
+        yield from (value.fget,)
+    elif isinstance(value, (staticmethod, classmethod)):
+        yield value.__func__
+    elif isinstance(value, functools.cached_property):
+        yield value.func
+    elif isinstance(wrapped := getattr(value, "__wrapped__", None), FunctionType):
+        yield wrapped
+    elif not isinstance(value, nn.Module):
+        yield type(value)
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    """Yields the names of globals and attributes in a function and those inside it."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names(constant)
+
+
+def _is_read(filename: str) -> bool:
+    if filename.startswith(_LAYERS):
+        return True
+    is_pythons = filename.startswith(_PYTHON) and "-packages/" not in filename
+    return not is_pythons and not filename.startswith(_NOT_READ)
+
+
+def is_foreign(cls: type) -> bool:
+    """Whether a class is Python's or torch's: what it does is no setting of a model."""
+    return _is_foreign(cls.__module__)
+
+
+def _is_foreign(module: str) -> bool:
+    root = module.partition(".")[0]
+    if root in _OF_SETTINGS:
+        return False
+    return root in ("torch", "ampgraph") or root in sys.stdlib_module_names
+
+
+def _has_own(cls: type, name: str) -> bool:
+    """Whether a class has an attribute that is neither every module's nor Python's or torch's."""
+    if name in _OF_EVERY_MODULE:
+        return False
+    owner = next((c for c in cls.__mro__ if name in vars(c)), None)
+    return owner is not None and (issubclass(owner, nn.Module) or not is_foreign(owner))
+
+
+def _static(cls: type, name: str) -> Any:
+    return next((vars(c)[name] for c in cls.__mro__ if name in vars(c)), GONE)
