@@ -15,11 +15,13 @@ from torch.utils._pytree import tree_leaves
 from ._compat import (
     apart_from_dynamo,
     compiled_by_dynamo,
+    has_global_hooks,
     in_transform,
     is_any_autocast_enabled,
     is_dynamo_error,
     is_exporting,
     no_ambient_autocast,
+    no_global_hooks,
 )
 from .errors import AheadOfTimeError, AmpGraphError, CaptureError, PassError, did_you_mean, warn_user
 from .guards import is_capturing, keep_errors_out_of_log, warn_about_uncaptured_guards
@@ -161,6 +163,10 @@ class AmpModule(Converted):
             return self._run_traced(args, kwargs)
         if torch.compiler.is_dynamo_compiling():
             return self._call_apart(args, kwargs)
+        if has_global_hooks():
+            self._warn_about_global_hooks()
+            with no_global_hooks(), no_ambient_autocast():
+                return self._call(args, kwargs)
         if is_any_autocast_enabled():
             # Precision is the plan's alone: an autocast around the call must not cast once more.
             with no_ambient_autocast():
@@ -294,6 +300,16 @@ class AmpModule(Converted):
         if self.policy.rules:
             self._warn_about_rules()
         return result
+
+    def _warn_about_global_hooks(self) -> None:
+        if "_told_hooks" in self.__dict__:
+            return
+        self.__dict__["_told_hooks"] = True
+        warn_user(
+            f"{self.options.named(type(self.source).__name__)}: hooks for all modules of the process "
+            "(torch.nn.modules.module.register_module_forward_hook and others) see a converted model as one "
+            "module; on the modules inside they do not run. Register hooks on those modules instead."
+        )
 
     # A torch.compile around a converted model must not take it apart: it has a backend of its own.
     _call_apart = apart_from_dynamo(_call)

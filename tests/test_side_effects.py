@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 from torch import nn
+from torch.nn.modules import module as module_hooks
 
 import ampgraph
 from tests.helpers import close
@@ -215,3 +216,52 @@ def test_hooks_that_forward_installs_are_installed_once():
     close(seen, y)
     assert len(model.fc._forward_hooks) == 1
     close(amp(X)[1], y)
+
+
+GLOBAL_HOOKS = {
+    "forward": lambda note: module_hooks.register_module_forward_hook(lambda m, args, y: note(m) or y * 4),
+    "forward pre": lambda note: module_hooks.register_module_forward_pre_hook(lambda m, args: note(m)),
+    "backward": lambda note: module_hooks.register_module_full_backward_hook(lambda m, gi, go: note(m)),
+    "backward pre": lambda note: module_hooks.register_module_full_backward_pre_hook(lambda m, go: note(m)),
+}
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("capture", ["auto", "just in time"])
+@pytest.mark.parametrize("kind", GLOBAL_HOOKS)
+def test_hooks_for_all_modules_see_the_converted_model_alone_and_that_is_told(
+    kind, capture, backend, recwarn
+):
+    model, x, seen = layers(), X.clone().requires_grad_(), []
+    amp = ampgraph.convert(model, (x,), capture=capture, backend=backend, **LOW)
+    amp(x)
+    assert not recwarn
+    wanted = model(x)
+    handle = GLOBAL_HOOKS[kind](seen.append)
+    try:
+        later = ampgraph.convert(model, (x,), capture=capture, backend=backend, **LOW)
+        for converted in (amp, later):
+            for _ in range(2):
+                seen.clear()
+                out = converted(x)
+                out.sum().backward()
+                assert seen == [converted]
+                close(out, wanted * 4 if kind == "forward" else wanted)
+        model(x).sum().backward()
+        assert len(seen) == 1 + 4  # torch has them all still
+    finally:
+        handle.remove()
+    assert sum("see a converted model as one module" in str(w.message) for w in recwarn) == 1  # of one line
+    close(amp(x), wanted)
+    assert amp.is_just_in_time or len(amp.graph_modules) == 1
+
+
+def test_a_flop_counter_around_a_converted_model():
+    model = layers()
+    amp = ampgraph.convert(model, (X,), **LOW)
+    counts = []
+    for m in (model, amp):
+        with torch.utils.flop_counter.FlopCounterMode(display=False) as counter:
+            m(X)
+        counts.append(counter.get_total_flops())
+    assert counts[0] == counts[1] > 0

@@ -25,6 +25,7 @@ from .fake_tensors import (
     result_dtypes,
     with_dtypes,
 )
+from .global_hooks import has_global_hooks, no_global_hooks
 from .grad_scaler import is_scaled_by_grad_scaler
 from .graphs import (
     all_op_names,
@@ -96,6 +97,7 @@ __all__ = [
     "find_backend",
     "flat_inputs",
     "has_content",
+    "has_global_hooks",
     "has_triton",
     "hooks_registered",
     "in_transform",
@@ -113,6 +115,7 @@ __all__ = [
     "mark_as_input",
     "never_log_raised_errors",
     "no_ambient_autocast",
+    "no_global_hooks",
     "no_saved_tensor_hooks",
     "outside_tracing",
     "outside_transforms",

@@ -16,7 +16,13 @@ from torch.export import ExportedProgram, ShapesCollection
 from torch.fx import traceback as fx_traceback
 from torch.overrides import TorchFunctionMode
 
-from .._compat import errors_raised_not_logged, no_ambient_autocast, no_saved_tensor_hooks, quiet_export
+from .._compat import (
+    errors_raised_not_logged,
+    no_ambient_autocast,
+    no_global_hooks,
+    no_saved_tensor_hooks,
+    quiet_export,
+)
 from ..errors import AheadOfTimeError, CaptureError
 from .batch_norm import with_cumulative_average
 from .distinct import distinct
@@ -188,6 +194,7 @@ def capturing(gradients: bool = True) -> Iterator[None]:
         fx_traceback.preserve_node_meta(),
         torch.set_grad_enabled(gradients),
         no_ambient_autocast(),
+        no_global_hooks(),
         no_saved_tensor_hooks(),
         errors_raised_not_logged(is_capturing_here),
     ):

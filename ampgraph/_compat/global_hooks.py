@@ -1,0 +1,47 @@
+"""Hooks for all modules of the process. Tried on torch 2.11 and 2.13."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+from torch.nn.modules import module
+
+_HOOKS: tuple[dict[int, Any], ...] = (
+    module._global_forward_pre_hooks,
+    module._global_forward_hooks,
+    module._global_backward_pre_hooks,
+    module._global_backward_hooks,
+)
+_lock = threading.Lock()
+_hidden: list[dict[int, Any]] = [{} for _ in _HOOKS]
+_inside = 0
+
+
+def has_global_hooks() -> bool:
+    """Whether any hook is registered for all modules of the process."""
+    return any(_HOOKS)
+
+
+@contextlib.contextmanager
+def no_global_hooks() -> Iterator[None]:
+    """Hides the hooks for all modules of the process, in all threads: torch keeps them for the process."""
+    global _inside
+    with _lock:
+        _inside += 1
+        for hooks, hidden in zip(_HOOKS, _hidden, strict=True):
+            hidden.update(hooks)
+            hooks.clear()
+    try:
+        yield
+    finally:
+        with _lock:
+            _inside -= 1
+            if _inside == 0:
+                for hooks, hidden in zip(_HOOKS, _hidden, strict=True):
+                    hidden.update(hooks)  # those that came meanwhile, last
+                    hooks.clear()
+                    hooks.update(hidden)
+                    hidden.clear()
