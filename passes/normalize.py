@@ -19,13 +19,7 @@ from ampgraph._compat import FakeTensorMode, OpOverload, evaluate, fake_mode_of,
 from ampgraph.marks import StorageMark, mark_of, set_mark
 from ampgraph.ops import kernels
 
-from .analysis.alias import (
-    SOURCES,
-    AliasSets,
-    overlaps_itself,
-    written_args,
-    written_memory,
-)
+from .analysis.alias import SOURCES, AliasSets, overlaps_itself, written_args, written_memory
 from .analysis.grad_modes import without_gradients
 from .base import Pass
 from .insert_casts import is_inserted_cast, set_named_argument

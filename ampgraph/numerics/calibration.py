@@ -79,7 +79,7 @@ class Calibration:
         found = self.graphs.get(fingerprint(graph_module))
         if found is None:
             raise AmpGraphError(
-                f"the calibration of {self.model} is stale: no graph of its {len(self.graphs)} is this one. "
+                f"the calibration of {self.model} is stale: this is none of its {len(self.graphs)} graphs. "
                 "The model's code, its training mode or the sizes of its parameters differ; calibrate again."
             )
         return found

@@ -14,8 +14,6 @@ from ampgraph.ops.kernels import is_composite, is_dropout, is_opaque, is_view, m
 from .arguments import argument
 
 SOURCES = ("placeholder", "get_attr")
-# What `Normalize` leaves in the metadata of the clones by which it isolates written memory.
-STORAGE_NODE = "storage"
 
 
 def written_args(node: Node) -> list[Node]:

@@ -10,9 +10,8 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_leaves
 
-from ampgraph.plan import META_KEY
+from ampgraph.marks import StorageMark, input_mark, mark_of
 
-from .alias import STORAGE_NODE
 from .facts import tensors
 
 
@@ -48,7 +47,7 @@ def _is_float(node: Node) -> bool:
 
 
 def _is_storage(node: Node) -> bool:
-    return node.meta.get(META_KEY) == STORAGE_NODE
+    return mark_of(node, StorageMark) is not None
 
 
 def _source(node: Node) -> Node:
@@ -58,6 +57,6 @@ def _source(node: Node) -> Node:
 
 
 def _parameter_sizes(node: Node) -> Any:
-    if node.op != "get_attr" and not node.meta.get("ampgraph_parameter"):
+    if node.op != "get_attr" and not input_mark(node).is_parameter:
         return ""
     return [tuple(tensor.shape) for tensor in tensors(node) if isinstance(tensor, torch.Tensor)]
