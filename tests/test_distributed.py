@@ -196,6 +196,89 @@ def test_converting_a_wrapper_says_what_to_do(ranks, just_in_time) -> None:
     ranks.run(_wrong_order, just_in_time)
 
 
+# -- gradients that are changed before the step ----------------------------------------------------------
+
+
+def clip_by_value(parameters: list[nn.Parameter]) -> None:
+    nn.utils.clip_grad_value_(parameters, 1.0)
+
+
+def signs(parameters: list[nn.Parameter]) -> None:
+    for p in parameters:
+        p.grad.sign_()
+
+
+def new_numbers(parameters: list[nn.Parameter]) -> None:
+    for p in parameters:
+        p.grad = p.grad.nan_to_num(0.0, 1.0, -1.0)
+
+
+def _made_finite(rank: int, how: str, change: Any, batches: int) -> list[float]:
+    model, example = Net(), batch(slice(4 * rank, 4 * rank + 4))
+    if how == "sharded":
+        scaler = ampgraph.convert_blocks(model, ("layers.*", "side"), policy=FLOAT16).scaler
+        wrapped: nn.Module = fully_shard(model)
+    elif how == "blocks":
+        scaler = ampgraph.convert_blocks(model, ("layers.*", "side"), policy=FLOAT16).scaler
+        wrapped = DistributedDataParallel(model)
+    else:
+        amp = ampgraph.convert(model, example if how != "just in time" else None, policy=FLOAT16)
+        wrapped, scaler = DistributedDataParallel(amp, gradient_as_bucket_view=how == "views"), amp.scaler
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
+    scaler.attach(optimizer)
+    scales = []
+    for step in range(4):
+        optimizer.zero_grad()
+        for i in range(batches):
+            x, y = example
+            is_bad = step % 2 and rank == 1 and i == 0
+            loss_of(wrapped, x, y).mul(float("inf") if is_bad else 1.0).backward()
+        change(list(wrapped.parameters()))
+        before = everything(wrapped, optimizer)
+        optimizer.step()
+        same = [torch.equal(a, b) for a, b in zip(before, everything(wrapped, optimizer), strict=True)]
+        assert all(same) if step % 2 else not all(same)
+        scales.append(scaler.get_scale())
+    return scales
+
+
+@pytest.mark.parametrize("how", ["ahead of time", "just in time", "blocks", "views", "sharded"])
+@pytest.mark.parametrize("change", [clip_by_value, signs, new_numbers])
+def test_an_overflow_of_one_rank_that_is_made_finite(ranks, how, change) -> None:
+    assert ranks.run(_made_finite, how, change, 1) == [[1024.0, 512.0, 512.0, 256.0]] * 2
+
+
+@pytest.mark.parametrize("how", ["ahead of time", "sharded"])
+def test_an_overflow_of_an_early_micro_batch_that_is_made_finite(ranks, how) -> None:
+    assert ranks.run(_made_finite, how, clip_by_value, 3) == [[1024.0, 512.0, 512.0, 256.0]] * 2
+
+
+def _left_out(rank: int, how: str, in_place: bool) -> float:
+    model, example = Net(), batch(slice(0, 4))
+    if how == "sharded":
+        scaler = ampgraph.convert_blocks(model, ("layers.*", "side"), policy=FLOAT16).scaler
+        wrapped: nn.Module = fully_shard(model)
+    else:
+        amp = ampgraph.convert(model, example, policy=FLOAT16)
+        wrapped, scaler = DistributedDataParallel(amp), amp.scaler
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
+    scaler.attach(optimizer)
+    for step in range(6):
+        optimizer.zero_grad(set_to_none=not in_place)
+        loss_of(wrapped, *example).mul(float("inf") if step % 2 else 1.0).backward()
+        if whole(nn.utils.clip_grad_norm_(wrapped.parameters(), 1.0)).isfinite():
+            optimizer.step()
+    optimizer.zero_grad()
+    wrapped(*example)
+    return scaler.get_scale()
+
+
+@pytest.mark.parametrize("how", ["ahead of time", "sharded"])
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_step_that_all_ranks_leave_out(ranks, how, in_place) -> None:
+    assert ranks.run(_left_out, how, in_place) == [128.0, 128.0]
+
+
 # -- who waits for whom ----------------------------------------------------------------------------------
 
 

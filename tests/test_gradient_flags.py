@@ -361,7 +361,8 @@ def test_flags_end_with_their_gradients(clear, backend) -> None:
     amp(batch()).sum().backward()
     optimizer.step()
     assert not same(before, values(amp))
-    assert amp.scaler.get_scale() == 1024.0
+    # Of a step that was left out the scale hears, but of a write through .data nobody does.
+    assert amp.scaler.get_scale() == (1024.0 if clear == "data" else 512.0)
 
 
 def test_rollback_after_a_bad_backward() -> None:
@@ -394,7 +395,7 @@ def test_the_other_half_of_a_gan() -> None:
     discriminator(batch()).sum().backward()
     optimizers[1].step()
     assert not same(before, values(discriminator))
-    assert discriminator.scaler.get_scale() == 1024.0
+    assert discriminator.scaler.get_scale() == 512.0  # the generator's step waits for it
 
 
 def test_a_group_added_later() -> None:
@@ -510,4 +511,4 @@ def test_flags_end_with_gradients_that_are_zeroed_while_others_are_made() -> Non
     amp(batch(), batch())[1].sum().backward()
     optimizer.step()
     assert not same(before, values(amp.b))
-    assert amp.scaler.get_scale() == 1024.0
+    assert amp.scaler.get_scale() == 512.0

@@ -18,10 +18,13 @@ from .._compat import Content, current_backward, has_content
 
 
 class CheckedGradients:
-    """The gradients that left boundaries, by slot; only of the last backward in which one did."""
+    """The gradients that left boundaries, by slot; only of the last backward in which one did.
+
+    None is a gradient whose writes nothing counts.
+    """
 
     def __init__(self) -> None:
-        self._last: tuple[int | None, dict[int, Content]] = (None, {})
+        self._last: tuple[int | None, dict[int, Content | None]] = (None, {})
 
     def note(self, slots: Iterable[int], gradients: Iterable[Tensor]) -> None:
         """Notes gradients that leave a boundary now."""
@@ -31,9 +34,10 @@ class CheckedGradients:
         if self._last[0] != backward:
             self._last = (backward, {})
         found = self._last[1]
-        found.update((slot, Content(g)) for slot, g in zip(slots, gradients, strict=True) if has_content(g))
+        pairs = zip(slots, gradients, strict=True)
+        found.update((slot, Content(g) if has_content(g) else None) for slot, g in pairs)
 
-    def take(self) -> dict[int, Content]:
+    def take(self) -> dict[int, Content | None]:
         """Returns what left in the backward that runs now."""
         (backward, found), self._last = self._last, (None, {})
         return found if backward is not None and backward == current_backward() else {}

@@ -22,6 +22,7 @@ from .gradient_boundary import non_finite
 from .parameter_index import ParameterIndex
 from .scale_state import ScaleState
 from .unscaled_step_warning import UnscaledStepWarning
+from .untaken_gradients import UntakenGradients, has_hooks
 
 MARK = "_amp_flags"
 _MOST_MASKS = 16
@@ -39,6 +40,7 @@ class GradientFlags:
     def __init__(self, slots: ParameterIndex, state: ScaleState, watch: UnscaledStepWarning):
         self._slots, self._state, self.watch = slots, state, watch
         self._masks: dict[tuple[int, ...], Tensor] = {}
+        self.untaken = UntakenGradients(slots, self._mask, self._read)
         self.connect()
 
     def connect(self) -> None:
@@ -56,6 +58,7 @@ class GradientFlags:
     def mark(self, flags: Tensor) -> None:
         """Marks the gradients that are what boundaries have checked in the backward which ends now."""
         checked = self._state.checked.take()
+        self.untaken.note_backward(flags, self._state.scale, checked)
         if is_distributed():
             return
         changed: list[tuple[Tensor, int]] = []
@@ -72,10 +75,15 @@ class GradientFlags:
             for gradient, slot in changed:
                 _mark(gradient, fresh, slot)
 
-    def of(self, parameters: Iterable[Tensor]) -> Tensor | None:
+    def of(self, parameters: Iterable[Tensor], with_reports: bool = True) -> Tensor | None:
         """Returns a vector, positive in the slots of gradients that are not finite; None without gradients.
 
         What has no slot counts in the last one.
+
+        Args:
+            parameters: The parameters.
+            with_reports: Whether what the last backward reported here of gradients that were changed since
+                counts too.
         """
         parameters = [p for p in parameters if p.grad is not None]
         if not parameters:
@@ -93,6 +101,8 @@ class GradientFlags:
             unknown.append((gradient, size - 1 if slot is None else slot))
         vectors = [flags * self._mask(slots) for flags, slots in known.values()]
         vectors += self._read(unknown)
+        if with_reports and (reported := self.untaken.flags_of(parameters)) is not None:
+            vectors.append(reported)
         return torch.stack(vectors).amax(0) if len(vectors) > 1 else vectors[0]
 
     def _read(self, gradients: list[tuple[Tensor, int]]) -> list[Tensor]:
@@ -124,14 +134,9 @@ class GradientFlags:
         return {**vars(self), "_masks": {}}
 
 
-def _has_hooks(parameter: Tensor) -> bool:
-    """Whether hooks may have written to the gradient's ``.data``, whose writes no version counts."""
-    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
-
-
 def _is_taken_over(parameter: Tensor, gradient: Tensor, content: Content) -> bool:
     """Whether a gradient is just what left a boundary, and nobody may have written to it since."""
-    return content.is_of(gradient) and not gradient.requires_grad and not _has_hooks(parameter)
+    return content.is_of(gradient) and not gradient.requires_grad and not has_hooks(parameter)
 
 
 def _mark(gradient: Tensor, flags: Tensor, slot: int) -> None:

@@ -71,6 +71,7 @@ class LossScaler:
         self._flags = GradientFlags(self._slots, self.state, self._watch)
         self.guard = StepGuard(self._slots, self.state, self._flags)
         self._is_copy = False
+        self._was_lowered: Tensor | None = None  # by a step left out since the last that was not
         self._forget_optimizers()
         self._enlist()
 
@@ -181,6 +182,7 @@ class LossScaler:
             )
         if optimizer not in self._known:
             self._known.add(optimizer)
+            self.guard.note_optimizer(optimizer)
             self._warn_about_strangers(optimizer, "step")
         is_dynamic = isinstance(self.config, DynamicLossScale)
         if is_dynamic and self.guard.has_stepped(optimizer) and not self.guard.is_attached(optimizer):
@@ -213,17 +215,40 @@ class LossScaler:
         """
         if not self.is_enabled():
             return
+        self._count_left_out()
         self.guard.count_unstepped()
         if new_scale is not None:
             self.state.set(in_range(self.config, new_scale_of(new_scale, self.state.scale)))
         elif isinstance(self.config, DynamicLossScale) and self.guard.has_judged:
             bad = self.guard.found > 0
-            scale, self._counters = adapted(self.config, self.state.scale, self._counters, bad)
+            scale, counters = adapted(self.config, self.state.scale, self._counters, bad)
+            if self._was_lowered is not None:
+                is_known, self._was_lowered = bad & self._was_lowered, None
+                scale = torch.where(is_known, self.state.scale, scale)
+                counters = torch.where(is_known, self._counters, counters)
             self.state.set(scale)
+            self._counters = counters
         self.guard.reset()
         partners, self._partners = self._partners, []
         for scaler in partners:
             scaler.update()
+
+    def _count_left_out(self) -> None:
+        """Lets overflows count whose steps the loop left out.
+
+        Where several gradients of one call were thrown away, the scale falls once; and once where the step
+        that comes after is bad too (SAM's second half, gradients that are added up by hand).
+        """
+        for flags, scale in self.guard.left_out():
+            is_bad = (flags > 0).any() & (self.state.scale >= scale)
+            found = is_bad.to(torch.float32)
+            self.guard.overflows.note(self.guard.steps + 1, flags * found, scale, found)
+            if not isinstance(self.config, DynamicLossScale):
+                continue
+            lower, counters = adapted(self.config, self.state.scale, self._counters, is_bad)
+            self.state.set(torch.where(is_bad, lower, self.state.scale))
+            self._counters = torch.where(is_bad, counters, self._counters)
+            self._was_lowered = is_bad if self._was_lowered is None else is_bad | self._was_lowered
 
     # -- the numbers -----------------------------------------------------------------------------
 
@@ -233,6 +258,7 @@ class LossScaler:
         No gradient that a loop sees carries it: ``torch.autograd.grad(scaler.scale(loss), ...)`` returns true
         gradients, and a recipe that divides them by this number (torch's gradient penalty) must not.
         """
+        self._count_left_out()
         return float(self.state.scale)
 
     def get_growth_factor(self) -> float:
@@ -288,6 +314,9 @@ class LossScaler:
         """Tells once of each optimizer that steps past an active scaler."""
         if self.skips():
             self._watch.check()
+        self.guard.before_call()
+        self._count_left_out()
+        self.guard.note_call()
 
     def note_wrapper(self) -> None:
         """Remembers the process group of the wrapper that calls the model now."""
@@ -303,6 +332,7 @@ class LossScaler:
         """Returns ``torch.amp.GradScaler``'s keys and ours; plain numbers only."""
         if not self.is_enabled():
             return {}
+        self._count_left_out()
         good, bad, patience = self._counters.tolist()
         config = {k: getattr(self.config, k) for k in getattr(self.config, "__dataclass_fields__", ())}
         last = self.last_overflow
@@ -331,7 +361,8 @@ class LossScaler:
         scale = torch.tensor(numbers.scale, dtype=torch.float32, device=device)
         self.state.set(in_range(self.config, scale))
         self._counters = torch.tensor(numbers.counters, dtype=torch.int32, device=device)
-        self.guard.reset()
+        self.guard.forget()
+        self._was_lowered = None
         self.guard.steps = numbers.steps
         last = state.get("_last_overflow")
         self.guard.overflows.restore(Overflow(last[0], tuple(last[1]), last[2]) if last else None)
@@ -359,7 +390,8 @@ class LossScaler:
             return
         self.state.move(device)
         self._counters = self._counters.to(device)
-        self.guard.reset()
+        self._was_lowered = None
+        self.guard.forget()
 
 
 def _scalers_of(optimizer: Optimizer) -> list[LossScaler]:

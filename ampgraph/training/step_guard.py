@@ -18,6 +18,7 @@ from .nested_optimizers import outermost
 from .overflow import OverflowLog
 from .parameter_index import ParameterIndex
 from .scale_state import ScaleState
+from .untaken_gradients import Backward, LeftOut
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -34,6 +35,14 @@ class Verdict(NamedTuple):
 
     flags: Tensor
     found: Tensor
+
+
+class _Early(NamedTuple):
+    """What `StepGuard.judge_early` found, and the backwards that it was of."""
+
+    optimizer: Optimizer
+    verdict: Verdict | None
+    backwards: set[Backward]
 
 
 class StepGuard:
@@ -63,7 +72,7 @@ class StepGuard:
         self.found = torch.zeros((), dtype=torch.float32, device=self._state.scale.device)
         self.has_judged = False
         self._stepped: list[Optimizer] = []
-        self._unscaled: list[tuple[Optimizer, Verdict | None]] = []
+        self._unscaled: list[_Early] = []
 
     def __getstate__(self) -> dict[str, object]:
         # A copy has no optimizers yet, and no peers.
@@ -75,6 +84,11 @@ class StepGuard:
     def attach(self, optimizer: Optimizer) -> None:
         """Notes an optimizer whose own ``step`` asks the guard."""
         self._attached.append(weakref.ref(optimizer))
+        self.note_optimizer(optimizer)
+
+    def note_optimizer(self, optimizer: Optimizer) -> None:
+        """Notes an optimizer whose steps ask the guard; one that the loop leaves out counts."""
+        self._flags.untaken.optimizers.add(optimizer)
 
     def is_attached(self, optimizer: Optimizer) -> bool:
         """Whether the optimizer's own ``step`` asks the guard."""
@@ -93,6 +107,25 @@ class StepGuard:
         self._stepped.append(outermost(optimizer))
         self._flags.watch.asked()
 
+    def before_call(self) -> None:
+        """Finds steps that the loop has left out; the model is called now with gradients."""
+        self._flags.untaken.look_before_call()
+
+    def note_call(self) -> None:
+        """Notes the scale that the model reads now."""
+        self._flags.untaken.scale = self._state.scale
+
+    def left_out(self) -> list[LeftOut]:
+        """Returns the steps that the loop has left out since this was asked."""
+        if found := self._flags.untaken.left_out:
+            self._flags.untaken.left_out = []
+        return found
+
+    def forget(self) -> None:
+        """Begins a round, and forgets all backwards."""
+        self.reset()
+        self._flags.untaken.forget()
+
     # -- verdicts --------------------------------------------------------------------------------
 
     def judge_early(self, optimizer: Optimizer, parameters: list[Tensor]) -> None:
@@ -105,20 +138,32 @@ class StepGuard:
             raise LoopError(
                 "unscale_ is called after step of this optimizer; call it before, or update first."
             )
-        if any(o is optimizer for o, _ in self._unscaled):
+        if self._early(optimizer, parameters):
             raise LoopError("unscale_ was already called for this optimizer since the last update.")
-        self._unscaled.append((optimizer, self.judge(parameters)))
+        early = _Early(optimizer, self.judge(parameters), self._flags.untaken.backwards_of(parameters))
+        self._unscaled = [e for e in self._unscaled if e.optimizer is not optimizer] + [early]
 
     def verdict(self, optimizer: Optimizer, parameters: list[Tensor]) -> Verdict | None:
         """Returns the verdict on the gradients that the optimizer takes now; None if there are none."""
-        early = [verdict for o, verdict in self._unscaled if o is optimizer]
-        return early[0] if early else self.judge(parameters)
+        early = self._early(optimizer, parameters)
+        verdict = early.verdict if early else self.judge(parameters)
+        self._flags.untaken.take(optimizer, parameters)
+        return verdict
+
+    def _early(self, optimizer: Optimizer, parameters: list[Tensor]) -> _Early | None:
+        """Returns what `judge_early` found; of an attached optimizer, only until the next backward."""
+        early = next((e for e in self._unscaled if e.optimizer is optimizer), None)
+        if early is None or not self.is_attached(optimizer):
+            return early
+        is_last = early.backwards == self._flags.untaken.backwards_of(parameters)
+        return early if is_last else None
 
     def judge(self, parameters: Iterable[Tensor]) -> Verdict | None:
         """Returns the verdict on these parameters' gradients; None if there are none on any rank."""
         if not (parameters := list(parameters)):
             return None
-        flags = self._flags.of(parameters)
+        is_alone = is_distributed() and (self._is_uneven() or self.process_groups == ())
+        flags = self._flags.of(parameters, with_reports=not is_alone)  # ranks must decide the same
         if is_distributed():
             if flags is None:
                 flags = torch.zeros_like(self._state.probe, requires_grad=False)
@@ -133,10 +178,10 @@ class StepGuard:
 
     def count_unstepped(self) -> None:
         """Lets the verdicts of `judge_early` count whose steps the loop left out."""
-        for optimizer, verdict in self._unscaled:
-            if verdict is not None and not self.has_stepped(optimizer):
-                self.count(verdict)
-                self.note(verdict)
+        for early in self._unscaled:
+            if early.verdict is not None and not self.has_stepped(early.optimizer):
+                self.count(early.verdict)
+                self.note(early.verdict)
 
     def note(self, verdict: Verdict) -> None:
         """Keeps an overflow for `LossScaler.last_overflow` without waiting for the device."""

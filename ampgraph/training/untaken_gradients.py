@@ -1,0 +1,244 @@
+"""Gradients that no step has taken: whether the loop threw them away, and what their backward reported.
+
+A loop that looks at the norm itself (``if norm.isfinite(): optimizer.step()``) leaves a step out, and nothing
+tells of the step that is missing. But the next call of the model, or the end of the next backward, finds
+gradients gone that no step has taken. What was not finite among them lowers the scale.
+
+Where another optimizer took its part of the same backward, two in a row have to be gone: a GAN's generator
+leaves gradients in the discriminator, which clears them and steps with others.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from .distributed import is_distributed
+from .parameter_index import ParameterIndex
+
+SEEN = "_amp_backward"
+_IN_A_ROW = 2
+
+
+class Backward:
+    """A backward that reached gradients.
+
+    Attributes:
+        flags: Positive in the slots of gradients that were not finite, of earlier micro-batches too.
+        scale: The scale that its forward read.
+        is_taken: Whether a step took some of the gradients.
+    """
+
+    def __init__(self, flags: Tensor, scale: Tensor):
+        self.flags, self.scale, self.is_taken = flags, scale, False
+
+
+@dataclass
+class _Entry:
+    backward: Backward
+    version: int
+    is_taken: bool = False
+
+
+class LeftOut(NamedTuple):
+    """What a step that was left out would have taken.
+
+    Attributes:
+        flags: Positive in the slots of gradients that were not finite.
+        scale: The scale that the forward read.
+    """
+
+    flags: Tensor
+    scale: Tensor
+
+
+class UntakenGradients:
+    """The last backward of each gradient of one model, until the gradient is taken or gone.
+
+    Args:
+        slots: The parameters' slots.
+        mask: Returns a vector that is 1 in the given slots.
+        read: Returns vectors that are 1 in the slots of gradients that are not finite.
+
+    Attributes:
+        scale: The scale that the last call of the model read.
+        optimizers: Those that ask the scaler.
+        left_out: Steps that the loop left out, until somebody counts them.
+    """
+
+    def __init__(
+        self,
+        slots: ParameterIndex,
+        mask: Callable[[Sequence[int]], Tensor],
+        read: Callable[[list[tuple[Tensor, int]]], list[Tensor]],
+    ):
+        self._slots, self._mask, self._read = slots, mask, read
+        self.scale: Tensor | None = None
+        self.optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self.forget()
+
+    def forget(self) -> None:
+        """Forgets all backwards."""
+        self._entries: dict[int, _Entry] = {}
+        self._is_unseen = False  # whether some are not taken that no call of the model came after
+        self._missed: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+        self.left_out: list[LeftOut] = []
+
+    def __getstate__(self) -> dict[str, object]:
+        return {**vars(self), "optimizers": None, "_missed": None, "_entries": {}, "left_out": []}
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        vars(self).update(state)
+        self.optimizers = weakref.WeakSet()
+        self.forget()
+
+    # -- what comes and goes ---------------------------------------------------------------------
+
+    def note_backward(self, flags: Tensor, scale: Tensor, reached: Iterable[int]) -> None:
+        """Notes a backward that ends now.
+
+        Args:
+            flags: What it reported.
+            scale: The scale, where no call of the model was noted.
+            reached: The slots that it has reached.
+        """
+        slots = set(reached)
+        self.look()
+        for part in self._earlier(slots):
+            flags = flags.maximum(part)
+        new = Backward(flags, scale if self.scale is None else self.scale)
+        for parameter, slot in self._slots.items():
+            if slot in slots and (gradient := parameter.grad) is not None:
+                setattr(gradient, SEEN, new)
+                self._entries[slot] = _Entry(new, gradient._version)
+        self._is_unseen = True
+
+    def take(self, optimizer: Optimizer, parameters: Iterable[Tensor]) -> None:
+        """Notes that an optimizer was told what the gradients are worth."""
+        self._missed.pop(optimizer, None)
+        for slot in self._slots.of(parameters):
+            if slot is not None and (entry := self._entries.get(slot)) is not None:
+                entry.is_taken = entry.backward.is_taken = True
+        self._is_unseen = self._is_unseen and not all(entry.is_taken for entry in self._entries.values())
+
+    def backwards_of(self, parameters: Iterable[Tensor]) -> set[Backward]:
+        """Returns the last backwards of these parameters' gradients."""
+        entries = [self._entries.get(slot) for slot in self._slots.of(parameters) if slot is not None]
+        return {entry.backward for entry in entries if entry is not None}
+
+    def look(self) -> None:
+        """Finds the gradients that are gone since the last look."""
+        if not self._entries:
+            return
+        gone = {slot: self._entries[slot] for p, slot in self._slots.items() if self._is_gone(p, slot)}
+        for slot in gone:
+            del self._entries[slot]
+        self._note({slot: entry.backward for slot, entry in gone.items() if not entry.is_taken})
+
+    def look_before_call(self) -> None:
+        """Does so before the first call of the model after a backward, and finds what was zeroed in place."""
+        if not self._is_unseen:
+            return
+        self._is_unseen = False
+        self.look()
+        written = self._written(by_sum=False)
+        if not written:
+            return
+        lost = {slot: self._entries[slot].backward for _, slot in written}
+        share = torch.zeros_like(next(iter(lost.values())).flags)
+        zero = [_is_zero(gradient).to(share.device, share.dtype) for gradient, _ in written]
+        share[torch.tensor(list(lost), device=share.device)] = torch.stack(zero)
+        self._note(lost, share)
+        for backward in set(lost.values()):
+            backward.flags = backward.flags * (1.0 - share)
+        for gradient, slot in written:
+            self._entries[slot].version = gradient._version
+
+    def flags_of(self, parameters: Iterable[Tensor]) -> Tensor | None:
+        """Returns what the last backward reported of gradients in whose place others are now.
+
+        Between processes that of all gradients: what a process reads there is what others made of it.
+        """
+        parameters = [p for p in parameters if p.grad is not None]
+        found: dict[Backward, list[int]] = {}
+        for parameter, slot in zip(parameters, self._slots.of(parameters), strict=True):
+            entry = None if slot is None else self._entries.get(slot)
+            if entry is None or entry.is_taken:
+                continue
+            if is_distributed() or self._is_gone(parameter, slot):
+                found.setdefault(entry.backward, []).append(slot)
+        vectors = [backward.flags * self._mask(slots) for backward, slots in found.items()]
+        return torch.stack(vectors).amax(0) if vectors else None
+
+    def _is_gone(self, parameter: Tensor, slot: int) -> bool:
+        entry = self._entries.get(slot)
+        return entry is not None and getattr(parameter.grad, SEEN, None) is not entry.backward
+
+    def _earlier(self, reached: set[int]) -> list[Tensor]:
+        """Returns what is left of the flags of gradients that the backward was added to."""
+        sums = {slot: e.backward for slot, e in self._entries.items() if slot in reached and not e.is_taken}
+        # No loop clips between a call and its backward; a write there was a zero.
+        zeroed = {slot: sums.pop(slot) for _, slot in self._written(by_sum=True) if slot in sums}
+        self._note(zeroed)
+        if not sums:
+            return []
+        backwards = dict.fromkeys(sums.values())
+        parts = [b.flags * self._mask([slot for slot in sums if sums[slot] is b]) for b in backwards]
+        if not is_distributed():
+            return parts
+        pairs = [(p.grad, slot) for p, slot in self._slots.items() if slot in sums and p.grad is not None]
+        now = torch.stack(self._read(pairs)).amax(0)
+        self._note(sums, 1.0 - now)
+        return [part * now for part in parts]
+
+    def _written(self, by_sum: bool) -> list[tuple[Tensor, int]]:
+        """Returns the gradients, not taken yet, with a write since they were noted besides autograd's sum.
+
+        Not those that hooks write to, nor any between processes, where wrappers do.
+        """
+        written: list[tuple[Tensor, int]] = []
+        for parameter, slot in self._slots.items() if not is_distributed() else ():
+            entry, gradient = self._entries.get(slot), parameter.grad
+            if entry is None or entry.is_taken or gradient is None or has_hooks(parameter):
+                continue
+            if gradient._version not in (entry.version, entry.version + by_sum):
+                written.append((gradient, slot))
+        return written
+
+    # -- what it means ---------------------------------------------------------------------------
+
+    def _note(self, lost: dict[int, Backward], share: Tensor | float = 1.0) -> None:
+        """Notes the left out steps of the optimizers that gradients belong to."""
+        due: dict[Backward, list[int]] = {}
+        for slot in sorted(self._due(lost)):
+            due.setdefault(lost[slot], []).append(slot)
+        for backward, slots in due.items():
+            self.left_out.append(LeftOut(backward.flags * self._mask(slots) * share, backward.scale))
+
+    def _due(self, lost: dict[int, Backward]) -> set[int]:
+        due: set[int] = set()
+        for optimizer in self.optimizers if lost else ():
+            slots = self._slots.of([p for group in optimizer.param_groups for p in group["params"]])
+            own = {slot for slot in slots if slot in lost}
+            if own and all(lost[slot].is_taken for slot in own):
+                self._missed[optimizer] = self._missed.get(optimizer, 0) + 1
+                if self._missed[optimizer] < _IN_A_ROW:
+                    continue
+            due |= own
+        return due
+
+
+def _is_zero(gradient: Tensor) -> Tensor:
+    values = gradient._values() if gradient.is_sparse else gradient
+    return values.detach().count_nonzero() == 0
+
+
+def has_hooks(parameter: Tensor) -> bool:
+    """Whether hooks may have written to the gradient's ``.data``, whose writes no version counts."""
+    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
