@@ -12,9 +12,10 @@ import abc
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from operator import is_not
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 from torch.fx.passes.infra.pass_base import PassResult
 
 from ampgraph.errors import AmpGraphError, PassError
@@ -118,7 +119,7 @@ def _recompile(graph_module: GraphModule) -> None:
 
 
 def _run_one(step: Pass, graph_module: GraphModule) -> bool:
-    size = len(graph_module.graph.nodes)
+    before = None if step.edits else [_seen(node) for node in graph_module.graph.nodes]
     try:
         step.requires(graph_module)
         changed = step(graph_module).modified
@@ -129,6 +130,35 @@ def _run_one(step: Pass, graph_module: GraphModule) -> bool:
         raise
     except Exception as error:
         raise PassError(f"pass {step.name!r} failed: {type(error).__name__}: {error}") from error
-    if not step.edits and (changed or len(graph_module.graph.nodes) != size):
-        raise PassError(f"pass {step.name!r} is analysis and must not edit the graph.")
+    if before is not None:
+        _check_untouched(step, graph_module, changed, before)
     return changed
+
+
+def _seen(node: Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Returns the very objects that a node holds, so that a look at them again is cheap."""
+    return (node, node.target, node.args, node.kwargs), dict(node.meta)
+
+
+def _check_untouched(
+    step: Pass, graph_module: GraphModule, changed: bool, before: list[tuple[tuple[Any, ...], dict[str, Any]]]
+) -> None:
+    """Raises `PassError` if an analysis pass edited the graph or wrote the metadata of a node."""
+    nodes = list(graph_module.graph.nodes)
+    if changed or len(nodes) != len(before):
+        raise PassError(f"pass {step.name!r} is analysis and must not edit the graph.")
+    for node, (held, meta) in zip(nodes, before, strict=True):
+        if any(map(is_not, (node, node.target, node.args, node.kwargs), held)):
+            raise PassError(f"pass {step.name!r} is analysis and must not edit the graph: {node.name!r}.")
+        if written := _differing(meta, node.meta):
+            raise PassError(
+                f"pass {step.name!r} is analysis and must not write node.meta: {written} of {node.name!r}; "
+                "its findings belong in the workspace."
+            )
+
+
+def _differing(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+    if len(before) == len(after) and not any(map(is_not, before.values(), after.values())):
+        return []
+    keys = dict.fromkeys((*before, *after))
+    return [k for k in keys if k not in before or k not in after or before[k] is not after[k]]

@@ -461,6 +461,47 @@ def test_broken_contracts_name_the_pass(how):
         run_passes(captured(LAYERS, X), [Broken(how)])
 
 
+@dataclass(frozen=True)
+class Writing(Pass):
+    """An analysis pass that leaves something on the nodes, by option, and does not say so."""
+
+    how: str
+    name: ClassVar[str] = "writing"
+    edits: ClassVar[bool] = False
+
+    def run(self, graph_module: GraphModule) -> bool:
+        node = nodes_of(graph_module, "gelu")[0]
+        if self.how == "adds":
+            node.meta["note"] = 1
+        elif self.how == "replaces":
+            node.meta["val"] = node.meta["val"].clone()
+        elif self.how == "drops":
+            del node.meta["val"]
+        elif self.how == "argument":
+            node.args = (node.args[0].args[0], *node.args[1:])
+        elif self.how == "target":
+            node.target = aten.relu.default
+        else:
+            next(iter(graph_module.graph.nodes)).prepend(node)
+        return False
+
+
+@pytest.mark.parametrize(
+    ("how", "what"),
+    [
+        ("adds", "node.meta.*'note'.*'gelu'"),
+        ("replaces", "node.meta.*'val'.*'gelu'"),
+        ("drops", "node.meta.*'val'.*'gelu'"),
+        ("argument", "edit the graph: 'gelu'"),
+        ("target", "edit the graph: 'gelu'"),
+        ("order", "edit the graph"),
+    ],
+)
+def test_analysis_leaves_the_nodes_alone(how, what):
+    with pytest.raises(PassError, match=f"'writing' is analysis and must not .*{what}"):
+        run_passes(captured(LAYERS, X), [Writing(how)])
+
+
 @pytest.mark.parametrize("silent", [False, True])
 def test_analysis_that_edits_is_named(silent):
     with pytest.raises(PassError, match=r"'editing_analysis'.*must not edit"):
