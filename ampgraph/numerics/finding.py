@@ -78,7 +78,7 @@ class Finding:
             ]
         rules = _listed([f"'node:{name}': 'fp32'" for name in self.pinned])
         return [
-            f"  remedy: {len(self.pinned)} nodes in float32, tried: {rules}",
+            f"  remedy: {len(self.pinned)} node{'s' * (len(self.pinned) != 1)} in float32, tried: {rules}",
             "  to use it: ampgraph.convert(model, args, policy=amp.policy.replace(rules=finding.remedy))",
         ]
 
