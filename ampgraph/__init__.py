@@ -12,7 +12,7 @@ from . import testing
 from .blocks import convert_blocks
 from .convert import convert
 from .drawing import draw, to_model_explorer, to_networkx
-from .errors import AmpGraphError, CaptureError, PassError, PolicyError, VerifyError
+from .errors import AmpGraphError, CaptureError, NumericsError, PassError, PolicyError, VerifyError
 from .export import export
 from .guards import fp16_guard, fp32_guard
 from .module import AmpModule
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from .numerics.compare import compare
     from .numerics.finding import Finding
     from .numerics.numeric_comparison import NumericComparison
+    from .numerics.watch import Sighting, watch
 
 __version__ = "0.1.0"
 
@@ -45,11 +46,13 @@ __all__ = [
     "Finding",
     "NoLossScale",
     "NumericComparison",
+    "NumericsError",
     "OpLists",
     "PassError",
     "Plan",
     "Policy",
     "PolicyError",
+    "Sighting",
     "StaticLossScale",
     "VerifyError",
     "calibrate",
@@ -65,6 +68,7 @@ __all__ = [
     "testing",
     "to_model_explorer",
     "to_networkx",
+    "watch",
 ]
 
 # Imported at their first use.
@@ -75,6 +79,8 @@ _LATER = {
     "calibrate": "numerics.calibrate",
     "check_numerics": "numerics.check",
     "compare": "numerics.compare",
+    "Sighting": "numerics.watch",
+    "watch": "numerics.watch",
 }
 
 

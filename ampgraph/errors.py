@@ -47,6 +47,10 @@ class LoopError(AmpGraphError, RuntimeError):
     """A training loop asks its loss scaler for what makes no sense at this point."""
 
 
+class NumericsError(AmpGraphError, FloatingPointError):
+    """A watched model made a value or a gradient that is not finite; names the node."""
+
+
 class PassError(AmpGraphError):
     """A pass broke its contract; names the pass."""
 

@@ -69,7 +69,7 @@ class _Counting(Interpreter):
 
 
 def bad_nodes(amp: ampgraph.AmpModule, x: Tensor) -> list[str]:
-    """The nodes that are less finite than in float32, in the order of the graph; casts count for what they cast."""
+    """The nodes that are less finite than in float32, in order; casts count for what they cast."""
     graphs = amp.graph_module, without_casts(amp.graph_module, amp.plan)
     counts = []
     with torch.no_grad():
@@ -105,7 +105,7 @@ class _Hooked(Interpreter):
 def blamed_by_hooks(
     amp: ampgraph.AmpModule, x: Tensor, loss: Callable[[Tensor], Tensor], scale: float
 ) -> set[str]:
-    """The nodes that may have made the first bad gradient at this scale: readers of the tensor, or its maker."""
+    """The nodes that may have made the first bad gradient at this scale: its readers, or its maker."""
     amp.scaler.update(scale)
     graph_module = amp.training_graph
     interpreter = _Hooked(graph_module)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import Node
 
 from ..errors import AmpGraphError
 from ..module import AmpModule
@@ -18,7 +16,7 @@ from ..report import graph_view as view
 from .finding import BACKWARD, FORWARD, Finding, Range
 from .observe import Look, Observer, Place, Seen, share_below
 from .remedy import Trial, Trials, origins, readers_of
-from .run_graph import Draws
+from .run_graph import Draws, is_meant
 from .run_model import ModelRunner
 
 # A gradient is lost where more than half of it underflows; a scale is of use while no more than this share of
@@ -168,7 +166,7 @@ class _Forward:
                 _is_bad(seen.values.get((place[0], n.name))) for n in node.all_input_nodes
             ):
                 continue
-            if not _is_meant(node, look) and self._reaches_result(place):
+            if (look.nan or not is_meant(node)) and self._reaches_result(place):
                 return self.described(seen, place, f"{look.bad} elements in float32", in_float32=True)
         return None
 
@@ -186,14 +184,6 @@ class _Forward:
 
 def _is_bad(look: Look | None) -> bool:
     return look is not None and look.bad > 0
-
-
-def _is_meant(node: Node, look: Look) -> bool:
-    """Whether infinities are the model's intent: written as such in the code, or kept in a buffer."""
-    if look.nan:
-        return False
-    numbers = [a for a in (*node.args, *node.kwargs.values()) if isinstance(a, float)]
-    return node.op == "get_attr" or any(map(math.isinf, numbers))
 
 
 class _Backward(_Forward):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -15,8 +16,9 @@ from torch.utils import _pytree as pytree
 
 from .._compat import HigherOrderOperator, OpOverload, flat_inputs
 from ..passes.analysis.alias import SOURCES, written_args, written_memory
+from ..passes.analysis.hazards import is_table
 
-__all__ = ["Draws", "GraphRun", "flat_inputs", "floats"]
+__all__ = ["Draws", "GraphRun", "flat_inputs", "floats", "is_meant"]
 
 # Batch norms write these, and their schemas do not say so.
 _RUNNING = ("running_mean", "running_var")
@@ -38,18 +40,25 @@ class GraphRun:
         graph_module: The graph.
         inputs: One value for each placeholder.
         draws: Makes several runs draw the same random numbers; None: drawn as they come.
+        is_real: Whether the run is the model's own, which writes buffers and inputs for real.
 
     Attributes:
         values: What is still to be read, by node.
         outputs: What the graph returns, flat; after the last node.
     """
 
-    def __init__(self, graph_module: GraphModule, inputs: Sequence[Any], draws: Draws | None = None):
+    def __init__(
+        self,
+        graph_module: GraphModule,
+        inputs: Sequence[Any],
+        draws: Draws | None = None,
+        is_real: bool = False,
+    ):
         self.graph_module = graph_module
         self.values: dict[Node, Any] = {}
         self.outputs: Sequence[Any] = ()
         self._inputs, self._draws = iter(inputs), draws
-        self._written = _written_sources(graph_module)
+        self._written = set() if is_real else _written_sources(graph_module)
         self._copies: dict[int, Tensor] = {}
         self._dropped = _last_uses(graph_module)
 
@@ -179,3 +188,10 @@ def is_random(node: Node) -> bool:
     if isinstance(node.target, OpOverload):
         return torch.Tag.nondeterministic_seeded in node.target.tags
     return isinstance(node.target, HigherOrderOperator)
+
+
+def is_meant(node: Node) -> bool:
+    """Whether infinities are the model's intent: written as such in the code, or kept in a buffer."""
+    numbers = [a for a in (*node.args, *node.kwargs.values()) if isinstance(a, float)]
+    is_kept = node.op in SOURCES and is_table(node.graph.owning_module, node)
+    return is_kept or any(map(math.isinf, numbers))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -25,6 +26,9 @@ from .options import Options
 from .python_state import PythonState
 from .shadow_weights import ShadowWeights
 from .written import Writes
+
+# Runs a graph for the model's arguments.
+Runner = Callable[..., Any]
 
 
 class Timing(NamedTuple):
@@ -74,6 +78,8 @@ class CapturedGraph:
     lost: tuple[str, ...] = ()
     _graphs: dict[tuple[bool, bool], fx.GraphModule] = field(default_factory=dict)
     _runners: dict[tuple[bool, bool], Callable] = field(default_factory=dict)
+    _kept: dict[tuple[bool, bool], Callable] = field(default_factory=dict)
+    _runs_by: Runner | None = None
     _is_scaled: bool = False
     _explicit: fx.GraphModule | None = None
     _lock: threading.RLock = field(default_factory=threading.RLock, repr=False)
@@ -103,6 +109,15 @@ class CapturedGraph:
         if training and self._is_scaled and self.options.backend != "eager":
             self.scaler.follow(outputs)
         return outputs
+
+    def run_by(self, run: Runner | None) -> None:
+        """Lets ``run(graph_module, *args, **kwargs)`` run the graph, and not the backend; None: no more."""
+        with self._lock:
+            if run is None:
+                self._runners, self._kept = (self._kept if self._runs_by else self._runners), {}
+            elif self._runs_by is None:
+                self._runners, self._kept = {}, self._runners
+            self._runs_by = run
 
     def run_in_transform(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the graph eagerly, with nothing that the transforms of ``torch.func`` cannot look through.
@@ -137,6 +152,8 @@ class CapturedGraph:
 
     def _runner(self, training: bool, shadowed: bool) -> Callable:
         graph_module = self._graph(training, shadowed)
+        if self._runs_by is not None:
+            return functools.partial(self._runs_by, graph_module)
         other = self._runners.get((not training, shadowed))
         if other is not None and self._graph(not training, shadowed) is graph_module:
             return other

@@ -18,7 +18,7 @@ from ..passes.pipeline import rewrite
 from ..plan import Plan
 from ..training.scaler import LossScaler
 from .capture_lock import lock_of
-from .captured_graph import CapturedGraph, Timing
+from .captured_graph import CapturedGraph, Runner, Timing
 from .coverage import CoverageWatch
 from .device import device_of
 from .low_storage import LowStorage
@@ -64,6 +64,7 @@ class GraphCache:
         self._current: CapturedGraph | None = None
         self._current_flags: Flags = ()
         self._told: set[str] = set()
+        self._runs_by: Runner | None = None
         self.watch = CoverageWatch(source, options)
         self._classes = Places()
         self._classes.settle()
@@ -74,6 +75,12 @@ class GraphCache:
 
     def __bool__(self) -> bool:
         return bool(self._graphs)
+
+    def run_by(self, run: Runner | None) -> None:
+        """See `CapturedGraph.run_by`; for all graphs, and for those that are captured from now on."""
+        self._runs_by = run
+        for captured in self:
+            captured.run_by(run)
 
     @property
     def current(self) -> CapturedGraph:
@@ -188,6 +195,7 @@ class GraphCache:
         captured.writes = writes_of(captured.graph_module, args, kwargs)
         if self._options.policy.level == "O3":
             self._store_low(captured)
+        captured.run_by(self._runs_by)
         graphs.append(captured)
         self._graphs[(flags, signature.kind)] = graphs
         self._current, self._current_flags = captured, flags
