@@ -200,16 +200,21 @@ class _Backward(_Forward):
         if (broken := self._gradient_in_float32()) is not None:
             return broken
         trial = self.trials.run()
-        if not trial.bad:
+        if not self._overflows(trial):
             return None
         scales = self._scales()
         least = self._least_useful(scales, trial)
         if least != scales[0]:
             lower = self._at(least)
-            if not lower.bad:
+            if not self._overflows(lower):
                 return self._settles(trial, scales[: scales.index(least) + 1])
             trial = lower
         return self._fault(trial, least)
+
+    def _overflows(self, trial: Trial) -> bool:
+        """Whether a loop would leave the step out: by the gradients that leave the graph."""
+        known = self.reference.leaves
+        return any(look.is_worse_than(known.get(place)) for place, look in trial.seen.leaves.items())
 
     def _scales(self) -> list[float]:
         """Returns the scale of now, and those that it falls to."""
@@ -251,7 +256,7 @@ class _Backward(_Forward):
         above, below = 0, len(scales) - 1
         while below - above > 1:
             middle = (above + below) // 2
-            if self._at(scales[middle]).bad:
+            if self._overflows(self._at(scales[middle])):
                 above = middle
             else:
                 below = middle

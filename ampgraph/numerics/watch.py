@@ -22,7 +22,7 @@ from ..origin import module_path
 from ..passes import is_boundary
 from ..policy.loss_scale import DynamicLossScale
 from ..report import graph_view as view
-from ..runtime.dynamo_backend import make_backend
+from ..runtime.dynamo_backend import SHADOW_PREFIX, make_backend
 from ..training.gradient_boundary import shadow_weight
 from .finding import BACKWARD, FORWARD
 from .run_graph import GraphRun, flat_inputs, is_meant
@@ -242,10 +242,8 @@ class Watch:
         while view.kind_of(node) in ("cast", "clamp"):
             node = _behind_boundary(node.args[0])  # type: ignore[arg-type]
         scale = self._amp.scaler.get_scale()
-        op = view.op_name(node) or node.op
-        sighting = Sighting(
-            self.step, view.label_of(node), module_path(node), op, view.user_line(node), direction, scale
-        )
+        op, name = view.op_name(node) or node.op, view.label_of(node).removeprefix(SHADOW_PREFIX)
+        sighting = Sighting(self.step, name, module_path(node), op, view.user_line(node), direction, scale)
         self.sightings.append(sighting)
         if (sighting.node, direction) not in self._told:
             self._told.add((sighting.node, direction))
@@ -269,7 +267,8 @@ def _first_value(nodes: list[Node], found: Sequence[list[bool]]) -> Node | None:
     for node, (is_nan, is_inf) in zip(nodes, found, strict=False):
         if not is_nan and not is_inf:
             continue
-        is_own = node.op == "placeholder" or is_meant(node)  # a mask may be an argument
+        is_copy = node.name.startswith(SHADOW_PREFIX)  # of a parameter, which has not fitted
+        is_own = is_meant(node) or (node.op == "placeholder" and not is_copy)  # a mask may be an argument
         read = node.all_input_nodes[: 1 if node.target is shadow_weight else None]
         if is_nan or not (is_own or any(_behind_boundary(n) in meant for n in read)):
             return node

@@ -45,6 +45,8 @@ from .lowering import AotGraphs, backend_for
 from .options import Options
 from .shadow_weights import ShadowWeights
 
+# Names of the inputs that hold low copies of parameters.
+SHADOW_PREFIX = "amp_shadow_"
 Record = Callable[[fx.GraphModule, Plan, AotGraphs, Timing, Sequence[Any]], None]
 
 
@@ -145,7 +147,7 @@ def _add_boundary(
 ) -> list[torch.Tensor]:
     """Adds the boundary, and what it reads as inputs in front; returns their fake values, of fixed sizes."""
     names = [node.name for node in graph_module.graph.find_nodes(op="placeholder")]
-    holders = [*(STATE_NAMES if extra.scaler else ()), *(f"amp_shadow_{name}" for name in masters)]
+    holders = [*(STATE_NAMES if extra.scaler else ()), *(SHADOW_PREFIX + name for name in masters)]
     added = _add_inputs(graph_module.graph, dict(zip(holders, extra.tensors(inputs), strict=True)))
     passes: list[Pass] = []
     if masters:
