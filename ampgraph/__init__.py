@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if not (Path(__file__).parent / "passes").is_dir():
-    # A clone, or an editable install of one: the passes lie beside the package.
+    # In a clone or an editable install, the passes are beside the package.
     __path__.append(str(Path(__file__).parents[1]))
 
 from . import testing

@@ -1,4 +1,4 @@
-"""`BlockForward`: the ``forward`` of a converted block, and the way back to the one that it replaces."""
+"""`BlockForward`: the ``forward`` of a converted block; it can restore the original ``forward``."""
 
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ from .runtime.device import device_of
 from .runtime.options import Options
 from .training.scaler import LossScaler
 
-# Where a module may have a forward besides its class. Accelerate's hooks put theirs into ``forward``, which
-# calls ``_old_forward``: a hook moves arguments and loads weights, and has to run at every call.
+# Instance attributes that may hold a forward. Accelerate's hooks set ``forward`` and call ``_old_forward``:
+# a hook moves arguments and loads weights, and has to run at every call.
 _PLACES = ("_old_forward", "forward")
-# Makes an object without its constructor; pickle knows it by its name.
+# Creates an object without its constructor; pickle finds this function by its name.
 _NEW_OBJECT: Callable = vars(copyreg)["__newobj__"]
-# What ``nn.Module.__call__`` runs besides forward.
+# Hooks that ``nn.Module.__call__`` runs around forward.
 _HOOKS = tuple(name for name in vars(nn.Module()) if name.startswith(("_forward_", "_backward_")))
 
 
 class BlockForward:
-    """Runs a block converted; stands where the block had its ``forward``.
+    """Replaces a block's ``forward`` and runs the converted block.
 
     Attributes:
         block: The block.
         path: Its path in the whole model.
-        options: How it is converted.
+        options: The conversion options.
         scaler: The loss scaler of the whole model.
-        stored_low: Paths of the parameters that a converted block stores low already.
-        original: The forward that was patched onto the block, which is what is converted; None where its
-            class's is.
-        is_restored: Whether the block has its own forward back. Whoever has wrapped this one still calls it.
+        stored_low: Paths of the parameters that a converted block already stores in the low dtype.
+        original: The forward that was patched onto the block; the conversion uses it. None if the block uses
+            the forward of its class.
+        is_restored: Whether the block has its original forward again. A wrapper may still call this object.
     """
 
     def __init__(self, block: nn.Module, path: str, options: Options, scaler: LossScaler):
@@ -68,7 +68,7 @@ class BlockForward:
         except AmpGraphError as error:
             raise type(error)(f"{self.path or 'model'}: {error}") from error
 
-    # A torch.compile around the block must not take it apart, as it must not an AmpModule.
+    # torch.compile around the block must not trace into it; the same holds for an AmpModule.
     _run_apart = apart_from_dynamo(_run)
 
     @functools.cached_property
@@ -79,7 +79,7 @@ class BlockForward:
         return AmpModule(bare, self.options, self.stored_low, self.scaler)
 
     def _follow_class(self) -> None:
-        """Takes over another class of the block: ``fully_shard`` and parametrizations change it in place."""
+        """Follows a change of the block's class: ``fully_shard`` and parametrizations change it in place."""
         amp, self._class = self.amp, type(self.block)
         object.__setattr__(amp.source, "__class__", _bare_class(self))
 
@@ -88,7 +88,7 @@ class BlockForward:
         setattr(self.block, _place(self.block), self)
 
     def restore(self) -> None:
-        """Gives the block its forward back."""
+        """Puts the block's original forward back."""
         self.is_restored = True
         state = vars(self.block)
         for place in _PLACES:
@@ -102,13 +102,13 @@ class BlockForward:
                 state[place] = type(self.block).forward.__get__(self.block)
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copied block is complete only after its forward was copied: the copy converts it when asked.
+        # copy copies the forward before the block is complete, so the copy converts the block on demand.
         state = {name: value for name, value in vars(self).items() if name not in ("amp", "_class")}
         return {**state, "stored_low": self.amp.stored_low}
 
 
 def converted_forward(module: nn.Module) -> BlockForward | None:
-    """Returns the forward that makes a module a converted block, if it is one; others may have wrapped it."""
+    """Returns the `BlockForward` of a converted block, also from below other wrappers, or None."""
     found = (f for place in _PLACES for f in _unwrapped(vars(module).get(place)))
     return next((f for f in found if isinstance(f, BlockForward) and not f.is_restored), None)
 
@@ -120,16 +120,16 @@ def _unwrapped(function: object) -> Iterator[object]:
 
 
 def _place(block: nn.Module) -> str:
-    """Returns the attribute to put a forward into."""
+    """Returns the attribute that holds the forward."""
     is_hooked = "_hf_hook" in vars(block) and "_old_forward" in vars(block)
     return "_old_forward" if is_hooked else "forward"
 
 
 def _bare_class(converted: BlockForward) -> type[nn.Module]:
-    """Returns a class for an object over a block's ``__dict__`` whose call runs its original forward alone.
+    """Returns a class for an object that shares a block's ``__dict__`` and calls only its original forward.
 
-    Hooks, a compiled call and a ``__call__`` of the class's own run around the converted forward; what is
-    captured has none of them.
+    Hooks, a compiled call and a ``__call__`` of the block's class run around the converted forward, so the
+    captured object must not run them.
     """
     cls, original = type(converted.block), converted.original
     hooks: dict[str, OrderedDict] = {name: OrderedDict() for name in _HOOKS}

@@ -1,11 +1,11 @@
-"""`convert_blocks`: chosen submodules of a model converted in place, each by itself, under one loss scale.
+"""`convert_blocks`: converts selected submodules in place, each separately, with one loss scale.
 
-For what wraps submodules: FSDP2's ``fully_shard(block)`` gathers a block's parameters in hooks around the
-block, so each block must stay a module that is called. The model keeps its modules and their classes; a
-converted block has a ``forward`` of its own.
+It serves wrappers of submodules. FSDP2's ``fully_shard(block)`` gathers a block's parameters in hooks around
+the block, so each block must stay a module that is called. The model keeps its modules and their classes;
+only the ``forward`` of a converted block is replaced.
 
-Every block has the loss-scaling boundary around it. What flows between blocks, forward and backward, is
-float32 and unscaled, so nothing underflows there and a block may stand beside unconverted code.
+Every block has the loss-scaling boundary around it. Activations and gradients between blocks are float32 and
+unscaled, so they do not underflow, and a block works next to unconverted code.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Which = str | type
 
 
 class Blocks(Mapping[str, AmpModule]):
-    """The converted blocks of a model, by module path; made by `convert_blocks`.
+    """The converted blocks of a model by module path; `convert_blocks` returns it.
 
     Attributes:
         scaler: The loss scaler that all blocks share.
@@ -53,7 +53,7 @@ class Blocks(Mapping[str, AmpModule]):
         return len(self._forwards)
 
     def restore(self) -> None:
-        """Gives the blocks the ``forward`` back that they had, a patched one included."""
+        """Puts the blocks' original ``forward`` back, including a patched one."""
         for forward in self._forwards.values():
             forward.restore()
 
@@ -74,20 +74,20 @@ def convert_blocks(
     """Converts submodules of a model in place; each is captured at its first call.
 
     Args:
-        model: The model; its blocks' ``forward`` is replaced, and nothing else.
-        which: Which submodules: a glob over module paths (as in ``model.named_modules()``), a class, or
-            several of these. Of nested ones the outermost is converted; ``""`` is the model itself.
+        model: The model. Only the ``forward`` of its blocks is replaced.
+        which: The submodules: a glob over module paths (as in ``model.named_modules()``), a class, or
+            a sequence of them. Of nested matches the outermost is converted; ``""`` is the model itself.
         policy: As for `ampgraph.convert`; its rules name modules by their paths in ``model``.
-        dtype: The low dtype; fills in the policy's.
+        dtype: The low dtype, if the policy does not set one.
         backend: As for `ampgraph.convert`.
         mode: As for `ampgraph.convert`.
-        capture: As for `ampgraph.convert`; each block by itself.
+        capture: As for `ampgraph.convert`; applied to each block separately.
 
     Returns:
-        The blocks by module path, each with its graph and plan once it has run, and their common scaler.
+        The blocks by module path, and their common scaler. A block has a graph after its first call.
 
     Raises:
-        PolicyError: Nothing matches, a block is converted already, or the policy does not fit.
+        PolicyError: ``which`` matches nothing, a block is already converted, or the policy does not fit.
 
     Example:
         >>> blocks = ampgraph.convert_blocks(model, "layers.*", dtype=torch.float16)
@@ -151,13 +151,13 @@ def _is_under(path: str, other: str) -> bool:
 
 
 def _inside_wrappers(model: nn.Module, path: str) -> nn.Module:
-    """Returns the module at a path; of one that checkpointing or ``torch.compile`` wraps, what it wraps."""
+    """Returns the module at a path, without the wrappers of checkpointing and ``torch.compile``."""
     module = model.get_submodule(path)
     return module.get_submodule(path_inside_wrappers(module))
 
 
 def _by_block(policy: Policy, model: nn.Module, paths: list[str]) -> dict[str, Policy]:
-    """Translates rules over the model's module paths to each block's own paths."""
+    """Translates rules over the model's module paths to paths inside each block."""
     used: set[str] = set()
     policies = {}
     for path in paths:

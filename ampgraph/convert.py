@@ -1,4 +1,4 @@
-"""`convert`: a PyTorch model in, the same model with its casts placed out."""
+"""`convert`: converts a model to mixed precision."""
 
 from __future__ import annotations
 
@@ -57,22 +57,22 @@ def convert(
     """Converts a model to automatic mixed precision.
 
     Args:
-        model: An ``nn.Module``, an ``fx.GraphModule`` or an ``ExportedProgram``; it is not changed.
-        args: Example positional arguments, a tuple or the only one (no list), to capture the model for now.
-            Without them it is captured at its first call.
+        model: An ``nn.Module``, an ``fx.GraphModule`` or an ``ExportedProgram``. It does not change.
+        args: Example positional arguments for the capture: a tuple, or a single argument that is no list.
+            Without them the model is captured at its first call.
         kwargs: Example keyword arguments.
-        policy: A `Policy`, a level's name, a peer's (``"torch"``), a policy file's path, or None for O1 with
-            the default lists; see `Policy.of`.
-        dtype: The low dtype, or its name; fills in the policy's.
-        backend: What runs the rewritten graph: ``"eager"`` or any ``torch.compile`` backend. Default:
-            ``"inductor"`` where the parameters are on CUDA and Triton is there, else ``"eager"``.
-        mode: ``torch.compile``'s mode, for inductor (``"reduce-overhead"``: CUDA graphs) and for backends of
-            your own that take one.
-        dynamic_shapes: As for ``torch.export.export``; not just in time.
-        capture: ``"ahead of time"``: the whole graph, by ``torch.export``, or an error.
-            ``"just in time"``: what ``torch.compile``'s front end captures at each first call.
-            ``"auto"``: ahead of time, and just in time from where that cannot be or would lose gradients; a
-            warning says why. Default: ``"auto"`` with example inputs, else ``"just in time"``.
+        policy: A `Policy`, the name of a level (``"O2"``) or of a peer (``"torch"``), the path of a policy
+            file, or None for O1 with the default lists; see `Policy.of`.
+        dtype: The low dtype or its name, if the policy does not set one.
+        backend: ``"eager"`` or any ``torch.compile`` backend; it runs the rewritten graph. Default:
+            ``"inductor"`` if the parameters are on CUDA and Triton is installed, else ``"eager"``.
+        mode: The mode of ``torch.compile``, for inductor (``"reduce-overhead"``: CUDA graphs) and for custom
+            backends that take a mode.
+        dynamic_shapes: As for ``torch.export.export``. Only for a capture ahead of time.
+        capture: ``"ahead of time"`` captures the whole graph with ``torch.export`` or raises an error.
+            ``"just in time"`` captures with the front end of ``torch.compile`` at the first call.
+            ``"auto"`` captures ahead of time. If this fails or would lose gradients, it captures just in time
+            and warns. Default: ``"auto"`` with example inputs, else ``"just in time"``.
 
     Returns:
         An `AmpModule`, or an ExportedProgram for an ExportedProgram.
@@ -116,7 +116,7 @@ def convert(
 
 
 def _as_tuple(args: object) -> tuple | None:
-    """Returns the positional arguments; a tensor or another value that is no tuple is the only one."""
+    """Returns the positional arguments; a value other than a tuple is the single argument."""
     if isinstance(args, list):
         raise CaptureError(
             "args is a list, which may be the positional arguments or one argument: pass a tuple, "

@@ -1,4 +1,4 @@
-"""The errors ampgraph raises; every message says who, what, and what would be legal."""
+"""The errors of ampgraph. Every message names the object, the fault and the legal values."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class CaptureError(AmpGraphError):
 
 
 class AheadOfTimeError(CaptureError):
-    """The model could not be captured ahead of time; just in time it may be.
+    """The model could not be captured ahead of time; a capture just in time may work.
 
     Attributes:
-        is_known: Whether the cause is known to be the capture's own limits, and not the model or its inputs.
+        is_known: Whether a known limit of the capture is the cause, rather than the model or its inputs.
     """
 
     is_known = False
@@ -36,15 +36,15 @@ class AheadOfTimeError(CaptureError):
 
 
 class NoGraphError(CaptureError, AttributeError):
-    """A converted model has no such graph (yet); to ``hasattr`` and ``inspect`` that is no attribute."""
+    """A converted model does not have this graph yet. ``hasattr`` and ``inspect`` see a missing attribute."""
 
 
 class PolicyError(AmpGraphError, ValueError):
-    """A policy, an op list or a rule does not make sense."""
+    """A policy, an op list or a rule is not legal."""
 
 
 class LoopError(AmpGraphError, RuntimeError):
-    """A training loop asks its loss scaler for what makes no sense at this point."""
+    """A training loop calls its loss scaler in an illegal order."""
 
 
 class NumericsError(AmpGraphError, FloatingPointError):
@@ -52,16 +52,16 @@ class NumericsError(AmpGraphError, FloatingPointError):
 
 
 class PassError(AmpGraphError):
-    """A pass broke its contract; names the pass."""
+    """A pass broke its contract; the message names the pass."""
 
 
 class VerifyError(PassError):
-    """The rewritten graph violates an invariant; names the node."""
+    """The rewritten graph violates an invariant; the message names the node."""
 
 
 def did_you_mean(word: str, legal: Iterable[str], count: int = 3) -> str:
     """Returns ``" Did you mean 'a' or 'b'?"`` for the nearest legal words, or an empty string."""
-    by_lower = {name.lower(): name for name in reversed(list(legal))}  # the first of a spelling wins
+    by_lower = {name.lower(): name for name in reversed(list(legal))}  # the first spelling wins
     near = [by_lower[n] for n in difflib.get_close_matches(word.lower(), list(by_lower), n=count, cutoff=0.6)]
     return f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
 
@@ -70,7 +70,7 @@ _INSIDE = (str(Path(__file__).parent), str(Path(torch.__file__).parent), context
 
 
 def warn_user(message: str) -> None:
-    """Issues a `UserWarning` at the innermost line that is neither ampgraph's nor torch's."""
+    """Issues a `UserWarning` at the innermost line outside ampgraph and torch."""
     frame, level = sys._getframe(), 1
     while frame.f_back and frame.f_code.co_filename.startswith(_INSIDE):
         frame, level = frame.f_back, level + 1

@@ -1,4 +1,4 @@
-"""`export` and the conversion of an ``ExportedProgram``: casts that travel with the program."""
+"""`export` and the conversion of an ``ExportedProgram``: the program contains the casts."""
 
 from __future__ import annotations
 
@@ -37,22 +37,22 @@ def export(
 ) -> ExportedProgram:
     """Exports a model with its casts in the graph.
 
-    At level O3, in evaluation mode, the program holds low the parameters that it reads low alone.
+    At level O3 in evaluation mode, the program stores each parameter low that no op reads in float32.
 
     Args:
-        model: The source model, or a converted one, whose source and policy are then taken; not changed.
+        model: The source model, or a converted model, which supplies source and policy. It does not change.
         args: Example positional arguments.
         kwargs: Example keyword arguments.
         policy: As for `ampgraph.convert`.
-        dtype: The low dtype, or its name; fills in the policy's.
+        dtype: The low dtype or its name, if the policy does not set one.
         dynamic_shapes: As for ``torch.export.export``.
-        explicit_casts: Whether to write out as casts what ATen's kernels convert by themselves (a sum of both
-            dtypes, a softmax in float32 of low values, a norm with float32 weights). For runtimes whose
-            operators take operands of one dtype: ONNX.
+        explicit_casts: Whether to write conversions inside ATen's kernels as casts (a sum of both dtypes, a
+            softmax in float32 of low values, a norm with float32 weights). For runtimes such as ONNX, whose
+            operators take operands of one dtype.
 
     Raises:
         CaptureError: The model cannot be captured.
-        PolicyError: The policy or its rules make no sense for this model, or its parameters are stored low.
+        PolicyError: The policy or its rules do not fit this model, or its parameters are stored low.
     """
     if isinstance(model, AmpModule):
         policy = model.policy if policy is None else policy
@@ -77,18 +77,18 @@ def _source_of(amp: AmpModule) -> nn.Module:
 def convert_program(
     program: ExportedProgram, policy: Policy, explicit_casts: bool = False, stores_low: bool = False
 ) -> ExportedProgram:
-    """Returns a new program with casts inserted; the given one is not changed.
+    """Returns a new program with casts inserted; the given program does not change.
 
     Args:
         program: The program.
         policy: The policy.
         explicit_casts: As for `export`.
-        stores_low: Whether parameters that the new program reads low alone are stored so in it.
+        stores_low: Whether the new program stores each parameter low that no op reads in float32.
     """
     low_dtype = policy.low_dtype(device_of_tensors(dict(program.state_dict)))
     graph_module = copy.deepcopy(program.graph_module)
     for old, new in zip(program.graph.nodes, graph_module.graph.nodes, strict=True):
-        new.name = old.name  # a copy renames what shadows a builtin, such as "input"; the signature does not
+        new.name = old.name  # a copy renames nodes that shadow a builtin ("input"); the signature does not
     signature = copy.deepcopy(program.graph_signature)
     _mark_parameters(graph_module, program)
     modules = sorted({p for e in program.module_call_graph for p in [e.fqn]})
@@ -130,7 +130,7 @@ def _store_low(
     state: Mapping[str, torch.Tensor],
     low_dtype: torch.dtype,
 ) -> dict[str, torch.Tensor]:
-    """Makes the graph read low what it casts at every use, and returns those parameters, low, by name.
+    """Stores each parameter low that is cast at every use; returns these low tensors by name.
 
     Args:
         graph_module: The rewritten graph.
@@ -147,7 +147,7 @@ def _store_low(
 
 
 def _fix_grad_modes(graph: torch.fx.Graph) -> None:
-    """Writes out the grad mode around each region: a program may not ask for it at run time."""
+    """Writes the grad mode of each region as a constant: a program may not read it at run time."""
     for node in graph.find_nodes(op="call_function", target=torch.is_grad_enabled):
         for user in list(node.users):
             user.args = (node.meta["val"],)

@@ -21,7 +21,7 @@ from .errors import warn_user
 GUARD_KEY = "ampgraph_guard"
 FP16, FP32, LISTS = "fp16", "fp32", "lists"
 
-# Set while a just-in-time model runs: a guard entered for real then means that its code was not captured.
+# Set while a just-in-time model runs. A guard that Python enters then was not captured.
 _running = threading.local()
 
 
@@ -55,7 +55,7 @@ def fp32_guard() -> Iterator[None]:
 
 
 def _keeping_marks() -> contextlib.AbstractContextManager:
-    """Lets an export that the user runs keep the marks, as our own captures do, for a later conversion."""
+    """Keeps the marks in an export that the user runs, for a later conversion."""
     return fx_traceback.preserve_node_meta() if is_exporting() else contextlib.nullcontext()
 
 
@@ -65,13 +65,13 @@ def guard_of(node: Node) -> str | None:
 
 
 def set_guard(node: Node, guard: str) -> None:
-    """Marks ``node``, over any mark that it has."""
+    """Marks ``node`` and replaces an earlier mark."""
     node.meta["custom"] = {**(node.meta.get("custom") or {}), GUARD_KEY: guard}
 
 
 @contextlib.contextmanager
 def warn_about_uncaptured_guards() -> Iterator[None]:
-    """While active, a guard that really executes (instead of being captured) is reported once."""
+    """While active, warns once about a guard that executes instead of being captured."""
     _keep_dynamo_out_of_guards()
     before = getattr(_running, "active", False)
     _running.active = True
@@ -89,7 +89,7 @@ def keep_errors_out_of_log() -> None:
 
 @cache
 def _keep_dynamo_out_of_guards() -> None:
-    """Dynamo would compile a guard left outside by a graph break on its own, where it looks captured."""
+    """Stops Dynamo from compiling a guard outside a graph; the guard would look captured."""
     for function in (fp16_guard, fp32_guard):
         keep_dynamo_out(function.__wrapped__)  # type: ignore[attr-defined]
     keep_dynamo_out(_capturing)
@@ -98,7 +98,7 @@ def _keep_dynamo_out_of_guards() -> None:
 
 
 def is_capturing() -> bool:
-    """Whether ampgraph (or a guard in what the user exports) captures now, and keeps marks on nodes."""
+    """Whether ampgraph, or an export of the user with a guard, captures now and keeps marks on nodes."""
     return fx_traceback.has_preserved_node_meta()
 
 

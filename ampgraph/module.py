@@ -1,4 +1,4 @@
-"""`AmpModule`: the converted model, which stands wherever the source model stood."""
+"""`AmpModule`: the converted model, a replacement for the source model."""
 
 from __future__ import annotations
 
@@ -39,25 +39,25 @@ from .runtime.own_error import own_error
 from .training.distributed import sharded_error
 from .training.scaler import LossScaler
 
-# As many things that a capture lost are named in an error.
+# An error names at most this many parts that a capture lost.
 NAMED = 3
 
 
 class AmpModule(Converted):
-    """A converted model; made by `ampgraph.convert`.
+    """A converted model; `ampgraph.convert` returns it.
 
     It shares the source's parameters, buffers and submodules (the same objects, the same state_dict
-    keys), keeps its forward signature and attributes, runs the source's methods with itself in place of
-    the source's forward (``amp.generate(...)``), and captures again, once each, for another
-    training mode or other argument shapes and dtypes.
+    keys) and keeps its forward signature and attributes. Methods of the source (``amp.generate(...)``)
+    run with the converted forward. A new training mode and new argument shapes or dtypes are captured
+    once each.
 
-    Names that it has itself hide the source's (``policy``, ``plan``, ``scaler``, ``options``):
-    ``amp.source.policy`` is the source's, and setting ``amp.policy`` is an error.
+    Attributes of `AmpModule` hide the source's of the same name (``policy``, ``plan``, ``scaler``,
+    ``options``). Use ``amp.source.policy`` for the source's; setting ``amp.policy`` raises an error.
 
     Attributes:
-        source: The model it was made from, unchanged.
+        source: The source model, unchanged.
         policy: The policy, with its dtype filled in.
-        scaler: The loss scaler; does nothing where the policy asks for no loss scale.
+        scaler: The loss scaler; does nothing if the policy has no loss scale.
     """
 
     _hides: ClassVar[tuple[str, ...]] = ("source", "options", "scaler")
@@ -89,7 +89,7 @@ class AmpModule(Converted):
 
     @property
     def graph_module(self) -> fx.GraphModule:
-        """The rewritten graph that ran or was captured last, of the current training mode if there is one."""
+        """The rewritten graph that ran or was captured last, preferably in the current training mode."""
         return self._graphs.current.graph_module
 
     @property
@@ -99,12 +99,12 @@ class AmpModule(Converted):
 
     @property
     def training_graph(self) -> fx.GraphModule:
-        """What runs with gradients: `graph_module` with shadow weights and loss-scaling boundary, if any."""
+        """The graph for calls with gradients: `graph_module` with low copies of weights and loss scaling."""
         return self._graphs.current.training_graph
 
     @property
     def inference_graph(self) -> fx.GraphModule:
-        """What runs without gradients: `graph_module` with shadow weights, if any."""
+        """The graph for calls without gradients: `graph_module` with low copies of weights."""
         return self._graphs.current.inference_graph
 
     @property
@@ -114,15 +114,15 @@ class AmpModule(Converted):
 
     @property
     def backward_graph(self) -> fx.GraphModule:
-        """The backward, loss scaling in it; on backend ``"aot_eager"``, after the first call with gradients.
+        """The backward with loss scaling; on backend ``"aot_eager"``, after the first call with gradients.
 
-        ``node.meta["ampgraph"]["boundary"]`` tells its ``"scale"``, ``"unscale"`` and ``"finite check"``.
+        ``node.meta["ampgraph"]["boundary"]`` marks ``"scale"``, ``"unscale"`` and ``"finite check"``.
         """
         return self._graphs.current.aot.get("backward", self.options.backend)
 
     @property
     def coverage(self) -> Coverage | None:
-        """How much of the source the graphs hold; None where each is captured whole, ahead of time."""
+        """The share of the source inside the graphs; None ahead of time, where a graph is always whole."""
         return self._graphs.watch.coverage() if self.options.just_in_time else None
 
     @property
@@ -136,7 +136,7 @@ class AmpModule(Converted):
         return [captured.timing for captured in self._graphs]
 
     def _repr_svg_(self) -> str | None:
-        """A small diagram for notebooks; None, which shows the text, where nothing can render one."""
+        """A small diagram for notebooks; None shows the text if no renderer is installed."""
         from .drawing import notebook_svg
 
         return notebook_svg(self)
@@ -168,13 +168,13 @@ class AmpModule(Converted):
             with no_global_hooks(), no_ambient_autocast():
                 return self._call(args, kwargs)
         if is_any_autocast_enabled():
-            # Precision is the plan's alone: an autocast around the call must not cast once more.
+            # The plan alone decides dtypes: an autocast around the call must not cast again.
             with no_ambient_autocast():
                 return self._call(args, kwargs)
         return self._call(args, kwargs)
 
     def _run_traced(self, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Runs the graph as it was rewritten, for whoever traces it: no low copies, no loss scaling."""
+        """Runs the rewritten graph for a tracer, without low copies and loss scaling."""
         if "_compiled" not in self.__dict__:
             return self._graphs.find(args, kwargs).graph_module(*args, **kwargs)
         if is_capturing():
@@ -224,7 +224,7 @@ class AmpModule(Converted):
             raise reason from error
 
     def _capture_now(self, args: tuple, kwargs: dict[str, Any]) -> None:
-        """Captures for example inputs ahead of time; where that cannot be, falls back if it may."""
+        """Captures ahead of time for example inputs; falls back to just in time if allowed."""
         try:
             captured = self._graphs.find(args, kwargs)
             if captured.lost and self.options.capture != AUTO:
@@ -242,7 +242,7 @@ class AmpModule(Converted):
         """Captures just in time from now on.
 
         Raises:
-            AmpGraphError: ``error``, where that is not asked for or level O3 has given up float32 memory.
+            AmpGraphError: ``error``, if the fallback is off or level O3 has freed float32 memory.
         """
         if self.options.capture != AUTO or self.stored_low:
             raise error
@@ -311,7 +311,7 @@ class AmpModule(Converted):
             "module; on the modules inside they do not run. Register hooks on those modules instead."
         )
 
-    # A torch.compile around a converted model must not take it apart: it has a backend of its own.
+    # torch.compile around a converted model must not trace into it: the model already has a backend.
     _call_apart = apart_from_dynamo(_call)
 
     def _warn_if_not_captured(self) -> None:
@@ -325,7 +325,7 @@ class AmpModule(Converted):
         )
 
     def _warn_about_rules(self) -> None:
-        """Tells once of rules for nodes that the graphs of the first call do not have."""
+        """Warns once about node rules that match no node in the graphs of the first call."""
         if "_rules_told" in self.__dict__ or not self._graphs:
             return
         self.__dict__["_rules_told"] = True

@@ -1,4 +1,4 @@
-"""Where a node comes from: its module paths and the user's source line."""
+"""The origin of a node: its module paths and the user's source line."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ def module_path(node: Node) -> str:
 
 
 def module_stack(node: Node) -> tuple[str, ...]:
-    """Returns the paths of the modules around ``node``, outermost first, without the root's."""
+    """Returns the paths of the modules around ``node``, outermost first, without the root."""
     return tuple(path for path in reversed(list(module_paths_of(node))) if path)
 
 
 def beside_users(
     scopes: Mapping[K, tuple[Part, ...]], users: Mapping[K, Sequence[K]], moved: Iterable[K]
 ) -> dict[K, tuple[Part, ...]]:
-    """Moves what belongs to no module (casts, parameters) to the innermost scope around all of its users.
+    """Moves nodes without a module (casts, parameters) to the innermost scope around all of their users.
 
     Args:
-        scopes: Every node's scope, outermost part first; a graph's output has the whole graph's, ``()``.
+        scopes: The scope of every node, outermost part first; the scope of a graph's output is ``()``.
         users: The readers of each moved node.
-        moved: Nodes to move, in graph order: the users of one may be moved themselves.
+        moved: Nodes to move, in graph order. A user of a moved node may also move.
     """
     result = dict(scopes)
     for node in reversed(list(moved)):
@@ -69,7 +69,7 @@ def clean_path(path: str) -> str:
 
 
 def user_line(node: Node) -> str:
-    """Returns ``file:line`` of the code that made the node, outside torch if any is; or ``""``."""
+    """Returns ``file:line`` of the code that made the node, outside torch if possible; or ``""``."""
     frames = _FRAME.findall(node.meta.get("stack_trace") or "")
     ours = [frame for frame in frames if not frame[0].startswith((_TORCH, "<"))] or frames
     return ":".join(ours[-1]) if ours else ""

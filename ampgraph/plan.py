@@ -12,13 +12,13 @@ import torch
 
 @dataclass(frozen=True)
 class Decision:
-    """What one node computes in, and why.
+    """The dtype of one node and the reason.
 
     Attributes:
-        dtype: The node's floating dtype, or None where the pass has no say (integers, bool, float64 ...).
-        by: Who decided: ``"source"``, ``"user cast"``, ``"guard"``, ``"rule"``, ``"hazard"``, ``"list"``,
-            ``"range"``, ``"kernel"``, ``"alias"``, ``"what if"``, ``"propagation"`` or ``"placement"``.
-        reason: One sentence for people.
+        dtype: The node's floating dtype, or None if no pass may change it (integers, bool, float64 ...).
+        by: The rule that decided: ``"source"``, ``"user cast"``, ``"guard"``, ``"rule"``, ``"hazard"``,
+            ``"list"``, ``"range"``, ``"kernel"``, ``"alias"``, ``"what if"``, ``"propagation"`` or ``"placement"``.
+        reason: One sentence for the user.
         op_class: ``"white"``, ``"black"``, ``"gray"``, ``"clear"`` or None.
         because: Nodes whose dtype is the reason, nearest first.
     """
@@ -44,7 +44,7 @@ class Cast:
     Attributes:
         bytes: Bytes the cast reads plus bytes it writes; symbolic sizes count with their hints.
         is_parameter: Whether the tensor is a parameter, buffer or constant (or a view of one).
-        reason: Who forced each side.
+        reason: The reason for each of the two dtypes.
         saturates: Whether the tensor is an additive mask with values outside the low range, which are
             clamped into it before the cast.
     """
@@ -61,7 +61,7 @@ class Cast:
 
 @dataclass(frozen=True)
 class Cost:
-    """What a labelling moves in one forward: bytes read and written, and the casts' share of it."""
+    """Bytes that a labelling reads and writes in one forward, and the share of its casts."""
 
     traffic: int = 0
     cast_bytes: int = 0
@@ -72,18 +72,18 @@ class Cost:
 
 @dataclass(frozen=True)
 class Plan:
-    """Node name to `Decision`, the casts that follow, and what they cost beside the baselines.
+    """The decision for each node, the resulting casts, and their cost compared with the baselines.
 
     Attributes:
         decisions: One entry for every node of the normalized graph, in graph order.
         casts: The casts to insert, in graph order.
-        widened: Uses that read a low tensor into a float32 computation inside the kernel: no cast.
-        dtype_args: Node name to the argument that tells its kernel to compute in float32.
+        widened: Uses that read a low tensor and compute in float32 inside the kernel, without a cast.
+        dtype_args: Node name to the argument that makes its kernel compute in float32.
         low_dtype: The policy's low dtype.
         cost: Modelled bytes of this plan.
         baselines: The same figures for ``"fp32"`` and ``"autocast"`` on the same graph and lists.
-        gap: How many bytes the placement is above the least that the policy's objective allows, at most: 0
-            for a proven minimum, None where nothing is known (the autocast rule, which minimises nothing).
+        gap: Upper bound on the distance to the minimum of the policy's objective, in bytes: 0 for a proven
+            minimum, None if no bound is known (the autocast rule, which minimises nothing).
     """
 
     decisions: Mapping[str, Decision]

@@ -1,4 +1,4 @@
-"""For test suites: a compact text of where the casts are, and assertions on it.
+"""For test suites: a compact text that shows the casts, and assertions on it.
 
 assert cast_map(amp) == "linear: f16 <- cast(x), cast(weight), cast(bias)"
 assert_dtype(amp, "encoder.*.norm*", torch.float32)
@@ -6,7 +6,7 @@ assert_casts(amp, at_most=4, activations_only=True)
 assert_no_casts_between(amp, "encoder.*.attn", "encoder.*.proj")
 assert_close_to_fp32(amp, (x,))
 
-With pytest there is also the fixture ``ampgraph_golden``, see ``ampgraph/pytest_plugin``.
+The pytest fixture ``ampgraph_golden`` compares with golden files, see ``ampgraph/pytest_plugin``.
 """
 
 from __future__ import annotations
@@ -33,11 +33,10 @@ __all__ = ["assert_casts", "assert_close_to_fp32", "assert_dtype", "assert_no_ca
 def cast_map(amp: AmpModule | GraphModule) -> str:
     """Returns one line for every op that computes in a floating dtype or reads an inserted cast.
 
-    ``cast(x)`` is an operand that ampgraph cast, ``widen(x)`` one that the kernel widens itself, ``x`` one
-    that is read as it is. Where one tensor is cast twice to the same dtype, the later ones are
-    ``cast#2(x)`` and so on; a mask that is clamped into the low range before is ``cast(clamp(x))``. The
-    text is the same for the same graph, and fit for golden files. Lines of the bodies of ``torch.cond`` and
-    its kind follow the main graph's, as ``true_graph_0/linear: ...``.
+    ``cast(x)`` is an operand that ampgraph casts. The kernel widens the operand ``widen(x)``. The op reads
+    ``x`` unchanged. A second cast of one tensor to the same dtype is ``cast#2(x)``. A mask that is clamped
+    into the low range before the cast is ``cast(clamp(x))``. Equal graphs give equal text, so golden files
+    work. Bodies of ``torch.cond`` and similar ops follow the main graph, as ``true_graph_0/linear: ...``.
 
     Args:
         amp: What `ampgraph.convert` returned, or its graph module.
@@ -56,14 +55,14 @@ def assert_dtype(amp: AmpModule | GraphModule, pattern: str, dtype: torch.dtype 
 
     Args:
         amp: What `ampgraph.convert` returned, or its graph module.
-        pattern: A glob over module paths and over graph node names; with the prefix ``node:``, as in
-            ``Policy(rules=...)``, over node names alone. A module's path matches everything inside it.
+        pattern: A glob over module paths and graph node names; with the prefix ``node:``, as in
+            ``Policy(rules=...)``, only over node names. A module's path matches all nodes inside it.
         dtype: The dtype, or its name, expected of each matching op with a floating result.
 
     Raises:
         AssertionError: An op has another dtype, or nothing matches; the message shows the lines of the
-            `cast_map` in question with their reasons.
-        PolicyError: There is no such dtype.
+            `cast_map` of these ops with their reasons.
+        PolicyError: ``dtype`` is not a dtype.
     """
     dtype = _dtype(dtype)
     graph_module, plan = view.rewritten(amp)
@@ -100,11 +99,11 @@ def assert_casts(
         amp: What `ampgraph.convert` returned, or its graph module.
         exactly: The number expected.
         at_most: The largest number allowed.
-        activations_only: Leave out casts of parameters, buffers and constants.
+        activations_only: Do not count casts of parameters, buffers and constants.
         to: Count only casts to this dtype.
 
     Raises:
-        AssertionError: The number is another; the message lists the casts with their reasons.
+        AssertionError: The number differs; the message lists the casts with their reasons.
         TypeError: Not exactly one of ``exactly`` and ``at_most`` is given.
     """
     if (exactly is None) == (at_most is None):
@@ -126,18 +125,18 @@ def assert_casts(
 
 
 def assert_no_casts_between(amp: AmpModule | GraphModule, first: str, second: str) -> None:
-    """Asserts that what flows from one part of the model to another is not cast on the way.
+    """Asserts that no tensor on a path from one part of the model to another is cast.
 
-    Casts that lie wholly inside either part do not count, nor do those of parameters.
+    Casts wholly inside one of the parts and casts of parameters do not count.
 
     Args:
         amp: What `ampgraph.convert` returned, or its graph module.
-        first: Where the paths begin: a glob over node names and module paths, as for `assert_dtype`.
-        second: Where they end, likewise.
+        first: Start of the paths: a glob over node names and module paths, as for `assert_dtype`.
+        second: End of the paths, also a glob.
 
     Raises:
-        AssertionError: There is a cast on a path, nothing leads from one to the other, or a glob matches
-            nothing; the message shows the casts and the graph around them.
+        AssertionError: A path contains a cast, no path exists, or a glob matches nothing; the message shows
+            the casts and the graph around them.
     """
     graph_module, plan = view.rewritten(amp)
     ops = list(_ops(graph_module, plan))
@@ -157,7 +156,7 @@ def assert_no_casts_between(amp: AmpModule | GraphModule, first: str, second: st
 
 
 def _closure(nodes: set[Node], neighbours: str) -> set[Node]:
-    """Returns the nodes and everything that one comes to from them."""
+    """Returns the nodes and all nodes that are reachable from them."""
     found, todo = set(nodes), list(nodes)
     while todo:
         new = [n for n in getattr(todo.pop(), neighbours) if n not in found]
@@ -167,7 +166,7 @@ def _closure(nodes: set[Node], neighbours: str) -> set[Node]:
 
 
 def _inside(cast: Node, part: set[Node]) -> bool:
-    """Whether a cast's tensor is made, and all its readers are, in one part of the model."""
+    """Whether the producer of a cast's tensor and all its readers are in one part of the model."""
     source = view.cast_source(cast)
     made_by = source.args[0] if view.is_item(source) else source
     return made_by in part and all(user in part for user in cast.users)
@@ -197,7 +196,7 @@ def _matching(nodes: list[Node], pattern: str, what: str) -> list[Node]:
 
 
 def _ops(graph_module: GraphModule, plan: Plan) -> Iterator[Node]:
-    """Yields the ops that compute, in bodies too: neither inserted casts nor the picking of one result."""
+    """Yields the ops that compute, in bodies too; inserted casts and `getitem` do not count."""
     for graph in view.with_bodies(graph_module, plan):
         for node in graph.module.graph.nodes:
             if node.op == "call_function" and view.kind_of(node) == "op" and not view.is_item(node):
@@ -217,7 +216,7 @@ def _cast_line(node: Node) -> str:
 
 
 def _reasons(graph_module: GraphModule, plan: Plan) -> dict[Node, str]:
-    """Returns, for every planned node, who decided and why."""
+    """Returns the deciding rule and the reason of every planned node."""
     return {
         node: f"{decision.by}: {decision.reason}"
         for graph in view.with_bodies(graph_module, plan)

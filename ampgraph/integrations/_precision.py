@@ -1,4 +1,4 @@
-"""What the precision plugins for Lightning's two package names share."""
+"""The base of the precision plugins for Lightning's two package names."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from ..training.scaler import LossScaler
 
 
 class PrecisionMixin:
-    """Converts a LightningModule's networks for as long as a Trainer runs it.
+    """Converts a LightningModule's networks while a Trainer runs it.
 
     Args:
         policy: As for `ampgraph.convert`.
-        dtype: The low dtype; None means float16 where the Trainer's device is CUDA and bfloat16 elsewhere.
-        blocks: Which submodules of the LightningModule to convert, as for `ampgraph.convert_blocks`. None
-            means its direct children that have parameters (of a ``ModuleList``, the members); ``""`` its
-            own ``forward``, for a ``training_step`` that calls ``self(x)``.
+        dtype: The low dtype; None means float16 if the Trainer's device is CUDA, else bfloat16.
+        blocks: The submodules of the LightningModule to convert, as for `ampgraph.convert_blocks`. None
+            means its direct children with parameters (the members of a ``ModuleList``). ``""`` means the
+            ``forward`` of the module itself, for a ``training_step`` that calls ``self(x)``.
         backend: As for `ampgraph.convert`.
 
     Attributes:
-        blocks: The converted submodules, once a Trainer has set the module up.
+        blocks: The converted submodules, after a Trainer has set up the module.
     """
 
     blocks: Blocks | None
@@ -51,14 +51,14 @@ class PrecisionMixin:
         """The loss scaler of the converted submodules.
 
         Raises:
-            AmpGraphError: No Trainer has set a module up yet.
+            AmpGraphError: No Trainer has set up a module yet.
         """
         if self.blocks is None:
             raise AmpGraphError("there is no scaler yet: a Trainer makes it when it sets the module up.")
         return self.blocks.scaler
 
     def convert_module(self, module: Any) -> Any:
-        """Converts in place: strategies differ in whether they take what is returned."""
+        """Converts in place, because some strategies ignore the return value."""
         device = module.trainer.strategy.root_device  # the module is moved there only later
         policy = self.policy.replace(dtype=self.policy.low_dtype(device))
         which = networks(module) if self.which is None else self.which
@@ -74,14 +74,14 @@ class PrecisionMixin:
         return module
 
     def optimizer_step(self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:
-        """Runs the closure, clips, and steps unless gradients are not finite."""
+        """Runs the closure, clips, and steps if all gradients are finite."""
         closure = partial(self._wrap_closure, model, optimizer, closure)  # type: ignore[attr-defined]
         result = self.scaler.step(optimizer, closure=closure, **kwargs)
         self.scaler.update()
         return result
 
     def teardown(self) -> None:
-        """Gives the module its own forwards back."""
+        """Puts the module's original forwards back."""
         if self.blocks is not None:
             self._state = self.state_dict()
             self.blocks.restore()
@@ -92,14 +92,14 @@ class PrecisionMixin:
         return self._state if self.blocks is None else self.scaler.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes over a scaler's state; torch's own plugin for float16 saves one that fits too."""
+        """Loads a scaler's state; the state of Lightning's float16 plugin also fits."""
         self._state = state_dict
         if self.blocks is not None and state_dict:
             self.scaler.load_state_dict(state_dict)
 
 
 def networks(module: nn.Module, prefix: str = "") -> tuple[str, ...]:
-    """Returns the paths of the children with parameters; of lists and dicts of modules, the members'."""
+    """Returns the paths of the children with parameters; lists and dicts of modules give their members."""
     paths: list[str] = []
     for name, child in module.named_children():
         if next(child.parameters(), None) is None:

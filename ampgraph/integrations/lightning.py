@@ -1,7 +1,7 @@
 """``Trainer(plugins=[AmpGraphPrecision(dtype=torch.float16)])`` for Lightning.
 
-Where only the package ``pytorch_lightning`` is installed, the plugin is for that; where both are, see
-`ampgraph.integrations.pytorch_lightning`.
+If only the package ``pytorch_lightning`` is installed, the plugin works with it. If both are installed, use
+`ampgraph.integrations.pytorch_lightning` for it.
 """
 
 from __future__ import annotations

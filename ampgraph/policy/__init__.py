@@ -1,4 +1,4 @@
-"""What the user wants: the policy and its loss scale."""
+"""The user's settings: the policy and its loss scale."""
 
 from .loss_scale import DynamicLossScale, NoLossScale, StaticLossScale
 from .policy import Policy

@@ -1,4 +1,4 @@
-"""Which loss scale a policy asks for: none, a fixed one, or one that adapts; and how it adapts."""
+"""The loss scale of a policy: none, fixed or dynamic; and the rule that adapts it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..errors import PolicyError
 
 @dataclass(frozen=True)
 class NoLossScale:
-    """Gradients are not scaled: right for bfloat16, whose exponent range is float32's."""
+    """Gradients are not scaled. Right for bfloat16, which has the exponent range of float32."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class StaticLossScale:
     """A fixed loss scale (MindSpore's ``FixedLossScaleManager``).
 
     Args:
-        value: The scale; a power of two loses no bits.
+        value: The scale; a power of two rounds no gradient.
         skip_on_overflow: Whether a step with non-finite gradients is skipped (MindSpore's
             ``drop_overflow_update``).
     """
@@ -39,20 +39,20 @@ class StaticLossScale:
 
 @dataclass(frozen=True)
 class DynamicLossScale:
-    """A loss scale that grows while gradients stay finite and backs off when they do not.
+    """A loss scale that grows while gradients stay finite and backs off after an overflow.
 
-    The rule is that of ``torch.amp.GradScaler``, with a floor and a ceiling (torch's own scale reaches 0
-    after some 200 bad steps) and with Paddle's and Megatron-LM's patience.
+    It follows the rule of ``torch.amp.GradScaler`` and adds a floor and a ceiling (torch's scale reaches 0
+    after about 200 bad steps). Like Paddle and Megatron-LM it can tolerate bad steps before a backoff.
 
     Args:
         init_scale: The first scale.
         growth_factor: Factor after ``growth_interval`` good steps in a row (Paddle's ``incr_ratio``).
         backoff_factor: Factor at a backoff (Paddle's ``decr_ratio``).
         growth_interval: Good steps before growing (Paddle's ``incr_every_n_steps``).
-        floor: The scale never falls below.
-        ceiling: The scale never grows above.
-        hysteresis: Backoffs to ignore, less one, since the scale last grew (Megatron-LM).
-        bad_steps_before_backoff: Bad steps in a row that count as one (Paddle's
+        floor: Lower limit of the scale.
+        ceiling: Upper limit of the scale.
+        hysteresis: The first ``hysteresis - 1`` backoffs after a growth are ignored (Megatron-LM).
+        bad_steps_before_backoff: Consecutive bad steps that cause one backoff (Paddle's
             ``decr_every_n_nan_or_inf``).
     """
 
@@ -91,14 +91,14 @@ LossScale = NoLossScale | StaticLossScale | DynamicLossScale
 
 
 def first_scale(config: LossScale) -> float:
-    """Returns the scale that training begins with."""
+    """Returns the initial scale."""
     if isinstance(config, DynamicLossScale):
         return config.init_scale
     return config.value if isinstance(config, StaticLossScale) else 1.0
 
 
 def first_counters(config: LossScale) -> list[int]:
-    """Returns good steps in a row, bad steps in a row, and how many backoffs are still to be ignored."""
+    """Returns the initial counters: consecutive good steps, consecutive bad steps, backoffs to ignore."""
     return [0, 0, config.hysteresis if isinstance(config, DynamicLossScale) else 0]
 
 
@@ -108,10 +108,10 @@ def in_range(config: LossScale, scale: Tensor) -> Tensor:
 
 
 def adapted(config: DynamicLossScale, scale: Tensor, counters: Tensor, bad: Tensor) -> tuple[Tensor, Tensor]:
-    """``torch.amp.GradScaler``'s rule, with patience, floor and ceiling; all on the device.
+    """Applies the rule of `DynamicLossScale`; all work is on the device.
 
     Args:
-        config: The rule's numbers.
+        config: The parameters of the rule.
         scale: The scale of the step that ends, 0-dim float32.
         counters: See `first_counters`, int32.
         bad: Whether the step's gradients were not finite, 0-dim bool.
@@ -137,7 +137,7 @@ def adapted(config: DynamicLossScale, scale: Tensor, counters: Tensor, bad: Tens
 
 
 class SavedNumbers(NamedTuple):
-    """What a state dict says, checked."""
+    """The checked numbers of a state dict."""
 
     config: LossScale
     scale: float
@@ -146,15 +146,15 @@ class SavedNumbers(NamedTuple):
 
 
 def checked_state(config: LossScale, state: Mapping[str, Any], counters: list[int]) -> SavedNumbers:
-    """Returns the numbers of a state dict of ours or of ``torch.amp.GradScaler``.
+    """Returns the numbers of a state dict of ampgraph or of ``torch.amp.GradScaler``.
 
     Args:
-        config: The numbers that the state may leave out.
+        config: Supplies numbers that the state does not have.
         state: The state dict.
-        counters: See `first_counters`; likewise.
+        counters: See `first_counters`; supplies counters that the state does not have.
 
     Raises:
-        PolicyError: The state is empty, or a number is none that a scale can have.
+        PolicyError: The state is empty, or a number is not legal for a scale.
     """
     if "scale" not in state:
         what = f"has no 'scale', only {', '.join(map(repr, state))}" if state else "is empty"
@@ -183,10 +183,10 @@ def checked_state(config: LossScale, state: Mapping[str, Any], counters: list[in
 
 
 def new_scale_of(value: float | Tensor, scale: Tensor) -> Tensor:
-    """Returns a scale that a loop gives, beside the present one; one on a GPU is not waited for.
+    """Returns the scale that a loop sets, on the device of the present one; does not wait for a GPU.
 
     Raises:
-        PolicyError: It is no positive, finite number of float32.
+        PolicyError: The scale is not a positive, finite number in float32.
     """
     if isinstance(value, Tensor):
         if value.numel() != 1 or not value.is_floating_point() or value.requires_grad:
@@ -203,7 +203,7 @@ def new_scale_of(value: float | Tensor, scale: Tensor) -> Tensor:
 
 
 def as_float32(value: float) -> float:
-    """Returns the number that the device computes with."""
+    """Returns the number in the precision of the device."""
     return float(torch.tensor(float(value), dtype=torch.float32))
 
 

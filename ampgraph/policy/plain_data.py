@@ -1,4 +1,4 @@
-"""The parts of a policy as plain data and from JSON: nothing is evaluated, every key is checked."""
+"""Converts parts of a policy to and from plain data and JSON; evaluates nothing, checks every key."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _CLASSES = tuple(cls.value for cls in OpClass)
 
 
 def read_text(path: str) -> str:
-    """Returns a file's text; a byte order mark, which editors write, is no part of it."""
+    """Returns a file's text without a byte order mark, which some editors write."""
     return Path(path).read_text(encoding="utf-8-sig")
 
 
@@ -29,7 +29,7 @@ def json_object(text: str) -> object:
     """Reads JSON.
 
     Raises:
-        PolicyError: It is no JSON, or an object has a key twice.
+        PolicyError: The text is not JSON, or an object repeats a key.
     """
     try:
         return json.loads(text, object_pairs_hook=_without_repeats)
@@ -45,7 +45,7 @@ def _without_repeats(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def ops_to_dict(ops: OpLists) -> dict[str, Any]:
-    """Returns op lists as a preset's name and the ops that were moved, by class."""
+    """Returns op lists as the name of a preset and the moved ops by class."""
     base = OpLists.preset(ops.preset_name).rules() if ops.preset_name else {}
     moved: dict[str, list[str]] = {cls: [] for cls in _CLASSES}
     for name, rule in ops.rules().items():
@@ -55,7 +55,7 @@ def ops_to_dict(ops: OpLists) -> dict[str, Any]:
 
 
 def ops_from_dict(data: object) -> OpLists:
-    """Builds what `ops_to_dict` gave; a preset's name alone will do."""
+    """Rebuilds op lists from `ops_to_dict` or from the name of a preset."""
     if isinstance(data, str):
         return OpLists.preset(data)
     given = mapping("policy: ops", data)
@@ -67,7 +67,7 @@ def ops_from_dict(data: object) -> OpLists:
     OpLists(**lists)  # an op in two classes is an error
     preset = given.get("preset", "default")
     ops = OpLists() if preset == "" else OpLists.preset(preset)
-    # A packet moves all its overloads, so those that go elsewhere come after it.
+    # A packet moves all its overloads, so overloads with another class come after it.
     for depth in (1, 2):
         for cls, names in lists.items():
             ops = getattr(ops, f"with_{cls}")(*(n for n in names if n.count(".") == depth))
@@ -75,7 +75,7 @@ def ops_from_dict(data: object) -> OpLists:
 
 
 def loss_scale_to_dict(loss_scale: LossScale | None) -> dict[str, Any] | None:
-    """Returns a loss scale as its kind and its numbers."""
+    """Returns the kind and the numbers of a loss scale."""
     if loss_scale is None:
         return None
     kind = next(name for name, cls in _LOSS_SCALES.items() if isinstance(loss_scale, cls))
@@ -83,7 +83,7 @@ def loss_scale_to_dict(loss_scale: LossScale | None) -> dict[str, Any] | None:
 
 
 def loss_scale_from_dict(data: object) -> LossScale:
-    """Builds what `loss_scale_to_dict` gave."""
+    """Rebuilds a loss scale from `loss_scale_to_dict`."""
     given = dict(mapping("policy: loss_scale", data))
     kind = given.pop("type", None)
     if not isinstance(kind, str) or kind not in _LOSS_SCALES:
@@ -96,14 +96,14 @@ def loss_scale_from_dict(data: object) -> LossScale:
 
 
 def mapping(what: str, data: object) -> Mapping[str, Any]:
-    """Returns the data if it is an object with keys; the error says ``what`` must be one."""
+    """Returns the data if it is an object with keys; otherwise raises an error that names ``what``."""
     if not isinstance(data, Mapping):
         raise PolicyError(f"{what} must be an object with keys, got {data!r}.")
     return data
 
 
 def check_keys(what: str, given: Mapping[str, Any], legal: Sequence[str]) -> None:
-    """Raises for a key that is not legal, and names the nearest."""
+    """Raises an error for an illegal key and names the nearest legal key."""
     for key in given:
         if key not in legal:
             raise PolicyError(

@@ -1,4 +1,4 @@
-"""What the user wants: level, dtype, op lists, rules, and how casts are placed."""
+"""The user's settings: level, dtype, op lists, rules and placement."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ RULE_VALUES = ("low", "fp32")
 
 
 class _Rules(Mapping):
-    """A read-only, hashable dict: a policy must not change after it was checked."""
+    """A read-only, hashable dict: a policy must not change after its check."""
 
     def __init__(self, rules: Mapping[str, str]):
         self._rules = dict(rules)
@@ -62,34 +62,34 @@ class _Rules(Mapping):
 
 @dataclass(frozen=True, repr=False)
 class Policy:
-    """How a model is converted; frozen, and its repr is an expression that builds it again.
+    """The settings of a conversion. Frozen; its repr is an expression that builds an equal policy.
 
     Args:
-        level: ``"O0"`` changes nothing; ``"O1"`` lets the op lists decide and gray ops follow their
-            inputs; ``"O2"`` runs everything low except black ops and norm parameters; ``"O3"`` runs
-            everything low, for inference.
+        level: ``"O0"`` changes nothing. ``"O1"`` runs white ops low and black ops in float32; gray ops
+            follow their inputs. ``"O2"`` runs everything low except black ops and norm parameters.
+            ``"O3"`` runs everything low, for inference.
         dtype: The low dtype, ``torch.float16`` or ``torch.bfloat16``, or its name (``"float16"``,
-            ``"fp16"``, ``"bfloat16"``, ``"bf16"``). None means float16 where the parameters are on CUDA
-            and bfloat16 elsewhere.
+            ``"fp16"``, ``"bfloat16"``, ``"bf16"``). None means float16 if the parameters are on CUDA,
+            else bfloat16.
         ops: The op lists, see `OpLists`.
         rules: Globs over module paths (as in ``model.named_modules()``), each mapped to ``"low"`` or
             ``"fp32"``. The innermost module that a rule matches decides (MindSpore's ``Cell.to_float``,
             Paddle's ``custom_black_varnames``). ``"node:linear*"`` is a glob over graph node names; without
-            the prefix a glob is one over node names only where it matches no module. Rules for nodes stand
-            above those for modules.
+            the prefix a glob matches node names only if it matches no module. Rules for nodes take precedence
+            over rules for modules.
         use_fp16_guard: True: only code inside `fp16_guard` may go low; False: `fp16_guard` is
             ignored; None: True when the graph contains one.
         placement: ``"optimal"`` (minimum cut) or ``"autocast"`` (the rule of ``torch.autocast``).
-        objective: What the optimal placement minimises: ``"traffic"`` (bytes all kernels and casts
-            read and write), ``"cast_bytes"`` or ``"casts"``. ``"traffic"`` has a bound: casts of
-            activations move no more bytes than those of the rule of ``torch.autocast`` on the same graph.
-            `Plan.gap` tells how far a plan is at most from the least, `Plan.optimal` whether it is the least.
+        objective: The quantity that the optimal placement minimises: ``"traffic"`` (bytes that kernels and
+            casts read and write), ``"cast_bytes"`` or ``"casts"``. ``"traffic"`` has a bound: casts of
+            activations move no more bytes than under the rule of ``torch.autocast`` on the same graph.
+            `Plan.gap` bounds the distance to the minimum; `Plan.optimal` means that the gap is 0.
         loss_scale: `NoLossScale`, `StaticLossScale` or `DynamicLossScale`. None means dynamic for
             float16 and none for bfloat16.
-        keep_io_dtypes: Whether graph outputs keep the dtypes of the source model. False does not go with a
-            loss scale in float16: gradients of float16 outputs underflow before they are scaled.
-        hazards: Whether values that rounding would spoil stay exact until a low op has fed them: positions,
-            angles, and what ends in integers or booleans. Guards and rules stand above it, op lists below.
+        keep_io_dtypes: Whether graph outputs keep the dtypes of the source model. False is illegal with a
+            loss scale in float16, because gradients of float16 outputs underflow before they are scaled.
+        hazards: Whether positions, angles and values that become integers or booleans stay exact until they
+            depend on a low op. Guards and rules take precedence over hazards, and hazards over op lists.
 
     Raises:
         PolicyError: A value is not legal; the message gives the legal ones.
@@ -137,15 +137,15 @@ class Policy:
     def of(
         cls, policy: Policy | str | PathLike[str] | None, dtype: torch.dtype | str | None = None
     ) -> Policy:
-        """Returns the policy that a user wrote; ``dtype`` fills in the policy's own.
+        """Returns the policy that a user named; ``dtype`` is its dtype if it does not set one.
 
         Args:
-            policy: A policy, a level's name (``"O1"``), a peer's (``"torch"``: its op lists under the rule of
-                ``torch.autocast``), the path of a file that `to_json` filled, or None for the default.
+            policy: A policy, the name of a level (``"O1"``) or of a peer (``"torch"``: its op lists under the
+                rule of ``torch.autocast``), the path of a file written by `to_json`, or None for the default.
             dtype: The low dtype, or its name.
 
         Raises:
-            PolicyError: There is no such policy, the file is none, or ``dtype`` contradicts the policy's.
+            PolicyError: The policy or the file does not exist, or ``dtype`` contradicts the policy's dtype.
         """
         dtype = low_dtype_of(dtype)
         if policy is None:
@@ -171,7 +171,7 @@ class Policy:
         return Policy(**{**{name: getattr(self, name) for name in legal}, **changes})  # type: ignore[arg-type]
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns plain dicts, lists, strings, numbers, booleans and None; `from_dict` builds it again."""
+        """Returns plain dicts, lists, strings, numbers, booleans and None, for `from_dict`."""
         data = {f.name: getattr(self, f.name) for f in fields(self)}
         data["dtype"] = str(self.dtype).removeprefix("torch.") if self.dtype else None
         data["ops"] = ops_to_dict(self.ops)
@@ -181,10 +181,10 @@ class Policy:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Policy:
-        """Builds what `to_dict` gave; keys that are left out have their defaults.
+        """Rebuilds a policy from `to_dict`; missing keys get their defaults.
 
         Raises:
-            PolicyError: A key or a value is not legal; names it and the nearest legal one.
+            PolicyError: A key or a value is not legal; the message names it and the nearest legal one.
         """
         given = dict(mapping("policy", data))
         check_keys("policy", given, [f.name for f in fields(cls)])
@@ -202,30 +202,30 @@ class Policy:
 
     @classmethod
     def from_json(cls, text: str) -> Policy:
-        """Reads what `to_json` wrote; nothing is evaluated.
+        """Reads the output of `to_json`; evaluates nothing.
 
         Raises:
-            PolicyError: It is no JSON, or no policy.
+            PolicyError: The text is not JSON or not a policy.
         """
         return cls.from_dict(json_object(text))  # type: ignore[arg-type]  # checked there
 
     def low_dtype(self, device: torch.device | str = "cpu") -> torch.dtype:
-        """Returns the low dtype, by the device where the policy does not say."""
+        """Returns the low dtype; the device selects it if the policy does not set one."""
         if self.dtype is not None:
             return self.dtype
         return torch.float16 if torch.device(device).type == "cuda" else torch.bfloat16
 
     def active_loss_scale(self) -> LossScale:
-        """Returns the loss scale to train with, by the dtype where the policy does not say."""
+        """Returns the loss scale; the dtype selects it if the policy does not set one."""
         if self.loss_scale is not None:
             return self.loss_scale
         return DynamicLossScale() if self.dtype == torch.float16 and self.level != "O0" else NoLossScale()
 
     def check_outputs(self, caller: str) -> None:
-        """Raises where the gradients of outputs would be float16 before they are scaled.
+        """Checks that gradients of outputs are not float16 before they are scaled.
 
         Raises:
-            PolicyError: They would; names the caller.
+            PolicyError: They would be; the message names the caller.
         """
         scales = not isinstance(self.active_loss_scale(), NoLossScale)
         if self.keep_io_dtypes or self.dtype != torch.float16 or not scales:
@@ -242,10 +242,10 @@ class Policy:
 
 
 def _named(name: str | PathLike[str]) -> Policy:
-    """Returns the policy of a level, of a peer or of a JSON file; a path object is always a file's.
+    """Returns the policy of a level, a peer or a JSON file; a path object always means a file.
 
     Raises:
-        PolicyError: There is none of that name, or the file is no policy.
+        PolicyError: No policy has that name, or the file is not a policy.
     """
     if name in LEVELS:
         return Policy(str(name))
@@ -273,10 +273,10 @@ def _policy_in(path: str) -> Policy:
 
 
 def low_dtype_of(dtype: torch.dtype | str | None) -> torch.dtype | None:
-    """Returns the low dtype that a user wrote as a dtype or by its name; None stays None.
+    """Returns the low dtype from a dtype or its name; None stays None.
 
     Raises:
-        PolicyError: It is another dtype, or no dtype's name.
+        PolicyError: The value is not a low dtype or its name.
     """
     if dtype is None or dtype in LOW_DTYPES:
         return dtype  # type: ignore[return-value]

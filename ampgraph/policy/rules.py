@@ -1,4 +1,4 @@
-"""Which rule of a policy speaks of a node: patterns of module paths and of node names, told apart."""
+"""Finds the rule of a policy that applies to a node, by module path or by node name."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ NODE_PREFIX = "node:"
 
 
 class Match(NamedTuple):
-    """The rule that decides for a node, and the name that it matches."""
+    """The rule that applies to a node, and the name that it matches."""
 
     pattern: str
     value: str
@@ -22,14 +22,14 @@ class Match(NamedTuple):
 class RuleBook:
     """The rules of a policy, for one model.
 
-    ``"node:linear*"`` is a glob over node names. A bare glob is one over module paths if it fits any module
-    of the model, and one over node names if it fits none; it is never both.
+    ``"node:linear*"`` is a glob over node names. A glob without the prefix matches module paths if it matches
+    any module of the model. Otherwise it matches node names. It never matches both.
     """
 
     def __init__(self, rules: Mapping[str, str], modules: Iterable[str]) -> None:
         """Args:
-        rules: The policy's, by pattern.
-        modules: The model's module paths; the root's is always known.
+        rules: The rules of the policy, by pattern.
+        modules: The model's module paths; the root is always included.
         """
         self.modules = {"", *modules}
         self._of_nodes: dict[str, str] = {}  # glob over names -> pattern as the user wrote it
@@ -60,7 +60,7 @@ class RuleBook:
         return [pattern for pattern, glob in globs if not any(fnmatchcase(n, glob) for n in names)]
 
     def match(self, node: str, modules: Iterable[str]) -> Match | None:
-        """Returns the rule that decides for a node: one for its name, or for the innermost module.
+        """Returns the rule that applies to a node: a rule for its name, else for the innermost module.
 
         Args:
             node: The node's name.

@@ -1,9 +1,9 @@
-"""The source model as its own methods see it: calling it runs the converted model.
+"""The ``self`` of a source method: an object whose call runs the converted model.
 
-``amp.generate(...)`` is a method of the source in which ``self(...)`` has to be the converted forward.
-Bound to the source, it would run in float32 without a word. Bound to the converted model, ``super()`` would
-fail in it, and names such as ``policy`` would mean something else. So ``self`` is an object of the source's
-own class, over the source's very own ``__dict__``, whose call is another.
+In ``amp.generate(...)``, a method of the source, ``self(...)`` must run the converted forward. If ``self``
+were the source, the method would silently run in float32. If ``self`` were the converted model, ``super()``
+would fail and names such as ``policy`` would change their meaning. So ``self`` is an object of the source's
+class that shares the source's ``__dict__`` and has another ``__call__``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import nn
 
 
 class _Unannounced:
-    """Keeps a class that is made behind the scenes from hooks and registries of the classes it extends."""
+    """Hides a generated class from hooks and registries of its base classes."""
 
     __slots__ = ()
 
@@ -28,7 +28,7 @@ class _Unannounced:
 def stand_in(source: nn.Module, call: Callable[..., Any]) -> nn.Module:
     """Returns an object with the source's class, state and methods that runs ``call`` when it is called.
 
-    What it copies, pickles or makes of its own type is the source's: no other object runs ``call``.
+    Copies, pickles and new objects of its type are the source's: no other object runs ``call``.
     """
     cls = type(source)
 
@@ -45,7 +45,7 @@ def stand_in(source: nn.Module, call: Callable[..., Any]) -> nn.Module:
 
 
 def behind_the_scenes(cls: type[nn.Module], members: dict[str, Any]) -> type[nn.Module]:
-    """Returns a subclass that passes for ``cls``; what is made of it by a call is a ``cls``."""
+    """Returns a subclass that looks like ``cls``; calling it creates a ``cls``."""
     names = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
     made = {"__new__": lambda _, *args, **kwargs: cls(*args, **kwargs), **names, **members}
     metaclass: Any = type(cls)
@@ -53,7 +53,7 @@ def behind_the_scenes(cls: type[nn.Module], members: dict[str, Any]) -> type[nn.
 
 
 def over_dict_of(source: nn.Module, cls: type[nn.Module]) -> nn.Module:
-    """Returns an object of a class whose attributes are the source's very own; no constructor runs."""
+    """Returns an object of a class that shares the source's ``__dict__``; no constructor runs."""
     made = object.__new__(cls)
     object.__setattr__(made, "__dict__", source.__dict__)
     return made
@@ -65,7 +65,7 @@ def is_method_of(value: object, source: nn.Module) -> bool:
 
 
 def rebound(method: types.MethodType, made: nn.Module, owner: nn.Module) -> Callable[..., Any]:
-    """Returns the method bound to a stand-in; where it returns that, it returns ``owner``."""
+    """Returns the method bound to a proxy; if the method returns the proxy, the result is ``owner``."""
     bound = types.MethodType(method.__func__, made)
 
     @functools.wraps(method)

@@ -1,4 +1,4 @@
-"""`ModuleProxy`: a module that is to everybody around it the module that it stands for."""
+"""`ModuleProxy`: a proxy that forwards parameters, state and attributes to the wrapped module."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ _SHARED = (
     "_modules",
     "_non_persistent_buffers_set",
 )
-# What is about this module's own calls: FSDP2's fully_shard, register_full_backward_hook, compile.
+# Methods about calls of the proxy: FSDP2's fully_shard, register_full_backward_hook, compile.
 _OWN = ("__class__", "_is_full_backward_hook", "_compiled_call_impl")
 
 
 class ModuleProxy(nn.Module):
     """Shares the source's parameters, buffers, submodules, training mode, attributes and state.
 
-    What is set on it is set on the source; its own attributes are in ``__dict__``. Methods of the source run
-    with this module's forward in place of the source's.
+    Setting an attribute sets it on the source; the proxy's own attributes are in ``__dict__``. Methods of the
+    source run with the proxy's forward.
 
     Attributes:
-        source: The module that it stands for.
+        source: The wrapped module.
     """
 
-    # Attributes in ``__dict__`` that hide the source's of the same name.
+    # Attributes in ``__dict__`` that hide attributes of the source.
     _hides: ClassVar[tuple[str, ...]] = ("source",)
 
     def __new__(cls, source: nn.Module, *args: Any, **kwargs: Any) -> ModuleProxy:
-        """Makes an object whose class has the special methods of the source's: ``len``, ``[]``, ``with``."""
+        """Creates an object whose class has the source's special methods: ``len``, ``[]``, ``with``."""
         return super().__new__(class_with_methods_of(type(source), cls))
 
     def __init__(self, source: nn.Module) -> None:
@@ -68,7 +68,7 @@ class ModuleProxy(nn.Module):
         delattr(self.source, name)
 
     def _check_not_own(self, name: str, what: str, how: str = "") -> None:
-        """Refuses to change what would be changed on the source, and read here as before."""
+        """Refuses to set a name that the proxy defines: the source would change, the proxy would not."""
         is_computed = isinstance(getattr(type(self), name, None), property)
         if is_computed or (name in self.__dict__ and name in self._hides):
             raise AttributeError(
@@ -77,7 +77,7 @@ class ModuleProxy(nn.Module):
 
     def __getattr__(self, name: str) -> Any:
         if isinstance(computed := getattr(type(self), name, None), property):
-            return computed.__get__(self)  # raises once more what brought us here
+            return computed.__get__(self)  # raises the original error again
         source = self.__dict__["source"]
         try:
             value = getattr(source, name)
@@ -93,18 +93,18 @@ class ModuleProxy(nn.Module):
         return sorted({*super().__dir__(), *dir(self.source)})
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """As the source's."""
+        """Same as for the source."""
         return self.source.state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """As the source's."""
+        """Same as for the source."""
         return self.source.load_state_dict(state_dict, *args, **kwargs)
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         self.source._load_from_state_dict(*args, **kwargs)
 
     def __prepare_scriptable__(self) -> Any:
-        """What ``torch.jit.trace`` and ``torch.jit.script`` ask first."""
+        """Called first by ``torch.jit.trace`` and ``torch.jit.script``."""
         raise CaptureError(
             "TorchScript cannot hold a converted model; ampgraph.export(model, args) gives a program that "
             "torch.export.save writes to a file."

@@ -1,7 +1,7 @@
-"""The special methods of a source's class, on the class of the module that stands for it.
+"""Adds the special methods of the source's class to the class of its proxy.
 
-Python looks up ``len(x)``, ``x[i]``, ``for y in x`` on the type of ``x``, where no ``__getattr__`` is asked.
-So a module that stands for an ``nn.Sequential`` has a class with that one's ``__len__``.
+Python looks up ``len(x)``, ``x[i]`` and ``for y in x`` on the type of ``x`` and skips ``__getattr__``. So
+the proxy of an ``nn.Sequential`` needs a class with the ``__len__`` of ``nn.Sequential``.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-# What makes, copies, shows or runs an object, or finds its attributes, is the standing module's own affair.
+# The proxy keeps its own methods that create, copy, show or run an object, or look up attributes.
 # fmt: off
 _OWN = frozenset((
     "__init__", "__new__", "__del__", "__call__", "__class__", "__class_getitem__", "__init_subclass__",
@@ -26,7 +26,7 @@ _made: weakref.WeakKeyDictionary[type, dict[type, type]] = weakref.WeakKeyDictio
 
 
 def class_with_methods_of(source: type[nn.Module], cls: type) -> type:
-    """Returns ``cls``, or a subclass that passes for it and has the source class's special methods."""
+    """Returns ``cls``, or a subclass that looks like it and has the source class's special methods."""
     known = _made.setdefault(source, {})
     if cls not in known:
         members = {name: _member(name, value) for name, value in _special(source).items()}

@@ -5,8 +5,8 @@
 
 compares with ``golden/<test module>/<test>.txt`` beside the module; ``pytest --ampgraph-update`` writes it.
 
-A module of its own, outside the package: pytest imports it in every session of every project in the
-environment, and `ampgraph` would import torch.
+It is a separate top-level module. pytest imports it in every session of every project in the environment, and
+importing `ampgraph` would import torch.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ class Golden:
         self._seen: set[Path] = set()
 
     def __call__(self, subject: Any, name: str = "") -> None:
-        """Asserts that a model's cast map, or a text, is what the golden file has.
+        """Asserts that a model's cast map, or a text, equals the golden file.
 
         Args:
             subject: What `ampgraph.convert` returned, its graph module, or a text.
-            name: Tells several golden files of one test apart.
+            name: Distinguishes several golden files of one test.
 
         Raises:
             AssertionError: The file is missing or differs; the message has a unified diff. With
@@ -82,7 +82,7 @@ class Golden:
         )
 
     def path(self, name: str = "") -> Path:
-        """Returns where the golden file is, whether it exists or not."""
+        """Returns the path of the golden file, which may not exist yet."""
         test = ".".join(self._node.nodeid.split("::")[1:])
         slug = _slug(test if not name else f"{test}.{name}")
         return self._path.parent / "golden" / self._path.stem / f"{slug}.txt"
@@ -97,7 +97,7 @@ def _text(subject: Any) -> str:
 
 
 def _slug(name: str) -> str:
-    """Returns a file name; what had to be replaced in it is told apart by a checksum."""
+    """Returns a file name; a checksum distinguishes names with replaced characters."""
     plain = re.sub(r"[^\w.=+-]", "-", name.replace("[", "-").replace("]", ""))
     lossy = re.search(r"[^\w.=+\[\]-]", name)
     return f"{plain}-{zlib.crc32(name.encode()):08x}" if lossy else plain
@@ -113,7 +113,7 @@ def _relative(path: Path, root: Path) -> str:
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """Says how many golden files were written; user properties come back from pytest-xdist's workers too."""
+    """Reports the number of written golden files; user properties also arrive from pytest-xdist workers."""
     found = list(_changes(terminalreporter))
     if found:
         counts = ", ".join(f"{found.count(what)} {what}" for what in ("written", "updated") if what in found)

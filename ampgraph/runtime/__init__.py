@@ -1,1 +1,1 @@
-"""What runs a converted model: which captured graph fits a call, its backend, its weights."""
+"""Runs a converted model: selects the captured graph for a call, its backend and its weights."""

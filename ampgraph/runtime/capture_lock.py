@@ -1,7 +1,7 @@
 """`CaptureLock`: while a model is captured, no thread runs a graph that reads its parameters.
 
-``torch.export`` puts fake tensors in the place of a model's parameters as long as it traces, and level O3
-gives them float32 values; a graph that ran then would compute with those.
+``torch.export`` replaces a model's parameters with fake tensors while it traces, and level O3 gives them
+float32 values. A graph that ran at that time would compute with these values.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from ..capture import is_capturing_here
 
 
 class CaptureLock:
-    """Calls of one model pass side by side, a capture of it alone; a capture that waits comes first.
+    """Calls of one model run concurrently; a capture runs alone and has priority over waiting calls.
 
-    A thread that captures an outer model passes: the capture has the parameters already.
+    A thread that captures an outer model passes, because its capture already holds the lock.
     """
 
     def __init__(self) -> None:

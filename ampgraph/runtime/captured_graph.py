@@ -1,4 +1,4 @@
-"""One captured and rewritten graph, and what runs it."""
+"""One captured and rewritten graph, and the graphs that run."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ Runner = Callable[..., Any]
 
 
 class Timing(NamedTuple):
-    """Wall seconds that one captured graph took to make; compilation, at its first run, is not included.
+    """Wall seconds to create one captured graph, without the compilation at its first run.
 
     Attributes:
         capture: From the model to an ATen graph; just in time, only the lowering of Dynamo's graph.
-        rewrite: Everything from there to the graph with its casts.
+        rewrite: From the ATen graph to the graph with casts.
     """
 
     capture: float = 0.0
@@ -48,19 +48,19 @@ class CapturedGraph:
     """A graph for one training mode and one family of arguments.
 
     Attributes:
-        graph_module: The rewritten graph, casts and all, as it runs without gradients.
+        graph_module: The rewritten graph with its casts.
         plan: Its plan.
         options: Backend and mode.
         scaler: The model's loss scaler.
         shapes: Sizes it accepts, see `ampgraph.runtime.signature.accepted_shapes`.
         seen: Sizes it was captured for.
-        constants: Tensors that only the capture knows, by attribute name.
-        timing: What making it took.
+        constants: Tensors that exist only in the capture, by attribute name.
+        timing: Seconds to create it.
         shadows: The model's shadow weights, at levels that have them.
-        state: The Python state that it was captured in; None for just-in-time graphs.
-        writes: Which memory it writes that the caller sees, if any.
-        aot: What AOTAutograd made of it, on a backend that tells.
-        lost: What the graph lacks of the model's backward, in words; with gradients it would be wrong.
+        state: The Python state at capture; None for just-in-time graphs.
+        writes: The caller's memory that the graph writes, if any.
+        aot: The graphs of AOTAutograd, on a backend that keeps them.
+        lost: The parts of the model's backward that the graph lacks; gradients would be wrong.
     """
 
     graph_module: fx.GraphModule
@@ -88,13 +88,13 @@ class CapturedGraph:
         self.lost = self.lost or self.graph_module.meta.get(LOST_KEY, ())
 
     def fits(self, args: tuple, kwargs: dict[str, Any]) -> bool:
-        """Whether the model still is what was captured, and the arguments share no other memory."""
+        """Whether the model is unchanged since the capture and the arguments share memory as at capture."""
         if self.state is not None and not self.state.fits(args, kwargs):
             return False
         return self.writes is None or self.writes.allows(args, kwargs)
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the graph; with gradients on, the one with the boundary."""
+        """Runs the graph; with gradients enabled, the graph with the boundary."""
         training = torch.is_grad_enabled()
         if training and self.scaler.is_enabled():
             self.scaler.check_loop()
@@ -120,10 +120,10 @@ class CapturedGraph:
             self._runs_by = run
 
     def run_in_transform(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the graph eagerly, with nothing that the transforms of ``torch.func`` cannot look through.
+        """Runs the graph eagerly for the transforms of ``torch.func``.
 
-        That is without low copies and loss scaling, and with every conversion of the kernels' own written
-        out: the rules by which ``vmap`` batches them know one dtype.
+        It uses neither low copies nor loss scaling, and it writes each conversion inside a kernel as a cast,
+        because the batching rules of ``vmap`` support one dtype.
         """
         with self._lock, outside_transforms():
             if self._explicit is None:
@@ -191,7 +191,7 @@ def shadowed_parameters(
 ) -> dict[str, torch.Tensor]:
     """Returns the parameters, by node name, that the graph casts and can read as low copies instead.
 
-    Not those that it writes: a copy, made before the graph runs, has what was there before.
+    Parameters that the graph writes are excluded: a copy from before the call would have old values.
     """
     written = written_memory(graph)
     nodes = [node for node in graph.nodes if shadows.accepts(values.get(node.name)) and casts_of(node)]
@@ -200,7 +200,7 @@ def shadowed_parameters(
 
 
 def has_low(plan: Plan) -> bool:
-    """Whether anything in the plan runs low; without that there is nothing to scale."""
+    """Whether any op in the plan runs low; otherwise no scaling is needed."""
     return any(d.dtype == plan.low_dtype for d in plan.decisions.values())
 
 
@@ -213,14 +213,14 @@ def boundary_pass(
     for name, value in values:
         slot = scaler.slot_of(value)
         if slot is None and isinstance(value, torch.nn.Parameter):
-            slot = size - 1  # it came after the conversion
+            slot = size - 1  # the parameter was added after the conversion
         if slot is not None:
             slots.append((name, slot))
     return ScaleLoss(tuple(slots), size, state) if state else ScaleLoss(tuple(slots), size)
 
 
 def warn_about_float16_outputs(graph: fx.Graph, options: Options) -> None:
-    """Tells of outputs that are float16 in the source: nothing scales their gradients in time."""
+    """Warns about outputs that are float16 in the source: their gradients underflow before scaling."""
     scaled = graph.find_nodes(op="call_function", target=scale_gradients)
     if any(node.args[1].meta["val"].dtype == torch.float16 for node in scaled):
         warn_user(
@@ -236,7 +236,7 @@ def _attributes(graph_module: fx.GraphModule) -> Iterator[tuple[str, object]]:
 
 
 def _copy(graph_module: fx.GraphModule) -> fx.GraphModule:
-    """Returns a graph module with a graph of its own over the same live modules and tensors."""
+    """Returns a graph module with a copied graph over the same live modules and tensors."""
     copied = fx.GraphModule({}, fx.Graph())
     for name in ("_parameters", "_buffers", "_modules"):
         copied.__dict__[name] = graph_module.__dict__[name]
@@ -248,7 +248,7 @@ def _copy(graph_module: fx.GraphModule) -> fx.GraphModule:
 
 
 def copy_graph(graph: fx.Graph) -> fx.Graph:
-    """Returns a graph of its own nodes, with the same signature; ``copy.deepcopy`` warns and copies more."""
+    """Returns a copy of a graph with the same signature; ``copy.deepcopy`` warns and copies more."""
     copied = fx.Graph()
     values: dict[fx.Node, fx.Node] = {}
     result = copied.graph_copy(graph, values)

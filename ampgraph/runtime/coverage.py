@@ -1,4 +1,4 @@
-"""`Coverage`: how much of a model is in the graphs that were captured just in time, and what is not."""
+"""`Coverage`: the part of a model inside the graphs that were captured just in time."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .._compat import BreakLog
 from ..errors import warn_user
 from .options import Options
 
-# As many modules and graph breaks are named in a line of text.
+# A line of text names at most this many modules and graph breaks.
 NAMED = 5
 
 
@@ -23,8 +23,8 @@ class GraphBreak:
 
     Attributes:
         where: ``file:line`` of the user's code.
-        reason: Why, in Dynamo's words.
-        runs_ops: Whether what is left out there may be more than a branch, a number that is read or a print.
+        reason: Dynamo's reason.
+        runs_ops: Whether the uncaptured code may contain ops: more than a branch, a read number or a print.
     """
 
     where: str
@@ -37,13 +37,13 @@ class GraphBreak:
 
 @dataclass(frozen=True)
 class Coverage:
-    """What all graphs of a model that is captured just in time hold so far.
+    """The coverage of all graphs so far of a model that is captured just in time.
 
     Attributes:
-        graphs: How many graphs there are.
-        modules: How many modules have parameters.
-        left_out: Those of which no graph reads a parameter: left out by a graph break, or never run. Of a
-            parameter that several modules share, one reader counts for all.
+        graphs: Number of graphs.
+        modules: Number of modules with parameters.
+        left_out: Modules whose parameters no graph reads: a graph break left them out, or they never ran. If
+            several modules share a parameter, one reader counts for all.
         breaks: Where Dynamo stopped capturing.
     """
 
@@ -64,12 +64,12 @@ class Coverage:
 
     @property
     def leaves_ops(self) -> bool:
-        """Whether graph breaks have left out what may compute."""
+        """Whether graph breaks may have left ops out."""
         return bool(self.breaks and self.left_out) or any(each.runs_ops for each in self.breaks)
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Coverage:
-        """Builds what ``dataclasses.asdict`` gave."""
+        """Rebuilds a `Coverage` from ``dataclasses.asdict``."""
         breaks = tuple(GraphBreak(**each) for each in data["breaks"])
         return cls(data["graphs"], data["modules"], tuple(data["left_out"]), breaks)
 
@@ -80,11 +80,11 @@ def _named(names: Iterable[object], between: str) -> str:
 
 
 class CoverageWatch:
-    """Follows what is captured of a model, call by call; warns once when graph breaks leave ops out.
+    """Tracks the coverage of a model over its calls; warns once when graph breaks leave ops out.
 
     Args:
         source: The model.
-        options: How it is captured.
+        options: The conversion options.
     """
 
     def __init__(self, source: nn.Module, options: Options) -> None:
@@ -96,19 +96,19 @@ class CoverageWatch:
         self._is_told = False
 
     def add(self, inputs: Iterable[object]) -> None:
-        """Notes a captured graph by its inputs."""
+        """Records a captured graph by its inputs."""
         self._graphs += 1
         read = {id(value) for value in inputs if isinstance(value, nn.Parameter)}
         self._read.update(path for path, own in self._own_parameters() if not read.isdisjoint(own))
 
     def before_call(self) -> tuple[int, int, float]:
-        """Returns what `after_call` compares with."""
+        """Returns the state that `after_call` compares with."""
         if self._log is None:
             self._log = BreakLog()
         return self._graphs, *self._log.mark()
 
     def after_call(self, before: tuple[int, int, float]) -> None:
-        """Notes the graph breaks since then, if something was captured or broken."""
+        """Records the graph breaks since `before_call`."""
         graphs, count, start = before
         if self._log is None or (graphs == self._graphs and count == self._log.mark()[0]):
             return
@@ -125,7 +125,7 @@ class CoverageWatch:
         )
 
     def coverage(self) -> Coverage:
-        """Returns what is captured so far."""
+        """Returns the coverage so far."""
         paths = [path for path, _ in self._own_parameters()]
         left_out = tuple(path for path in paths if path not in self._read)
         return Coverage(self._graphs, len(paths), left_out, tuple(self._breaks))

@@ -1,4 +1,4 @@
-"""Where models and tensors are."""
+"""The device of models and tensors."""
 
 from __future__ import annotations
 

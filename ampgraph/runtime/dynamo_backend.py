@@ -62,8 +62,8 @@ def make_backend(
     Args:
         options: See `ampgraph.runtime.options.Options`.
         modules: Module paths that rules may name.
-        record: Called with each rewritten graph, its plan, what AOTAutograd is about to make of it,
-            what making it took, and its inputs.
+        record: Called with each rewritten graph, its plan, its AOTAutograd graphs (filled later), its timing
+            and its inputs.
         scaler: Owner of the loss scale; None for no loss scaling.
         shadows: Low copies of parameters; None for casts in the graph.
     """
@@ -106,19 +106,19 @@ def make_backend(
 
 
 def _check_rules(policy: Policy, modules: tuple[str, ...], graph_module: fx.GraphModule) -> None:
-    """Refuses what fits no module; a rule for a node may be meant for another of the model's graphs."""
+    """Refuses a rule that matches no module; a node rule may match another graph of the model."""
     rules = {pattern: v for pattern, v in policy.rules.items() if not pattern.startswith(NODE_PREFIX)}
     RuleBook(rules, modules).check(node.name for node in graph_module.graph.nodes)
 
 
 @dataclass(frozen=True)
 class _Extra:
-    """What a graph reads besides its inputs. As constants in the graph they would be baked in.
+    """Tensors that a graph reads as extra inputs, because constants in the graph could not change.
 
     Attributes:
         scaler: Owner of scale, inverse and probe, or None.
         shadows: The shadow weights.
-        masters: Which inputs are parameters with a shadow.
+        masters: The inputs that are parameters with a shadow.
     """
 
     scaler: LossScaler | None
@@ -145,7 +145,7 @@ def _masters(graph_module: fx.GraphModule, inputs: Sequence[Any], shadows: Shado
 def _add_boundary(
     graph_module: fx.GraphModule, inputs: Sequence[Any], extra: _Extra, masters: dict
 ) -> list[torch.Tensor]:
-    """Adds the boundary, and what it reads as inputs in front; returns their fake values, of fixed sizes."""
+    """Adds the boundary with its extra inputs in front; returns their fake values, of fixed sizes."""
     names = [node.name for node in graph_module.graph.find_nodes(op="placeholder")]
     holders = [*(STATE_NAMES if extra.scaler else ()), *(SHADOW_PREFIX + name for name in masters)]
     added = _add_inputs(graph_module.graph, dict(zip(holders, extra.tensors(inputs), strict=True)))
@@ -177,9 +177,9 @@ def ampgraph_backend(graph_module: fx.GraphModule, inputs: list, **given: Any) -
     """The ``torch.compile`` backend named ``"ampgraph"``.
 
     ``torch.compile(model, backend="ampgraph", options={"level": "O1", "dtype": torch.float16})``. Options are
-    the fields of `Policy`, or ``policy=`` itself, ``backend=`` for the backend that runs the result and its
-    ``mode=``. A ``torch.autocast`` around the compiled model names the dtype where the options do not, and
-    has no other effect inside.
+    the fields of `Policy` or ``policy=``, ``backend=`` for the backend that runs the result, and its
+    ``mode=``. A ``torch.autocast`` around the compiled model sets the dtype if the options do not. It has no
+    other effect inside.
 
     Raises:
         PolicyError: An option is not known.
@@ -223,11 +223,11 @@ def _autocast_dtype(device: torch.device) -> torch.dtype | None:
 def choose_backend(
     backend: str | Callable | None, mode: str | None, device: torch.device
 ) -> tuple[str | Callable, str | None]:
-    """Returns what runs the rewritten graphs, and its mode.
+    """Returns the backend for the rewritten graphs, and its mode.
 
     Raises:
-        PolicyError: ``torch.compile`` does not know the backend, or inductor the mode, or the backend takes
-            none.
+        PolicyError: ``torch.compile`` does not know the backend, inductor does not know the mode, or the
+            backend takes no mode.
     """
     _check_backend(backend)
     if mode is not None:
@@ -261,7 +261,7 @@ def _takes_mode(backend: str | Callable | None) -> bool:
     found = find_backend(backend) if isinstance(backend, str) else backend
     try:
         parameters = inspect.signature(found).parameters  # type: ignore[arg-type]
-    except (TypeError, ValueError):  # a callable that does not tell
+    except (TypeError, ValueError):  # a callable without a signature
         return True
     if "mode" in parameters:
         return True

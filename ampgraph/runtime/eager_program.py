@@ -1,7 +1,7 @@
 """`EagerProgram`: a graph as a straight Python function, for the backend ``"eager"``.
 
-A graph module looks up every op and every parameter by name at each call. Here ops are bound once, and a
-parameter is one lookup in the dict of the module that holds it: a parameter that is replaced there is seen.
+A graph module looks up every op and every parameter by name at each call. An `EagerProgram` binds ops once.
+It looks up a parameter in the dict of its module, so it sees a replaced parameter.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _LITERALS = (int, float, bool, str, type(None))
 
 
 class EagerProgram:
-    """Runs a graph module's graph, and the graph module itself where its code has changed since.
+    """Runs a graph module's graph, or the graph module itself if its code has changed since.
 
     Args:
         graph_module: A graph over live parameters; its inputs and outputs are pytrees.
@@ -50,7 +50,7 @@ class EagerProgram:
         except KeyError:
             if all(name in held for held, name in self._parameters):
                 raise
-            return self._graph_module(*args, **kwargs)  # a parameter is an attribute of another kind now
+            return self._graph_module(*args, **kwargs)  # a parameter became another kind of attribute
         return outputs[0] if self._is_single else pytree.tree_unflatten(outputs, self._out_spec)
 
     def _leaves(self, args: tuple, kwargs: dict[str, Any]) -> tuple:
@@ -58,7 +58,7 @@ class EagerProgram:
 
 
 def is_writable(graph_module: fx.GraphModule) -> bool:
-    """Whether the graph has nothing but calls of functions, and its arguments are pytrees."""
+    """Whether the graph contains only calls of functions, and its arguments are pytrees."""
     nodes = graph_module.graph.nodes
     return isinstance(graph_module.graph._codegen, fx.graph._PyTreeCodeGen) and not any(
         n.op in ("call_module", "call_method") for n in nodes
@@ -66,7 +66,7 @@ def is_writable(graph_module: fx.GraphModule) -> bool:
 
 
 def _number_of_flat_arguments(spec: pytree.TreeSpec) -> int:
-    """Returns how many positional arguments there are if each is one leaf, and no others; else -1."""
+    """Returns the number of arguments if all are positional and each is one leaf; else -1."""
     positional, keywords = spec.children()
     if keywords.num_leaves or not all(child.is_leaf() for child in positional.children()):
         return -1
@@ -74,7 +74,7 @@ def _number_of_flat_arguments(spec: pytree.TreeSpec) -> int:
 
 
 class _Writer:
-    """Writes one graph as source and what its names mean."""
+    """Writes one graph as source code with its namespace."""
 
     def __init__(self, graph_module: fx.GraphModule) -> None:
         self.graph_module = graph_module
@@ -99,7 +99,7 @@ class _Writer:
         placeholders = [self.names[n] for n in self.nodes if n.op == "placeholder"]
         lines = [f"def run({', '.join(placeholders)}):"]
         attributes = {n for n in self.nodes if n.op == "get_attr" and n.users}
-        # First, so that a parameter that is gone is told before anything is written.
+        # First, so that a missing parameter raises an error before any write.
         lines += [f"    {self.names[n]} = {self._attribute(n.target)}" for n in self.nodes if n in attributes]
         for node in self.nodes:
             if node.op == "output":
@@ -152,7 +152,7 @@ class _Writer:
         return self._bind(value)
 
     def _bind(self, value: Any) -> str:
-        """Returns a name for an object that has no text."""
+        """Returns a name for an object that has no source text."""
         if id(value) not in self.ids:
             self.ids[id(value)] = f"g{len(self.ids)}"
             self.bound[self.ids[id(value)]] = value

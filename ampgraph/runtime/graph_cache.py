@@ -1,4 +1,4 @@
-"""`GraphCache`: the captured graphs of a model, which one fits a call, and how one is made."""
+"""`GraphCache`: holds the captured graphs of a model, finds one for a call, and captures new ones."""
 
 from __future__ import annotations
 
@@ -35,23 +35,23 @@ log = logging.getLogger("ampgraph")
 
 MANY_CAPTURES = 8
 
-# The training mode of every module, by which a model may run other code.
+# The training mode of every module; a model may run other code in another mode.
 Flags = tuple[bool, ...]
 
 
 class GraphCache:
-    """What `AmpModule` runs: one `CapturedGraph` for each training mode, kind and sizes of arguments.
+    """The graphs of an `AmpModule`: one `CapturedGraph` for each training mode, kind and sizes of arguments.
 
     Args:
         source: The model.
-        options: How it is captured.
+        options: The conversion options.
         scaler: Its loss scaler.
         stored: Its parameters that are stored low.
 
     Attributes:
         shadows: Low copies of its parameters, at levels that have them.
-        lock: Keeps calls and captures apart.
-        watch: Follows what is captured just in time.
+        lock: Separates calls from captures.
+        watch: Tracks the coverage of just-in-time captures.
     """
 
     def __init__(self, source: nn.Module, options: Options, scaler: LossScaler, stored: LowStorage) -> None:
@@ -70,7 +70,7 @@ class GraphCache:
         self._classes.settle()
 
     def __iter__(self) -> Iterator[CapturedGraph]:
-        """All so far; with graph breaks, one call runs several."""
+        """Yields all graphs so far; with graph breaks, one call runs several."""
         return (captured for graphs in list(self._graphs.values()) for captured in graphs)
 
     def __bool__(self) -> bool:
@@ -84,7 +84,7 @@ class GraphCache:
 
     @property
     def current(self) -> CapturedGraph:
-        """What ran or was captured last, of the current training mode if there is one.
+        """The graph that ran or was captured last, preferably in the current training mode.
 
         Raises:
             NoGraphError: Nothing is captured yet.
@@ -106,17 +106,17 @@ class GraphCache:
         if (captured := self._known(args, kwargs, signature, flags)) is not None:
             return captured
         with self.lock.alone():
-            # Another thread may have captured the same while this one waited.
+            # Another thread may have captured the graph while this one waited.
             # One of another model replaces functions of torch for as long as it lasts.
             with capture_lock:
                 known = self._known(args, kwargs, signature, flags)
             return known or self._capture(args, kwargs, signature, flags)
 
     def find_known(self, args: tuple, kwargs: dict[str, Any]) -> CapturedGraph:
-        """Returns the graph for a call inside a ``torch.func`` transform, where nothing is captured.
+        """Returns the graph for a call inside a ``torch.func`` transform, where no capture is possible.
 
         Raises:
-            CaptureError: There is none.
+            CaptureError: No graph fits.
         """
         if self._options.just_in_time:
             raise CaptureError(
@@ -140,7 +140,7 @@ class GraphCache:
         timing: Timing,
         inputs: Sequence[Any] = (),
     ) -> None:
-        """Notes a graph that was captured just in time, and which parameters are among its inputs."""
+        """Records a graph that was captured just in time, and the parameters among its inputs."""
         self.watch.add(inputs)
         self._scaler.move(device_of(self._source))  # it may have been converted without values
         type(graph_module).__name__ = self._name  # every graph module has its own class
@@ -206,7 +206,7 @@ class GraphCache:
     def _export(
         self, args: tuple, kwargs: dict, signature: Signature, graphs: list[CapturedGraph]
     ) -> tuple[ExportedProgram, Reads]:
-        """Captures; in the caller's grad mode if forward asks for it."""
+        """Captures; in the caller's grad mode if forward reads it."""
         reads = Reads(self._source)
         program = self._export_in(args, kwargs, signature, graphs, reads, gradients=True)
         if reads.asks_for_gradients and not torch.is_grad_enabled():
@@ -224,12 +224,12 @@ class GraphCache:
     ) -> ExportedProgram:
         dynamic_shapes = self._options.dynamic_shapes
         if dynamic_shapes is not None:
-            # Only the first is what the user asked for, unless sizes were not what changed.
+            # The user's dynamic_shapes apply to the first capture, or if the sizes did not change.
             is_other_size = graphs and not any(fits(v.shapes, signature.shapes) for v in graphs)
             given = None if is_other_size else dynamic_shapes
             return capture_program(self._source, args, kwargs, given, reads, gradients)
         if graphs:
-            args, kwargs = distinct(args, kwargs)  # sizes are noted by tensor object
+            args, kwargs = distinct(args, kwargs)  # sizes are stored by tensor object
             dims = changed_dims(signature.shapes, [v.seen for v in graphs])
             try:
                 shapes = _dynamic(args, kwargs, dims)
@@ -263,7 +263,7 @@ class GraphCache:
         )
 
     def _store_low(self, captured: CapturedGraph) -> None:
-        """Gives up the float32 memory of parameters; at the first capture, in evaluation mode, only."""
+        """Frees the float32 memory of parameters, only at the first capture and in evaluation mode."""
         is_first = not self._graphs and not self._source.training
         freed = self._stored.add(captured.graph_module) if is_first else []
         captured.plan = self._stored.read(captured.graph_module, captured.plan)
@@ -271,7 +271,7 @@ class GraphCache:
             parameter.data = parameter.data.to(self._options.low_dtype)
 
     def _warn_about(self, reads: Reads) -> None:
-        """Tells once which state forward carries from call to call: a graph does not."""
+        """Warns once about state that forward carries from call to call and a graph does not."""
         paths = reads.paths()
         found = [*(paths[key] for key in reads.lost), *(place.path for place in reads.code.changed())]
         lost = [path for path in found if path not in self._told]

@@ -1,4 +1,4 @@
-"""`Layouts`: how the tensors that a call reads lie in memory, for models whose code asks for that."""
+"""`Layouts`: the memory layout of the tensors that a call reads, for models whose code reads strides."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Layouts:
         source: The model.
         args: The positional arguments of the capture.
         kwargs: Its keyword arguments.
-        with_offsets: Whether it matters, too, where in its memory a tensor begins.
+        with_offsets: Whether the storage offset of a tensor also matters.
     """
 
     def __init__(
@@ -30,7 +30,7 @@ class Layouts:
         self._offsets = self._offsets_of(args, kwargs)
 
     def fits(self, args: tuple, kwargs: dict[str, Any]) -> bool:
-        """Whether all lie as they did, for their sizes now."""
+        """Whether all layouts are as at capture, for the present sizes."""
         layouts = [_layout(t) for t in self._tensors(args, kwargs)]
         return layouts == self._seen and self._offsets == self._offsets_of(args, kwargs)
 
@@ -44,7 +44,7 @@ class Layouts:
 
 
 def _layout(tensor: torch.Tensor) -> object:
-    """Returns the memory format, which says the strides for any sizes, or the strides themselves."""
+    """Returns the memory format, which gives the strides for any sizes, or the strides."""
     if tensor.layout != torch.strided:
         return tensor.layout
     strides = tensor.stride()
@@ -57,7 +57,7 @@ def _layout(tensor: torch.Tensor) -> object:
 
 
 def _dense(shape: torch.Size, order: Iterable[int]) -> tuple[int, ...]:
-    """Returns the strides of a tensor without gaps whose dimensions lie in the given order."""
+    """Returns the strides of a tensor without gaps, for a given order of dimensions."""
     strides, step = [1] * len(shape), 1
     for dim in reversed(list(order)):
         strides[dim] = step

@@ -1,4 +1,4 @@
-"""`LowStorage`: level O3's parameters, whose float32 memory is given up once nothing reads it."""
+"""`LowStorage`: the parameters of level O3; their float32 memory is freed when no graph reads it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class LowStorage:
     Args:
         model: The model.
         low_dtype: The dtype they are stored in.
-        names: Paths of parameters that are stored so already (of a copied or unpickled model).
+        names: Paths of parameters that are already stored low (of a copied or unpickled model).
     """
 
     def __init__(self, model: nn.Module, low_dtype: torch.dtype, names: Iterable[str] = ()):
@@ -37,7 +37,7 @@ class LowStorage:
 
     @contextlib.contextmanager
     def as_float32(self) -> Iterator[None]:
-        """Gives the parameters float32 values while the model, which knows nothing of this, is captured."""
+        """Gives the parameters float32 values during a capture of the model."""
         stored = {key: parameter.data for key, parameter in self._parameters.items()}
         try:
             for parameter in self._parameters.values():
@@ -48,13 +48,13 @@ class LowStorage:
                 self._parameters[key].data = data
 
     def add(self, graph_module: fx.GraphModule) -> list[nn.Parameter]:
-        """Returns the float32 parameters that a graph reads low alone, and counts them as stored."""
+        """Returns the float32 parameters that a graph reads only low, and records them as stored."""
         values = [v for v in read_low_alone(graph_module) if v.dtype == torch.float32 and v not in self]
         self._parameters |= {id(value): value for value in values}
         return values
 
     def read(self, graph_module: fx.GraphModule, plan: Plan) -> Plan:
-        """Makes a graph read the stored parameters as they are; returns the plan without their casts."""
+        """Makes a graph read the stored parameters directly; returns the plan without their casts."""
         return read_stored(graph_module, plan, self._parameters.values())
 
 

@@ -1,4 +1,4 @@
-"""What runs a rewritten graph, and the graphs that AOTAutograd makes of it on the way."""
+"""Compiles a rewritten graph for a backend and keeps the graphs of AOTAutograd."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ class AotGraphs:
     graphs: dict[str, fx.GraphModule] = field(default_factory=dict)
 
     def keep(self, kind: str, graph_module: fx.GraphModule) -> None:
-        """Keeps a graph, its loss-scaling nodes marked with what they do."""
+        """Stores a graph and marks the role of its loss-scaling nodes."""
         for node in graph_module.graph.nodes:
             if node.op == "call_function" and (role := role_of(node)):
                 set_mark(node, BoundaryMark(role))
         self.graphs[kind] = graph_module
 
     def get(self, kind: str, backend: str | Callable) -> fx.GraphModule:
-        """Returns the graph of that kind; the inference graph where there is no forward to train with.
+        """Returns the graph of that kind; the inference graph if there is no training forward.
 
         Raises:
-            NoGraphError: The backend keeps none, or the model did not run yet.
+            NoGraphError: The backend keeps no graphs, or the model has not run yet.
         """
         found = self.graphs.get(kind) or (self.graphs.get("inference") if kind == "forward" else None)
         if found is not None:
@@ -52,7 +52,7 @@ def backend_for(backend: str | Callable, graphs: AotGraphs) -> str | Callable:
 class _Call(nn.Module):
     """Calls a graph module, which Dynamo then inlines.
 
-    Compiled itself, and with ``fullgraph``, it fails inside a checkpoint that is not reentrant (torch 2.13).
+    Compiling the graph module directly with ``fullgraph`` fails in a non-reentrant checkpoint (torch 2.13).
     """
 
     def __init__(self, graph_module: fx.GraphModule) -> None:
@@ -69,7 +69,7 @@ def compiled(
     """Compiles a graph for a backend; ``"eager"`` runs it op by op.
 
     Raises:
-        AmpGraphError: The backend or its mode is not known to ``torch.compile``.
+        AmpGraphError: ``torch.compile`` does not know the backend or its mode.
     """
     if backend == "eager":
         return EagerProgram(graph_module) if is_writable(graph_module) else graph_module

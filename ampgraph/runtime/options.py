@@ -1,4 +1,4 @@
-"""`Options`: how a converted model captures and runs, besides its policy."""
+"""`Options`: the settings of a converted model: policy, backend and capture."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ AUTO, AHEAD_OF_TIME, JUST_IN_TIME = CAPTURES = ("auto", "ahead of time", "just i
 
 @dataclass(frozen=True)
 class Options:
-    """What `ampgraph.convert` was asked for, checked and filled in.
+    """The checked and completed arguments of `ampgraph.convert`.
 
     Attributes:
-        policy: The policy, its dtype filled in.
+        policy: The policy, with its dtype filled in.
         low_dtype: That dtype, float16 or bfloat16.
         backend: A name or function that ``torch.compile`` takes; ``"eager"`` runs the graph as it is.
         mode: The backend's mode.
         dynamic_shapes: As for ``torch.export.export``; ahead of time only.
         capture: One of `CAPTURES`. Auto becomes just in time at the first call that needs it.
-        block: The path in the whole model of what is converted, for `convert_blocks`; else ``""``.
+        block: The path of the converted block in the whole model, for `convert_blocks`; else ``""``.
     """
 
     policy: Policy
@@ -42,15 +42,15 @@ class Options:
 
     @property
     def just_in_time(self) -> bool:
-        """Whether Dynamo captures, at each first call."""
+        """Whether Dynamo captures the model at its calls."""
         return self.capture == JUST_IN_TIME
 
 
 def check_capture(capture: object) -> None:
-    """Raises for what is no way to capture.
+    """Raises an error for an unknown way to capture.
 
     Raises:
-        PolicyError: Names the legal ones.
+        PolicyError: The message names the legal ones.
     """
     if capture not in CAPTURES:
         legal = ", ".join(map(repr, CAPTURES))

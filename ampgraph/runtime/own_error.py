@@ -1,4 +1,4 @@
-"""`own_error`: what a model itself raises for the arguments that a capture failed on."""
+"""`own_error`: the error that the model itself raises for arguments on which a capture failed."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from torch.utils._pytree import tree_map_only
 
 
 def own_error(source: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Exception | None:
-    """Runs the source once and returns what it raises, or None; buffers and random numbers stay as they were.
+    """Runs the source once and returns its error or None; restores buffers and random state.
 
-    A bad shape, for instance: the user's own line and the op's own message say more than a capture can.
+    For a bad shape, for example, the error at the user's line says more than an error of the capture.
     """
     args, kwargs = tree_map_only(Tensor, _copied, (args, kwargs))
     try:

@@ -1,4 +1,4 @@
-"""`PythonState`: the Python values that a captured forward read, and whether they are still the same."""
+"""`PythonState`: the Python values that a captured forward read, compared at each call."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class PythonState:
         )
 
     def fits(self, args: tuple, kwargs: dict[str, Any]) -> bool:
-        """Whether forward would still read the same. Runs at every call."""
+        """Whether forward would read the same values. Runs at every call."""
         if torch.compiler.is_dynamo_compiling():  # strict export cannot trace the comparison
             return True
         if not self._attributes.are_same():

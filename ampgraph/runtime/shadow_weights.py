@@ -1,7 +1,7 @@
 """`ShadowWeights`: low-precision copies of float32 parameters, refreshed once per update.
 
-The optimizer, checkpoints, clipping and averaging see float32 parameters alone; a graph reads the copies
-instead of casting the same parameters in every forward.
+The optimizer, checkpoints, clipping and averaging use the float32 parameters (master weights). A graph reads
+the copies instead of casting the same parameters in every forward.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from .._compat import keep_versions
 
 _all_shadows: weakref.WeakSet[ShadowWeights] = weakref.WeakSet()
-# Nobody reads a copy that another thread is about to refresh. One for all: models must stay copyable.
+# Keeps threads from reading a copy during a refresh. One lock for all models, which must stay copyable.
 _lock = threading.RLock()
 
 
 class _Shadow:
-    """One parameter's copy, and what the parameter looked like when it was made."""
+    """One parameter's copy, and the state of the parameter when the copy was made."""
 
     __slots__ = ("address", "master", "name", "version")
 
@@ -72,9 +72,9 @@ class ShadowWeights(nn.Module):
     __hash__ = object.__hash__
 
     def accepts(self, value: object) -> bool:
-        """Whether a value is a plain float32 parameter whose updates can be seen.
+        """Whether a value is a plain float32 parameter whose updates can be detected.
 
-        Not those that came after the conversion: ``fully_shard`` gathers such ones anew for each forward.
+        Parameters added after the conversion do not count: ``fully_shard`` gathers new ones for each forward.
         """
         return (
             isinstance(value, nn.Parameter)
@@ -85,14 +85,14 @@ class ShadowWeights(nn.Module):
         )
 
     def are_in_place(self) -> bool:
-        """Whether the model's parameters and submodules are those it was converted with.
+        """Whether the model has the parameters and submodules that it had at conversion.
 
-        ``torch.func.functional_call`` puts others there for one call, and ``fully_shard`` for every one.
+        ``torch.func.functional_call`` replaces them for one call, and ``fully_shard`` for every call.
         """
         return all(id(places.get(name)) == known for places, name, known in self._places)
 
     def name_of(self, master: Tensor) -> str:
-        """Returns the attribute that holds the shadow of a parameter, made now if there is none."""
+        """Returns the attribute that holds the shadow of a parameter; creates the shadow if needed."""
         with _lock:
             shadow = self._shadows.get(id(master))
             if shadow is None or shadow.master() is not master:
@@ -126,11 +126,11 @@ class ShadowWeights(nn.Module):
         return stale
 
     def mark_stale(self, parameters: set[int]) -> None:
-        """Notes that the parameters with these ids were updated."""
+        """Records that the parameters with these ids were updated."""
         self._all_stale = self._all_stale or not parameters.isdisjoint(self._shadows)
 
     def _copy(self, stale: list[tuple[_Shadow, Tensor]]) -> None:
-        # Under inference mode a copy would be one that no backward may save.
+        # A copy made under inference mode could not be saved for a backward.
         with torch.inference_mode(False), torch.no_grad():
             for shadow, master in stale:
                 old = getattr(self, shadow.name, None)
@@ -138,8 +138,8 @@ class ShadowWeights(nn.Module):
                     new = torch.empty_like(master, dtype=self._low_dtype, requires_grad=False)
                     object.__setattr__(self, shadow.name, new)
             copies = [getattr(self, shadow.name) for shadow, _ in stale]
-            # As for the parameters themselves: a backward may not come after an update that autograd has
-            # seen, and may after one that it has not.
+            # The same rule as for parameters: a backward may not follow an update that autograd has
+            # seen, but may follow one that it has not seen.
             unseen = [c for c, (s, m) in zip(copies, stale, strict=True) if m._version == s.version]
             with keep_versions(unseen) if unseen else contextlib.nullcontext():
                 torch._foreach_copy_(copies, [master for _, master in stale])
@@ -158,5 +158,5 @@ def _after_step(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
 
 @functools.cache
 def _watch_optimizers() -> None:
-    """Lets every optimizer of the process tell of its steps; not before there is a shadow to refresh."""
+    """Hooks the steps of every optimizer of the process, when the first shadow is created."""
     register_optimizer_step_post_hook(_after_step)

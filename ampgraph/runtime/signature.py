@@ -1,4 +1,4 @@
-"""What a call's arguments look like: which captured graph they fit, and which dimensions changed."""
+"""The signature of a call: the captured graph that it fits, and the dimensions that changed."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def changed_dims(
 ) -> list[set[int]]:
     """Returns, for each tensor, the dimensions whose size differs from one of the earlier calls'.
 
-    Left out are those of size 0 or 1 now, which a capture takes as they are.
+    Dimensions whose size is now 0 or 1 are excluded, because a capture keeps these sizes static.
     """
     return [
         {d for other in others for d, size in enumerate(shape) if size > 1 and other[i][d] != size}

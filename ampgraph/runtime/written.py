@@ -1,4 +1,4 @@
-"""`Writes`: which arguments may share memory, for a graph that writes to its arguments or to a buffer."""
+"""`Writes`: checks which arguments share memory, for a graph that writes to arguments or buffers."""
 
 from __future__ import annotations
 
@@ -12,16 +12,15 @@ from torch.utils._pytree import tree_leaves
 from .._compat import storage_key
 from ..passes.analysis.alias import written_memory
 
-# For each tensor, the position of the first that shares its memory.
+# For each tensor, the position of the first tensor that shares its memory.
 Sharing = tuple[int, ...]
 
 
 class Writes:
-    """What a graph needs to know of the memory of a call's arguments.
+    """The requirements of a graph on shared memory among a call's arguments.
 
-    A graph that writes nothing is right whoever shares memory. One that writes was captured for arguments
-    that share memory in one way; a value that it holds under another dtype would miss a write through another
-    argument.
+    A graph without writes is correct for any sharing. A graph with writes is correct only for the sharing at
+    its capture: a value that it holds in another dtype would miss a write through another argument.
 
     Args:
         graph_module: The graph.
@@ -39,7 +38,7 @@ class Writes:
         self._captured = self._sharing(args, kwargs)
 
     def allows(self, args: tuple, kwargs: dict[str, Any]) -> bool:
-        """Whether the graph is right for these arguments: they share no memory, or as at its capture."""
+        """Whether these arguments share no memory, or share memory as at the capture."""
         sharing = self._sharing(args, kwargs)
         return sharing == self._captured or len(set(sharing)) == len(sharing)
 
@@ -60,9 +59,9 @@ def _memory(tensor: torch.Tensor) -> object:
 
 
 def writes_of(graph_module: fx.GraphModule, args: tuple, kwargs: dict[str, Any]) -> Writes | None:
-    """Returns what a graph, captured for these arguments, writes that the caller sees; None for nothing.
+    """Returns the caller's memory that a graph writes, captured for these arguments; None if it writes none.
 
-    Counters are left out: no plan casts an integer, so nothing holds an older value of it.
+    Integer counters are excluded: no plan casts an integer, so no cast holds an older value.
     """
     written = written_memory(graph_module.graph)
     seen = [n for n in written if n.op in ("placeholder", "get_attr") and _is_floating(n)]

@@ -1,7 +1,7 @@
-"""What the boundaries of one model have checked in the backward that runs now.
+"""The gradients that the boundaries of one model have checked in the current backward.
 
-A gradient that autograd takes over as it is has the storage of the one that left the boundary; a sum, a
-copy and what a hook makes have another storage or a later version.
+If autograd stores a gradient unchanged, the gradient has the storage that left the boundary. A sum, a copy
+or the result of a hook has another storage or a later version.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class CheckedGradients:
         self._last: tuple[int | None, dict[int, Content | None]] = (None, {})
 
     def note(self, slots: Iterable[int], gradients: Iterable[Tensor]) -> None:
-        """Notes gradients that leave a boundary now."""
+        """Records gradients that leave a boundary now."""
         backward = current_backward()
         if backward is None:
             return
@@ -38,16 +38,16 @@ class CheckedGradients:
         found.update((slot, Content(g) if has_content(g) else None) for slot, g in pairs)
 
     def take(self) -> dict[int, Content | None]:
-        """Returns what left in the backward that runs now."""
+        """Returns the gradients that left boundaries in the current backward."""
         (backward, found), self._last = self._last, (None, {})
         return found if backward is not None and backward == current_backward() else {}
 
     def follow(self, outputs: Any, probe: Tensor, slot_of: Callable[[Tensor], int | None]) -> None:
-        """Notes what a compiled graph's backward returns; its boundary runs no Python that could.
+        """Records the gradients that a compiled graph's backward returns; its boundary runs no Python.
 
         Args:
-            outputs: What the graph has returned.
-            probe: What its boundary reports to.
+            outputs: The outputs of the graph.
+            probe: The probe that its boundary reports to.
             slot_of: Returns a parameter's slot.
         """
         if torch.compiler.is_compiling():

@@ -1,4 +1,4 @@
-"""Training on several ranks: which of them must agree on a step, and what each holds of a tensor."""
+"""Training on several ranks: the ranks that must skip a step together, and the local part of a tensor."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def is_distributed() -> bool:
-    """Whether this process has peers."""
+    """Whether this process belongs to a group of several ranks."""
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
@@ -42,7 +42,7 @@ def is_spread(tensor: Tensor) -> bool:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Returns what this rank holds of a tensor; no communication."""
+    """Returns this rank's part of a tensor, without communication."""
     return tensor.to_local() if is_spread(tensor) else tensor  # type: ignore[attr-defined]
 
 
@@ -50,8 +50,8 @@ def join(flags: Tensor, groups: Sequence[ProcessGroup] | None) -> Tensor:
     """Returns the flags of all ranks, so that all skip the same steps.
 
     Args:
-        flags: Positive where this rank found something.
-        groups: The groups to join over, one after the other; None for the default group.
+        flags: Positive for each overflow that this rank found.
+        groups: The groups to all-reduce over, one after the other; None for the default group.
     """
     if not is_distributed():
         return flags
@@ -62,10 +62,10 @@ def join(flags: Tensor, groups: Sequence[ProcessGroup] | None) -> Tensor:
 
 
 def check_wrappers(model: nn.Module, just_in_time: bool) -> None:
-    """Raises for a model that a wrapper hides from capture.
+    """Raises an error for a model that a wrapper hides from capture.
 
     Raises:
-        CaptureError: The model is wrapped or sharded; the message says what to do instead.
+        CaptureError: The model is wrapped or sharded; the message gives the right call.
     """
     if isinstance(model, DistributedDataParallel):
         raise CaptureError(
@@ -78,7 +78,7 @@ def check_wrappers(model: nn.Module, just_in_time: bool) -> None:
 
 
 def sharded_error(model: nn.Module) -> CaptureError | None:
-    """Returns the error that says why a graph of the whole model failed, if its parameters are sharded."""
+    """Returns the error for a graph of a whole model with sharded parameters; None for other models."""
     if any(is_spread(p) for p in model.parameters()):
         return CaptureError(f"{type(model).__name__}: {_SHARDED}")
     return None

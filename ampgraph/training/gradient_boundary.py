@@ -2,16 +2,16 @@
 
 A parameter with a low copy (`ampgraph.runtime.shadow_weights`) is read through the boundary too.
 
-Both are plain ``autograd.Function`` calls that stand as nodes in the graph, so the same arithmetic runs
-in eager and is traced by AOTAutograd into the backward graph of every backend: ``tangent * scale`` at
-each output, ``gradient * inverse`` and a finite check at each parameter and differentiable input.
+Both are plain ``autograd.Function`` calls and nodes of the graph. Eager mode runs them, and AOTAutograd
+traces the same arithmetic into the backward graph of every backend: ``tangent * scale`` at each output,
+``gradient * inverse`` and a finite check at each parameter and differentiable input.
 
-What is not finite travels as the gradient of the *probe*, a vector with one element per parameter (and one
-for the inputs): autograd itself adds it up over micro-batches, sub-graphs and repeated uses, without
-any write that a compiler or the version counter could object to. `training.scaler.LossScaler` reads it.
+The gradient of the *probe* carries the result of the finite checks. The probe is a vector with one element
+per parameter and one for the inputs. Autograd adds the flags over micro-batches, sub-graphs and repeated
+uses, without a write in place. `training.scaler.LossScaler` reads them.
 
-The scale is read in the forward and never written in place, so a backward always multiplies and divides
-by the same number, whatever happens to the scaler in between.
+The forward reads the scale, and no code writes the scale in place. So a backward always multiplies and
+divides by the same number, even if the scaler has changed the scale since.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class UnscaleGradients(Function):
     """Identity whose backward multiplies by 1/scale and reports non-finite gradients to the probe.
 
     Args of ``forward``: the probe, 1/scale, the slot of each tensor in the probe, the tensors. The slots
-    ascend, and come as text: Dynamo makes integers dynamic that differ from one call to the next.
+    ascend and are text, because Dynamo makes integers dynamic if they differ between calls.
     """
 
     @staticmethod
@@ -72,7 +72,7 @@ class UnscaleGradients(Function):
         slots = [int(s) for s, g in zip(ctx.slots.split(), grads, strict=True) if g is not None]
         results = iter(true)
         flags = None
-        # A batch of gradients goes to torch.autograd.grad alone, which adds nothing up in the probe.
+        # Only torch.autograd.grad takes batches of gradients, and it does not add to the probe.
         if not _is_batched(given):
             flags = non_finite(true, slots, ctx.size)
             if ctx.checked is not None:
@@ -81,10 +81,10 @@ class UnscaleGradients(Function):
 
 
 class _Times(Function):
-    """Multiplies by a factor, and passes its own gradients on as they are.
+    """Multiplies by a factor and passes gradients on unchanged.
 
-    For second derivatives: what flows back through a backward crosses the boundary once more, and is scaled
-    and unscaled there. To count the factor here again would leave it 1/scale too small.
+    Second derivatives cross the boundary again and are scaled and unscaled there. If this op applied the
+    factor to its gradient too, the result would be 1/scale too small.
     """
 
     @staticmethod
@@ -97,18 +97,18 @@ class _Times(Function):
         return None, *grads
 
 
-# What the backward graph computes here is told apart by these functions' names: see `role_of`.
+# `role_of` recognises the nodes of the backward graph by the names of these functions.
 
 
 def scaled(grad: Tensor, scale: Tensor) -> Tensor:
-    """Returns a gradient on its way in."""
+    """Returns a gradient that enters the graph, scaled."""
     if _counts_once():
         return _Times.apply(scale, grad)[0]
     return (grad * scale).to(grad.dtype)
 
 
 def unscaled(grads: list[Tensor], inverse: Tensor) -> Sequence[Tensor]:
-    """Returns gradients on their way out."""
+    """Returns gradients that leave the graph, unscaled."""
     if _counts_once():
         return _Times.apply(inverse, *grads)
     if any(g.is_sparse for g in grads) or _is_batched(grads):  # AOTAutograd or vmap have no such kernel
@@ -172,7 +172,7 @@ def role_of(node: torch.fx.Node) -> str | None:
     role = next((ROLES[name] for name in calls if name in ROLES), None)
     if role != "unscale":
         return role
-    # Where the trace is the forward node's, it is the same for all that its backward computes.
+    # A trace of the forward node is the same for all nodes of its backward.
     product = node.all_input_nodes[0] if node.target is operator.getitem else node
     return role if product.target is torch.ops.aten._foreach_mul.Tensor else ROLES[non_finite.__name__]
 

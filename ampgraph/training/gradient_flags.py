@@ -1,11 +1,11 @@
-"""Which gradients are not finite: the truth is ``.grad``, the boundary's flags save reading it once more.
+"""Finds the gradients that are not finite. Flags of the boundary avoid reading ``.grad`` again.
 
-A boundary checks the gradients that leave it, and autograd puts them into ``.grad``. When a backward ends,
-each gradient that still is what left a boundary in it, by storage and version, is marked with its flags. So
-flags live as long as their gradients: ``zero_grad`` or an assignment ends them. A gradient without a mark
-(hand-made, of no boundary, reduced between processes) is read itself. One that was changed in place since is
-read too, and its flags stay: a clip by value makes infinity finite. The end of a later backward reads changed
-gradients and marks them again, since they were zeroed or added to.
+A boundary checks the gradients that leave it, and autograd stores them in ``.grad``. When a backward ends,
+each ``.grad`` with the storage and version that left a boundary is marked with the flags of that backward.
+The flags live as long as the gradient: ``zero_grad`` or an assignment removes them. A gradient without a
+mark (set by hand, from outside a boundary, reduced between processes) is read. A gradient that was changed
+in place is also read, and its flags stay, because a clip by value makes infinity finite. The end of a later
+backward reads changed gradients and marks them again, because they were zeroed or accumulated.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class GradientFlags:
     Args:
         slots: The parameters' slots in the vector of flags.
         state: The tensors that the graphs read; its probe receives their flags.
-        watch: Is told of each backward.
+        watch: Called at each backward.
     """
 
     def __init__(self, slots: ParameterIndex, state: ScaleState, watch: UnscaledStepWarning):
@@ -44,7 +44,7 @@ class GradientFlags:
         self.connect()
 
     def connect(self) -> None:
-        """Asks the state to tell of each backward; weakly, since tensors hold the hook."""
+        """Subscribes to each backward with a weak reference, because tensors hold the hook."""
         this = weakref.ref(self)
 
         def backward_reached_probe(reported: Tensor) -> None:
@@ -56,7 +56,7 @@ class GradientFlags:
         self._state.watch(backward_reached_probe)
 
     def mark(self, flags: Tensor) -> None:
-        """Marks the gradients that are what boundaries have checked in the backward which ends now."""
+        """Marks the gradients that boundaries have checked in the backward that ends now."""
         checked = self._state.checked.take()
         self.untaken.note_backward(flags, self._state.scale, checked)
         if is_distributed():
@@ -78,7 +78,7 @@ class GradientFlags:
     def of(self, parameters: Iterable[Tensor], with_reports: bool = True) -> Tensor | None:
         """Returns a vector, positive in the slots of gradients that are not finite; None without gradients.
 
-        What has no slot counts in the last one.
+        A parameter without a slot counts in the last slot.
 
         Args:
             parameters: The parameters.
@@ -119,7 +119,7 @@ class GradientFlags:
         return vectors
 
     def _mask(self, slots: Sequence[int]) -> Tensor:
-        """Returns 1 in these slots; made once for each optimizer, since a copy to the device waits for it."""
+        """Returns 1 in these slots; computed once for each optimizer, because a copy to the device waits."""
         key = tuple(slots)
         mask = self._masks.get(key)
         if mask is None or mask.device != self._state.scale.device:
@@ -135,7 +135,7 @@ class GradientFlags:
 
 
 def _is_taken_over(parameter: Tensor, gradient: Tensor, content: Content) -> bool:
-    """Whether a gradient is just what left a boundary, and nobody may have written to it since."""
+    """Whether a gradient left a boundary and cannot have changed since."""
     return content.is_of(gradient) and not gradient.requires_grad and not has_hooks(parameter)
 
 
@@ -144,11 +144,11 @@ def _mark(gradient: Tensor, flags: Tensor, slot: int) -> None:
 
 
 def _marked(gradient: Tensor, slot: int | None) -> Tensor | None:
-    """Returns the flags that a gradient was marked with, if it has the same memory and parameter since."""
+    """Returns the flags of a marked gradient if its memory and its parameter are the same."""
     mark = getattr(gradient, MARK, None)
     return None if mark is None or mark[1:3] != (slot, gradient.data_ptr()) else mark[0]
 
 
 def _is_unchanged(gradient: Tensor) -> bool:
-    """Whether nothing was written to a gradient since it was marked."""
+    """Whether a gradient is unchanged since it was marked."""
     return getattr(gradient, MARK)[3] == gradient._version

@@ -1,4 +1,4 @@
-"""Optimizers inside optimizers, and whether one of them runs inside a step that was asked for already."""
+"""Optimizers inside optimizers: finds them, and tells whether a step runs inside a guarded outer step."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _INSIDE, _OUTER = "_amp_inside", "_amp_outer"
 
 
 def nested(optimizer: Optimizer) -> Iterator[Optimizer]:
-    """Yields the optimizer and those that its attributes hold: the base of SAM, Lookahead and the like."""
+    """Yields the optimizer and the optimizers in its attributes, as in SAM and Lookahead."""
     seen: set[int] = set()
     waiting = [optimizer]
     while waiting:
@@ -24,13 +24,13 @@ def nested(optimizer: Optimizer) -> Iterator[Optimizer]:
 
 
 def put_inside(optimizer: Optimizer, outer: Optimizer) -> None:
-    """Notes that steps of an optimizer are steps of the one around it."""
+    """Records that an optimizer belongs to the optimizer around it."""
     if optimizer is not outer:
         setattr(optimizer, _OUTER, weakref.ref(outer))
 
 
 def outermost(optimizer: Optimizer) -> Optimizer:
-    """Returns the optimizer whose steps those of this one are."""
+    """Returns the outermost optimizer around this one."""
     outer = vars(optimizer).get(_OUTER, lambda: None)()
     return optimizer if outer is None else outer
 
@@ -41,7 +41,7 @@ def is_inside(optimizer: Optimizer) -> bool:
 
 
 class Inside:
-    """Lets steps of an optimizer, and of those inside it, happen unasked: the step around them asked."""
+    """Skips the guard for steps inside a step that was already checked."""
 
     def __init__(self, optimizer: Optimizer):
         self._optimizers = [o for o in nested(optimizer) if not is_inside(o)]

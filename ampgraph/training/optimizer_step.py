@@ -1,4 +1,4 @@
-"""The optimizer's step under a loss scale: taken, or left out after an overflow."""
+"""The optimizer's step under a loss scale: run, or skipped after an overflow."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from .step_wrappers import tell_wrapper
 
 
 class Scaler(Protocol):
-    """What a step asks of a loss scaler."""
+    """The interface of a loss scaler that a step uses."""
 
     guard: StepGuard
 
     def skips(self) -> bool:
-        """Whether a step with non-finite gradients is left out."""
+        """Whether a step with non-finite gradients is skipped."""
 
     def update(self) -> None:
         """Ends the round."""
@@ -32,9 +32,9 @@ S = TypeVar("S", bound=Scaler)
 
 
 def stepping(optimizer: Optimizer) -> Optimizer:
-    """Returns the optimizer that is called for real steps only.
+    """Returns the optimizer that is called only for real steps.
 
-    That is what Accelerate's wrapper wraps: the wrapper itself is called after each micro-batch.
+    Accelerate calls its wrapper after each micro-batch and the wrapped optimizer only for real steps.
     """
     is_wrapper = type(optimizer).__name__ == "AcceleratedOptimizer"
     return optimizer.optimizer if is_wrapper else optimizer  # type: ignore[attr-defined]
@@ -46,7 +46,7 @@ def parameters_of(optimizer: Optimizer) -> list[Tensor]:
 
 
 def attached_step(optimizer: Optimizer, scalers_of: Callable[[Optimizer], Sequence[Scaler]]) -> Callable:
-    """Returns a ``step`` for the optimizer that asks its scalers first, and updates them after a round."""
+    """Returns a ``step`` for the optimizer that checks its scalers first and updates them after a round."""
     original = optimizer.step
 
     def step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
@@ -55,7 +55,7 @@ def attached_step(optimizer: Optimizer, scalers_of: Callable[[Optimizer], Sequen
         scalers = scalers_of(self)
         for scaler in scalers:
             if scaler.guard.has_stepped(self):
-                scaler.update()  # another attached optimizer rests: the round ends when this one comes again
+                scaler.update()  # another optimizer did not step: end the round
         result = step_unless_bad(scalers, self, original, *args, **kwargs)
         for scaler in scalers:
             if scaler.guard.is_end_of_round():
@@ -75,12 +75,12 @@ def step_unless_bad(
     Args:
         scalers: The scalers of the models that the optimizer's parameters belong to.
         optimizer: The optimizer.
-        take: Its own ``step``.
+        take: Its original ``step``.
         args: Arguments of that step, a closure perhaps.
         kwargs: Keyword arguments of that step.
 
     Returns:
-        What ``take`` returned, or None for a skipped step.
+        The result of ``take``, or None for a skipped step.
     """
     for scaler in scalers:
         scaler.guard.begin(optimizer)
@@ -94,7 +94,7 @@ def step_unless_bad(
     return _step_or_undo(scalers, optimizer, take, closure, args, kwargs)
 
 
-# -- gradients that are there ------------------------------------------------------------------------
+# -- existing gradients ------------------------------------------------------------------------
 
 
 def _step_once(
@@ -120,15 +120,15 @@ def _step_once(
 
 
 def _verdicts(scalers: Sequence[S], optimizer: Optimizer) -> list[tuple[S, Verdict]]:
-    """Returns the verdict of each scaler whose share of the parameters has gradients."""
+    """Returns the verdict of each scaler whose parameters have gradients."""
     found = [(scaler, scaler.guard.verdict(optimizer, part)) for scaler, part in shares(scalers, optimizer)]
     return [(scaler, verdict) for scaler, verdict in found if verdict is not None]
 
 
 def shares(scalers: Sequence[S], optimizer: Optimizer) -> Iterator[tuple[S, list[Tensor]]]:
-    """Yields the parameters of each scaler's model; those of none go to the first.
+    """Yields the parameters of each scaler's model; parameters of no model go to the first scaler.
 
-    What two models share counts for both: nothing tells whose scale was too high.
+    Parameters that two models share count for both, because either scale may have been too high.
     """
     parameters = parameters_of(optimizer)
     slots = [scaler.guard.slots.of(parameters) for scaler in scalers]
@@ -171,13 +171,13 @@ def _gated(optimizer: Optimizer, found: Tensor, take: Callable, args: tuple, kwa
 
 
 def _calls_its_closure_first_and_once(optimizer: Optimizer) -> bool:
-    """Whether the closure's gradients are all that the step takes: so do torch's own, but for LBFGS."""
+    """Whether the step calls its closure once, before it changes anything: torch's own except LBFGS."""
     is_torchs = getattr(type(optimizer).step, "__module__", "").startswith("torch.optim.")
     return is_torchs and not isinstance(optimizer, LBFGS)
 
 
 def _evaluated(closure: Callable) -> Callable:
-    """Calls the closure now, since its gradients decide on the step; the next call returns the same."""
+    """Calls the closure now, because its gradients decide on the step; the next call returns this result."""
     with torch.enable_grad():
         first = [closure()]
 
@@ -188,11 +188,11 @@ def _evaluated(closure: Callable) -> Callable:
 
 
 class _BadEvaluationError(Exception):
-    """Leaves an optimizer's step at the first evaluation whose gradients are not finite."""
+    """Aborts an optimizer's step at the first evaluation with non-finite gradients."""
 
 
 class _Evaluations:
-    """A closure that judges its gradients at each call."""
+    """A closure that checks its gradients at each call."""
 
     def __init__(self, closure: Callable, scalers: Sequence[Scaler], optimizer: Optimizer):
         self._closure, self._scalers, self._optimizer = closure, scalers, optimizer
@@ -207,7 +207,7 @@ class _Evaluations:
         return result
 
     def judge(self) -> None:
-        """Judges the gradients that are there."""
+        """Checks the existing gradients."""
         verdicts = _verdicts(self._scalers, self._optimizer)
         for scaler, verdict in verdicts:
             scaler.guard.count(verdict)
@@ -227,7 +227,7 @@ def _step_or_undo(
     args: tuple,
     kwargs: dict[str, Any],
 ) -> Any:
-    """Takes a step that may call its closure often and change parameters between; all of it or nothing."""
+    """Runs a step that may call its closure several times; undoes the whole step after an overflow."""
     undo = Undo(optimizer)
     evaluations = _Evaluations(closure, scalers, optimizer)
     result = None
@@ -235,9 +235,9 @@ def _step_or_undo(
         with Inside(optimizer):
             result = take(evaluations, *args, **kwargs)
     except _BadEvaluationError:
-        pass  # told below, also where the optimizer caught it
+        pass  # reported below, even if the optimizer caught it
     if not evaluations.calls:
-        evaluations.judge()  # the step took the gradients that were there; it does not change them
+        evaluations.judge()  # the step used the existing gradients and did not change them
     if not evaluations.is_bad:
         tell_wrapper(optimizer, skipped=False)
         return result

@@ -1,4 +1,4 @@
-"""Which parameters overflowed, at which step and scale; told without making the loop wait."""
+"""The last overflow: parameters, step and scale; recorded without waiting for the device."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Overflow:
     """One step whose gradients were not finite.
 
     Attributes:
-        step: Which step it was, counted from 1, skipped ones included.
+        step: The number of the step, from 1, including skipped steps.
         parameters: The parameters with non-finite gradients, in the order in which the backward met them.
         scale: The loss scale of that step.
     """
@@ -29,7 +29,7 @@ class Overflow:
 
 
 class OverflowLog:
-    """Keeps the last overflow; its flags stay on the device until somebody asks.
+    """Keeps the last overflow; its flags stay on the device until they are read.
 
     Args:
         names: The parameters' names, by slot of the probe.
@@ -41,7 +41,7 @@ class OverflowLog:
         self._last: Overflow | None = None
 
     def note(self, step: int, flags: Tensor, scale: Tensor, found: Tensor) -> None:
-        """Keeps a step's flags if ``found`` is positive."""
+        """Records a step's flags if ``found`` is positive."""
         new = torch.full_like(found, step), flags, scale
         if self._pending is not None:
             new = tuple(torch.where(found > 0, n, old) for n, old in zip(new, self._pending, strict=True))  # type: ignore[assignment]
@@ -68,5 +68,5 @@ class OverflowLog:
         return self._last
 
     def restore(self, last: Overflow | None) -> None:
-        """Takes over the last overflow of another run."""
+        """Restores the last overflow of another run."""
         self._last = last

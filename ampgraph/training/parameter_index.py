@@ -1,4 +1,4 @@
-"""Which element of the probe belongs to which parameter."""
+"""Maps parameters to elements of the probe."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 class ParameterIndex:
     """Slots by parameter name, found by parameter object.
 
-    A wrapper may put other objects in the parameters' places (FSDP2 shards at rest and whole ones during a
-    forward), and so do ``load_state_dict(assign=True)`` and ``torch.func.functional_call``; names stay. None
-    of the objects is kept alive.
+    Some tools replace parameter objects but keep their names: FSDP2 (shards at rest, whole tensors during a
+    forward), ``load_state_dict(assign=True)`` and ``torch.func.functional_call``. The index keeps no
+    parameter alive.
 
     Attributes:
         names: The parameters' names, by slot.
@@ -44,11 +44,11 @@ class ParameterIndex:
         yield from self._by_parameter.items()
 
     def known(self, parameter: Tensor) -> int | None:
-        """Returns the slot of a parameter that was looked up before; None for any other tensor."""
+        """Returns the slot of a parameter from an earlier look-up; None for any other tensor."""
         return self._by_parameter.get(parameter)
 
     def of(self, parameters: Iterable[Tensor]) -> list[int | None]:
-        """Returns the slot of each, None for what is no parameter of the model."""
+        """Returns the slot of each tensor; None for a tensor that is not a parameter of the model."""
         parameters = list(parameters)
         if any(p not in self._by_parameter for p in parameters):
             self._refresh()

@@ -1,4 +1,4 @@
-"""The tensors through which a loss scaler and the graphs that it scales speak to each other."""
+"""The tensors that a loss scaler shares with the graphs that it scales."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from torch import Tensor, nn
 
 from .checked_gradients import CheckedGradients
 
-# The attribute of the probe by which a boundary that runs in Python tells what it has checked.
+# A boundary that runs in Python records its checked gradients in this attribute of the probe.
 CHECKED = "_amp_checked"
 STATE_NAMES = ("amp_scale", "amp_inverse", "amp_probe")
 
 
 class ScaleState(nn.Module):
-    """What graphs read: ``scale``, ``inverse`` (0-dim float32) and ``probe`` (float32, one per parameter).
+    """The inputs of graphs: ``scale``, ``inverse`` (0-dim float32), ``probe`` (float32, one per parameter).
 
     Attributes:
-        flags: What the last backward reported to the probe.
+        flags: The flags that the last backward reported to the probe.
         was_reached: Whether a backward has reported.
-        checked: What boundaries have checked in the backward that runs now.
+        checked: The gradients that boundaries have checked in the current backward.
     """
 
     scale: Tensor
@@ -51,7 +51,7 @@ class ScaleState(nn.Module):
         self.watch(self._tell)
 
     def set(self, scale: Tensor) -> None:
-        """Replaces the scale; the old tensors stay as they are, for backwards still to come."""
+        """Replaces the scale; the old tensors stay unchanged for pending backwards."""
         object.__setattr__(self, "scale", scale)
         object.__setattr__(self, "inverse", scale.reciprocal())
 
@@ -60,7 +60,7 @@ class ScaleState(nn.Module):
         return self.scale, self.inverse, self.probe
 
     def watch(self, tell: Callable[[Tensor], None]) -> None:
-        """Calls ``tell`` with the flags of each backward, when it reaches the probe; none are left there."""
+        """Calls ``tell`` with the flags of each backward that reaches the probe, and clears them."""
         object.__setattr__(self, "_tell", tell)
         if hook := self.__dict__.get("_hook"):
             hook.remove()
@@ -68,7 +68,7 @@ class ScaleState(nn.Module):
         object.__setattr__(self, "_hook", hook)
 
     def note(self, flags: Tensor) -> None:
-        """Keeps what a backward reported."""
+        """Records the flags of a backward."""
         object.__setattr__(self, "flags", flags)
         object.__setattr__(self, "was_reached", True)
 

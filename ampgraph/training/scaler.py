@@ -1,8 +1,8 @@
-"""`LossScaler`: the state of loss scaling, the skipping of bad steps, and who overflowed.
+"""`LossScaler`: holds the loss scale, skips bad steps and records overflows.
 
-The scaling itself is inside the converted graph (`training.gradient_boundary`). The scaler owns the
-numbers that the graph reads. It has the method names of ``torch.amp.GradScaler``, so loops written for
-that run unchanged; `scale` returns its argument.
+The converted graph applies the scale (`training.gradient_boundary`) and reads it from the scaler. The scaler
+has the method names of ``torch.amp.GradScaler``, so loops written for GradScaler run unchanged; `scale`
+returns its argument.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from .unscaled_step_warning import UnscaledStepWarning
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-# A scaler that steps an optimizer over several converted models asks those of the others too.
+# A scaler that steps an optimizer over several converted models also asks the scalers of the other models.
 _all_scalers: weakref.WeakSet[LossScaler] = weakref.WeakSet()
 _numbers = itertools.count()
 
@@ -52,10 +52,10 @@ class LossScaler:
     """Owns the loss scale of one converted model; ``amp.scaler``.
 
     Attributes:
-        config: What the policy asked for.
+        config: The loss scale of the policy.
         state: The tensors that the model's graphs read.
-        guard: What decides of steps.
-        number: How many scalers were made before it. Ranks ask scalers in this order.
+        guard: Decides whether a step is skipped.
+        number: Number of scalers created before. Ranks ask scalers in this order.
     """
 
     _known: weakref.WeakSet[Optimizer]
@@ -79,8 +79,8 @@ class LossScaler:
     def process_groups(self) -> Sequence[ProcessGroup] | None:
         """The ranks that skip a step together.
 
-        None: those of the DistributedDataParallel or FSDP2 around the model, or the default group where
-        neither is seen. Empty: this rank alone.
+        None: the group of the DistributedDataParallel or FSDP2 around the model, or the default group
+        without a wrapper. Empty: only this rank.
         """
         return self.guard.process_groups
 
@@ -95,16 +95,16 @@ class LossScaler:
         return not isinstance(self.config, NoLossScale)
 
     def attach(self, *optimizers: Optimizer) -> LossScaler:
-        """Makes plain ``optimizer.step()`` skip bad steps and update the scale by itself; call it once.
+        """Makes ``optimizer.step()`` skip bad steps and update the scale; call it once.
 
-        A step that calls a closure several times (LBFGS, SAM) is taken as a whole or not at all: parameters
-        and the optimizer's state are copied before it, and put back where an evaluation overflows.
+        A step may call a closure several times (LBFGS, SAM). If one evaluation overflows, the whole step is
+        undone: parameters and the optimizer's state are copied before the step and restored.
 
         Returns:
-            The scaler, so that ``scaler = amp.scaler.attach(optimizer)`` reads well.
+            The scaler, for ``scaler = amp.scaler.attach(optimizer)``.
 
         Raises:
-            PolicyError: Something is not an optimizer.
+            PolicyError: An argument is not an optimizer.
         """
         for optimizer in optimizers:
             if not (hasattr(optimizer, "step") and hasattr(optimizer, "param_groups")):
@@ -131,12 +131,12 @@ class LossScaler:
         return outputs
 
     def unscale_(self, optimizer: Optimizer) -> None:
-        """Judges the gradients as they are now, before they are clipped; they are true already.
+        """Checks the gradients now, before they are clipped. They are already unscaled.
 
-        It is optional: without it `step` judges them as they are then, and reads clipped ones once more.
+        The call is optional: without it, `step` checks the gradients and reads clipped ones again.
 
         Raises:
-            LoopError: It was called for this optimizer since the last update, or ``step`` was.
+            LoopError: ``unscale_`` or ``step`` was already called for this optimizer since the last update.
         """
         if not self.is_enabled():
             return
@@ -151,11 +151,11 @@ class LossScaler:
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Steps the optimizer unless its gradients are not finite.
 
-        No host sync where the optimizer takes ``found_inf`` (``fused=True``), exactly one otherwise (one for
-        each evaluation, where it calls a closure several times).
+        An optimizer that takes ``found_inf`` (``fused=True``) needs no host sync. Other optimizers need one,
+        or one for each evaluation of a closure.
 
         Returns:
-            What ``optimizer.step`` returned, or None for a skipped step.
+            The result of ``optimizer.step``, or None for a skipped step.
 
         Raises:
             LoopError: The optimizer has stepped since the last `update`.
@@ -202,16 +202,16 @@ class LossScaler:
             )
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
-        """Ends a round: grows or backs off the scale, and forgets the found overflow.
+        """Ends a round: grows the scale or backs off, and clears the recorded overflow.
 
-        What `unscale_` found counts, also where the loop left the step out. A round without either or
-        without gradients counts neither as good nor as bad.
+        The result of `unscale_` counts even if the loop skips the step. A round without `unscale_` and
+        `step`, or without gradients, counts as neither good nor bad.
 
         Args:
-            new_scale: The next scale, in place of what the rule says.
+            new_scale: The next scale; replaces the rule's.
 
         Raises:
-            PolicyError: ``new_scale`` is no positive, finite number.
+            PolicyError: ``new_scale`` is not a positive, finite number.
         """
         if not self.is_enabled():
             return
@@ -255,8 +255,8 @@ class LossScaler:
     def get_scale(self) -> float:
         """Returns the current scale; waits for the device.
 
-        No gradient that a loop sees carries it: ``torch.autograd.grad(scaler.scale(loss), ...)`` returns true
-        gradients, and a recipe that divides them by this number (torch's gradient penalty) must not.
+        All gradients outside the graph are unscaled. ``torch.autograd.grad(scaler.scale(loss), ...)`` also
+        returns unscaled gradients, so do not divide them by this number as torch's gradient penalty does.
         """
         self._count_left_out()
         return float(self.state.scale)
@@ -306,12 +306,12 @@ class LossScaler:
         return self._slots.of([parameter])[0] if isinstance(parameter, Tensor) else None
 
     def follow(self, outputs: Any) -> Any:
-        """Returns the outputs of a compiled graph whose backward the scaler has to know of."""
+        """Returns the outputs of a compiled graph and follows their backward."""
         self.state.checked.follow(outputs, self.state.probe, self._slots.known)
         return outputs
 
     def check_loop(self) -> None:
-        """Tells once of each optimizer that steps past an active scaler."""
+        """Warns once about each optimizer that steps without the active scaler."""
         if self.skips():
             self._watch.check()
         self.guard.before_call()
@@ -319,17 +319,17 @@ class LossScaler:
         self.guard.note_call()
 
     def note_wrapper(self) -> None:
-        """Remembers the process group of the wrapper that calls the model now."""
+        """Stores the process group of the wrapper that calls the model now."""
         self.guard.note_wrapper()
 
     def skips(self) -> bool:
-        """Whether a step with non-finite gradients is left out."""
+        """Whether a step with non-finite gradients is skipped."""
         return not isinstance(self.config, StaticLossScale) or self.config.skip_on_overflow
 
     # -- state -----------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns ``torch.amp.GradScaler``'s keys and ours; plain numbers only."""
+        """Returns the keys of ``torch.amp.GradScaler`` and ampgraph's keys; plain numbers only."""
         if not self.is_enabled():
             return {}
         self._count_left_out()
@@ -347,11 +347,11 @@ class LossScaler:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes over a state of ours or of ``torch.amp.GradScaler``; what was found so far is forgotten.
+        """Loads a state of ampgraph or of ``torch.amp.GradScaler`` and clears recorded overflows.
 
         Raises:
-            PolicyError: The state is empty (of a scaler that was not enabled), or a number in it is none
-                that a scale can have. Nothing is changed then.
+            PolicyError: The state is empty (a disabled GradScaler), or a number is not legal for a scale. The
+                scaler does not change.
         """
         if not self.is_enabled():
             return
@@ -399,9 +399,9 @@ def _scalers_of(optimizer: Optimizer) -> list[LossScaler]:
 
 
 def _with_partners(scalers: Sequence[LossScaler], optimizer: Optimizer) -> list[LossScaler]:
-    """Returns the scalers, each once, and those of other converted models with parameters among these.
+    """Returns the scalers, each once, and the scalers of other converted models that own these parameters.
 
-    Whether a model has run does not count: ranks of a mixture of experts would disagree about that.
+    Models that have not run count too, because ranks of a mixture of experts run different models.
     """
     found = list(dict.fromkeys(scalers))
     rest = parameters_of(optimizer)

@@ -1,4 +1,4 @@
-"""What a loss scaler decides of optimizer steps: the verdict on gradients, and when a round is over."""
+"""Decides on optimizer steps for a loss scaler: checks gradients and counts rounds."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 
 
 class Verdict(NamedTuple):
-    """What is known of the gradients that an optimizer is about to take.
+    """The result of a check of the gradients of an optimizer.
 
     Attributes:
-        flags: Positive in the slots of those that are not finite; the last slot is for what has none.
-        found: Whether there is one: 0-dim float32, 1 or 0.
+        flags: Positive in the slots of non-finite gradients; the last slot is for tensors without a slot.
+        found: 1 if a gradient is not finite, else 0; 0-dim float32.
     """
 
     flags: Tensor
@@ -46,16 +46,16 @@ class _Early(NamedTuple):
 
 
 class StepGuard:
-    """Judges gradients for one scaler and counts its rounds.
+    """Checks gradients for one scaler and counts its rounds.
 
-    A round is what ends with an update of the scale: one step of each optimizer, at most.
+    A round ends with an update of the scale. It contains at most one step of each optimizer.
 
     Attributes:
         found: Whether a gradient of this round was not finite, 0-dim float32.
-        has_judged: Whether there was any gradient in this round.
+        has_judged: Whether this round had any gradient.
         steps: Rounds with gradients so far.
         process_groups: See `LossScaler.process_groups`.
-        overflows: Who overflowed.
+        overflows: The recorded overflows.
     """
 
     def __init__(self, slots: ParameterIndex, state: ScaleState, flags: GradientFlags):
@@ -75,14 +75,15 @@ class StepGuard:
         self._unscaled: list[_Early] = []
 
     def __getstate__(self) -> dict[str, object]:
-        # A copy has no optimizers yet, and no peers.
+        # A copy has no optimizers and no peers yet.
         nothing: dict[str, list] = {"_attached": [], "_stepped": [], "_unscaled": []}
         return {**vars(self), **nothing, "process_groups": None, "_wrapper": None}
 
     # -- rounds ----------------------------------------------------------------------------------
 
     def attach(self, optimizer: Optimizer) -> None:
-        """Notes an optimizer whose own ``step`` asks the guard."""
+        """Records an optimizer whose ``step`` asks the guard."""
+
         self._attached.append(weakref.ref(optimizer))
         self.note_optimizer(optimizer)
 
@@ -91,7 +92,7 @@ class StepGuard:
         self._flags.untaken.optimizers.add(optimizer)
 
     def is_attached(self, optimizer: Optimizer) -> bool:
-        """Whether the optimizer's own ``step`` asks the guard."""
+        """Whether the optimizer's ``step`` asks the guard."""
         return any(ref() is outermost(optimizer) for ref in self._attached)
 
     def is_end_of_round(self) -> bool:
@@ -103,7 +104,7 @@ class StepGuard:
         return any(s is outermost(optimizer) for s in self._stepped)
 
     def begin(self, optimizer: Optimizer) -> None:
-        """Notes that an optimizer is about to step."""
+        """Records that an optimizer is about to step."""
         self._stepped.append(outermost(optimizer))
         self._flags.watch.asked()
 
@@ -129,10 +130,10 @@ class StepGuard:
     # -- verdicts --------------------------------------------------------------------------------
 
     def judge_early(self, optimizer: Optimizer, parameters: list[Tensor]) -> None:
-        """Judges gradients as they are now; what is done to them before the step does not count.
+        """Checks gradients now; later changes before the step do not count.
 
         Raises:
-            LoopError: It is too late, or was done already.
+            LoopError: The optimizer has already stepped, or its gradients were already checked.
         """
         if self.has_stepped(optimizer):
             raise LoopError(
@@ -171,31 +172,31 @@ class StepGuard:
         return None if flags is None else Verdict(flags, (flags > 0).any().to(torch.float32))
 
     def count(self, verdict: Verdict) -> None:
-        """Lets a verdict count for the scale."""
+        """Counts a verdict for the scale."""
         self.steps += not self.has_judged
         self.has_judged = True
         self.found = torch.maximum(self.found, verdict.found)
 
     def count_unstepped(self) -> None:
-        """Lets the verdicts of `judge_early` count whose steps the loop left out."""
+        """Counts the verdicts of `judge_early` whose steps the loop skipped."""
         for early in self._unscaled:
             if early.verdict is not None and not self.has_stepped(early.optimizer):
                 self.count(early.verdict)
                 self.note(early.verdict)
 
     def note(self, verdict: Verdict) -> None:
-        """Keeps an overflow for `LossScaler.last_overflow` without waiting for the device."""
+        """Records an overflow for `LossScaler.last_overflow` without waiting for the device."""
         self.overflows.note(self.steps, verdict.flags, self._state.scale, verdict.found)
 
     # -- ranks -----------------------------------------------------------------------------------
 
     def note_wrapper(self) -> None:
-        """Remembers the wrapper that calls the model now."""
+        """Stores the wrapper that calls the model now."""
         if (wrapper := active_wrapper()) is not None:
             self._wrapper = weakref.ref(wrapper)
 
     def share_wrapper(self, others: Iterable[StepGuard]) -> None:
-        """Takes over the wrapper of models that are stepped with this one, which may not have run yet."""
+        """Copies the wrapper of models that step together with this one, which may not have run yet."""
         if self._noted_wrapper() is None:
             self._wrapper = next((o._wrapper for o in others if o._noted_wrapper() is not None), None)
 
@@ -203,9 +204,9 @@ class StepGuard:
         return self._wrapper() if self._wrapper is not None else None
 
     def _is_uneven(self) -> bool:
-        """Whether ranks may have run out of inputs, and so answer DistributedDataParallel alone.
+        """Whether some ranks may have no inputs left and join only DistributedDataParallel's collectives.
 
-        The gradients that it has averaged are the same on all that are left, and so is what they decide.
+        The averaged gradients are equal on all remaining ranks, so these ranks decide the same.
         """
         wrapper = self._noted_wrapper()
         return wrapper is not None and self.process_groups is None and expects_uneven_inputs(wrapper)

@@ -1,4 +1,4 @@
-"""Takes back an optimizer's step: parameters, the optimizer's state, and that of optimizers inside it."""
+"""Undoes an optimizer's step: restores parameters, state, and the state of optimizers inside it."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from .nested_optimizers import nested
 
 
 class Undo:
-    """Keeps what a step may change; called, it puts all of it back.
+    """Copies everything that a step may change; calling the object restores it.
 
-    Tensors are copied, but for those in lists: optimizers append to lists what they do not write later
-    (LBFGS keeps a hundred directions).
+    Tensors in lists are not copied: optimizers append tensors to lists and do not write them later (LBFGS
+    keeps a hundred directions).
     """
 
     def __init__(self, optimizer: Optimizer):
@@ -29,7 +29,7 @@ class Undo:
         self._numbers = [_numbers(o) for o in self._optimizers]
 
     def __call__(self) -> None:
-        """Puts everything back.
+        """Restores everything.
 
         Raises:
             LoopError: The optimizer wrote a tensor that it keeps in a list.

@@ -1,4 +1,4 @@
-"""Tells a library's wrapper around an optimizer whether its step was skipped."""
+"""Reports a skipped step to a library's wrapper around an optimizer."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ _WRAPPER = "_amp_wrapper"
 
 
 def note_wrapper_of(optimizer: Optimizer, wrapper: Optimizer) -> None:
-    """Remembers the wrapper that the loop sees in place of the optimizer."""
+    """Stores the wrapper that the loop uses instead of the optimizer."""
     if wrapper is not optimizer:
         setattr(optimizer, _WRAPPER, weakref.ref(wrapper))
 
 
 def tell_wrapper(optimizer: Optimizer, skipped: bool) -> None:
-    """Sets what ``step_was_skipped`` of Accelerate's wrapper returns; schedulers and Trainers ask it.
+    """Sets ``step_was_skipped`` of Accelerate's wrapper, which schedulers and Trainers read.
 
-    A wrapper made after `attach` is met when it calls a step that is skipped: nothing else knows of the two.
+    A wrapper created after `attach` is found when it calls a skipped step.
     """
     if skipped and (caller := _calling_wrapper(optimizer)) is not None:
         note_wrapper_of(optimizer, caller)

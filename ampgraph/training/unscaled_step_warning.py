@@ -1,4 +1,4 @@
-"""Notices a training loop that does not ask the loss scaler, or that scales the loss once more."""
+"""Warns about a training loop that does not use the loss scaler, or that scales the loss twice."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ _VALUES = 8
 
 
 class UnscaledStepWarning:
-    """Tells once of each optimizer that steps past the scaler, and once of steps by hand.
+    """Warns once about each optimizer that steps without the scaler, and once about steps by hand.
 
-    A hook that torch calls after the step of any optimizer watches those. It looks at an optimizer's
-    parameters once, and again when it gets more. What changes parameters by hand is noticed by their values,
-    at a call of the model: each of the first, then ever fewer.
+    A hook of torch runs after the step of any optimizer. It reads an optimizer's parameters once, and again
+    when the optimizer gets more. A call of the model detects steps by hand from changed values: at each of
+    the first calls, then less and less often.
 
     Args:
-        model: The model; its parameters are looked up each time, since wrappers exchange them.
-        slots: Which parameters are the model's.
+        model: The model; its parameters are looked up each time, because wrappers replace them.
+        slots: The index of the model's parameters.
     """
 
     def __init__(self, model: nn.Module, slots: ParameterIndex):
@@ -46,12 +46,12 @@ class UnscaledStepWarning:
         self._told: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
     def asked(self) -> None:
-        """Notes that the loop asked the scaler."""
+        """Records that the loop asked the scaler."""
         self._was_asked = True
         self._values = None
 
     def check(self) -> None:
-        """Is called before the model runs with gradients."""
+        """Called before the model runs with gradients."""
         if self._hook is None:
             self._start()
         if self._was_asked or self._has_told or not self._saw_backward:
@@ -70,7 +70,7 @@ class UnscaledStepWarning:
         return calls <= _CALLS or (calls <= _LAST_CALL and calls & (calls - 1) == 0)
 
     def note_backward(self) -> None:
-        """Is called during each backward through the model's boundary."""
+        """Called during each backward through the model's boundary."""
         if self._saw_backward:
             return
         self._saw_backward = True
@@ -114,7 +114,7 @@ class UnscaledStepWarning:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         if any(slot is not None for slot in self._slots.of(parameters)):
             return True
-        own = {id(p) for p in self._model.parameters()}  # those that came after the conversion too
+        own = {id(p) for p in self._model.parameters()}  # includes parameters added after the conversion
         return any(id(p) in own for p in parameters)
 
     def _has_changed(self) -> bool:
