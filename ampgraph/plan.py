@@ -17,7 +17,8 @@ class Decision:
     Attributes:
         dtype: The node's floating dtype, or None if no pass may change it (integers, bool, float64 ...).
         by: The rule that decided: ``"source"``, ``"user cast"``, ``"guard"``, ``"rule"``, ``"hazard"``,
-            ``"list"``, ``"range"``, ``"kernel"``, ``"alias"``, ``"what if"``, ``"propagation"`` or ``"placement"``.
+            ``"list"``, ``"range"``, ``"kernel"``, ``"alias"``, ``"what if"``, ``"propagation"``
+            or ``"placement"``.
         reason: One sentence for the user.
         op_class: ``"white"``, ``"black"``, ``"gray"``, ``"clear"`` or None.
         because: Nodes whose dtype is the reason, nearest first.

@@ -1,4 +1,4 @@
-"""What the command line's commands do."""
+"""The commands of the command line."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from .model_spec import ModelSpec, SpecError, build_inputs, parse_input, resolve
 from .parser import UsageError, given, policy_of
 from .terminal import Notes, coloured, encodable, wants_colour
 
-# What the suffix of -o says of the form; None: any form.
+# The form of the report for a suffix of -o; None: any form.
 _FORMS = {"": None, ".txt": None, ".text": None, ".log": None, ".json": "json", ".md": "markdown"}
 _DRAW_KEYWORDS = ("depth", "focus", "highlight", "graph", "plumbing")
 
 
 class Report(Protocol):
-    """What can be written in each form; its ``str()`` is the text."""
+    """A result that can be written in each form; its ``str()`` is the text."""
 
     def to_json(self) -> str:
         """Returns it as JSON."""
@@ -62,7 +62,7 @@ def run_explain(options: argparse.Namespace, notes: Notes) -> None:
 
 
 def _check_rows(options: argparse.Namespace, form: str) -> None:
-    """Refuses options on rows where there is no report with rows to choose from."""
+    """Refuses options that select rows if the report has no rows to select."""
     rows = [name for name, value in (("--top", options.top), ("--all-layers", options.all_layers)) if value]
     other = [name for name in ("why", "diff") if getattr(options, name)]
     if form == "json":
@@ -134,7 +134,7 @@ class _Whole:
 
 
 class _Answers:
-    """Why some nodes are what they are, and what flipping them costs."""
+    """The reasons of some nodes, and the cost of flipping them."""
 
     def __init__(self, explanation: Explanation, names: list[str]) -> None:
         self._answers = {name: explanation.why(name) for name in names}
@@ -158,7 +158,7 @@ class _Answers:
 def _flip(explanation: Explanation, name: str) -> dict[str, Any]:
     try:
         difference = explanation.flip(name)
-    except AmpGraphError as error:  # a cast, a user's cast, an input: the answer is that nothing flips it
+    except AmpGraphError as error:  # a cast, a user's cast or an input cannot flip; the message says so
         return {"text": f"  flipping: {error}", "difference": None}
     changed = f"{len(difference.dtypes)} nodes change dtype"
     return {"text": f"  flipping: {difference.costs()}; {changed}", "difference": difference.to_dict()}
@@ -185,7 +185,7 @@ def _convert(spec: ModelSpec, policy: Policy, inputs: list, train: bool, capture
 
 
 def _reference(name: str) -> Explanation | Policy:
-    """Returns what ``--diff`` names: a policy, or a report that ``explain --json`` wrote."""
+    """Returns the value of ``--diff``: a policy, or a report written by ``explain --json``."""
     if not name.lower().endswith(".json"):
         return Policy.of(name)
     with given(f"--diff {name}"):
@@ -199,7 +199,7 @@ def _form(options: argparse.Namespace) -> str:
     """Returns the form of the report, ``"json"``, ``"markdown"`` or ``"text"``, by option or by suffix.
 
     Raises:
-        UsageError: The suffix is not known, or tells another form than the option.
+        UsageError: The suffix is unknown or contradicts the option.
     """
     asked = "json" if options.json else "markdown" if options.markdown else None
     if options.output is None:

@@ -17,8 +17,8 @@ OK, CONVERSION_ERROR, USAGE_ERROR, INTERRUPTED = 0, 1, 2, 130
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit status.
 
-    What bad input causes ends as one line on standard error; an error that is none of ours, or of the
-    model, is a fault of ampgraph and keeps its traceback.
+    Bad input ends with one line on standard error. An error that neither ampgraph nor the model raises on
+    purpose is a fault of ampgraph and keeps its traceback.
     """
     try:
         options = parser().parse_args(argv)

@@ -1,4 +1,4 @@
-"""Builds the model that a command line names, with random weights; runs nothing that was not named."""
+"""Builds the model that a command line names, with random weights; runs only the named code."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _INPUT = re.compile(
     r"(?:(?P<name>[^\W\d]\w*)=)?(?P<shape>[0-9]{1,19}(?:x[0-9]{1,19}){0,63})(?::(?P<dtype>\w+))?"
 )
 _DTYPES = ("float32", "float16", "bfloat16", "float64", "int64", "int32", "bool")
-# What makes a configuration small, by the names that configurations use for it.
+# Values that make a configuration small, by the names that configurations use.
 _SMALL = {
     **dict.fromkeys(("hidden_size", "d_model", "n_embd", "dim", "embedding_size"), 64),
     **dict.fromkeys(
@@ -39,15 +39,15 @@ _SMALL = {
 
 
 class SpecError(AmpGraphError):
-    """A model or an input was named that does not exist; the message gives the near matches."""
+    """A named model or input does not exist; the message gives near matches."""
 
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """A model and, where its maker gave them, example inputs.
+    """A model, with example inputs if its factory returned them.
 
     Attributes:
-        name: What the user wrote.
+        name: The user's text.
         model: The model.
         args: Example positional arguments, or None.
         kwargs: Example keyword arguments.
@@ -73,7 +73,7 @@ def parse_input(text: str) -> InputSpec:
     """Reads one ``--input``.
 
     Raises:
-        SpecError: It has another form, or names an unknown dtype.
+        SpecError: The text has another form, or names an unknown dtype.
     """
     match = _INPUT.fullmatch(text)
     if match is None:
@@ -172,7 +172,7 @@ def _transformers(spec: str, name: str) -> ModelSpec:
 
 
 def _small(config: Any) -> Any:
-    """Makes a configuration small, so that a model of billions of parameters can be looked at anywhere."""
+    """Makes a configuration small, so that any machine can run a model of billions of parameters."""
     for name, value in _SMALL.items():
         if isinstance(getattr(config, name, None), int):
             setattr(config, name, min(value, getattr(config, name)))

@@ -58,11 +58,11 @@ _COMPARE_EXAMPLES = """\
 
 
 class UsageError(Exception):
-    """An option's value makes no sense; the message says what would."""
+    """An option has an illegal value; the message gives the legal ones."""
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says in one line what is wrong, with the nearest legal value; the usage is a page long."""
+    """Reports an error in one line with the nearest legal value, without the long usage text."""
 
     def error(self, message: str) -> NoReturn:
         choice = re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message, re.DOTALL)
@@ -234,15 +234,15 @@ def _rows(text: str) -> int:
 
 @contextlib.contextmanager
 def given(option: str, reads: bool = True) -> Iterator[None]:
-    """Runs what an option's value is for: what that refuses is the value's fault.
+    """Runs code that uses an option's value and turns its errors into a `UsageError`.
 
     Args:
         option: The option and its value, as the message names them.
-        reads: Whether the code only reads the value, so that any error of a value is the user's; of code
-            that works with it, such an error is a fault of ampgraph and passes.
+        reads: Whether the code only reads the value. Then any `ValueError` is the user's. In code that does
+            more, such an error is a fault of ampgraph and is not caught.
 
     Raises:
-        UsageError: Something inside refused the value, or could not stand it.
+        UsageError: The code inside refused the value.
     """
     try:
         yield
@@ -267,10 +267,10 @@ def _cause(error: Exception) -> str:
 
 
 def policy_of(options: argparse.Namespace) -> Policy:
-    """Returns the policy that the options describe: ``--policy``, and what the others change of it.
+    """Returns the policy that the options describe: ``--policy``, changed by the other options.
 
     Raises:
-        UsageError: Something in it is not legal.
+        UsageError: A value is not legal.
     """
     with given("--policy"):
         policy = Policy.of(options.policy)

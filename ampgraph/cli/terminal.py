@@ -1,4 +1,4 @@
-"""What the command line says beside its result: notes on standard error, colours where they are wanted."""
+"""Notes on standard error, and colours on terminals."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import TextIO, TypeVar
 from ..report.tables import printable
 
 COLOURS = ("auto", "always", "never")
-# Okabe and Ito's blue and orange as the terminal's nearest; they stay apart for the colour blind.
+# The terminal colours nearest to Okabe and Ito's blue and orange, which colour-blind users can distinguish.
 _PAINT = (
     (re.compile(r"^(-[- ]*-)$", re.MULTILINE), "2"),
     (re.compile(r"\b(float16|bfloat16)\b"), "34"),
@@ -24,22 +24,22 @@ T = TypeVar("T")
 
 
 class Notes:
-    """Says on standard error what takes long, one short line each.
+    """Reports slow steps on standard error, one short line each.
 
     Attributes:
-        quiet: Say nothing.
+        quiet: Write nothing.
     """
 
     def __init__(self, quiet: bool = False) -> None:
         self.quiet = quiet
 
     def say(self, text: str) -> None:
-        """Says one line."""
+        """Writes one line."""
         if not self.quiet:
             print(encodable(f"ampgraph: {printable(text)}", sys.stderr), file=sys.stderr, flush=True)
 
     def timed(self, what: str, work: Callable[[], T]) -> T:
-        """Does some work, and says before it what it is and after it how long it took."""
+        """Runs a step; writes its name before and its duration after."""
         self.say(f"{what} ...")
         start = time.perf_counter()
         result = work()
@@ -48,9 +48,9 @@ class Notes:
 
 
 def wants_colour(choice: str, stream: TextIO, environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether to colour what goes to ``stream``.
+    """Whether to colour the output to ``stream``.
 
-    ``"auto"`` colours terminals, except dumb ones and where ``NO_COLOR`` (https://no-color.org) is not empty.
+    ``"auto"`` colours terminals, except dumb ones and if ``NO_COLOR`` (https://no-color.org) is not empty.
     """
     if choice != "auto":
         return choice == "always"
@@ -58,13 +58,13 @@ def wants_colour(choice: str, stream: TextIO, environment: Mapping[str, str] = o
 
 
 def encodable(text: str, stream: TextIO) -> str:
-    """Returns the text with what ``stream`` cannot encode written out: names of modules may hold anything."""
+    """Returns the text with escapes for characters that ``stream`` cannot encode, as in module names."""
     encoding = getattr(stream, "encoding", None) or "utf-8"
     return text.encode(encoding, "backslashreplace").decode(encoding)
 
 
 def discard_output() -> None:
-    """Sends what standard output still holds nowhere, so that the end of the program does not fail on it."""
+    """Discards buffered standard output, so that the flush at exit does not fail."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

@@ -1,4 +1,4 @@
-"""Importing torchvision beside a torch that it was not built for."""
+"""Imports a torchvision that was built for another torch."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _OPERATORS = (
 
 @functools.cache
 def allow_torchvision() -> None:
-    """Makes ``import torchvision`` work where its compiled operators do not fit the installed torch.
+    """Makes ``import torchvision`` work if its compiled operators do not fit the installed torch.
 
-    A torchvision built for another torch cannot load its extension, and then fails at import because it
-    describes operators that nobody has defined. Where the extension loads, nothing is done.
+    A torchvision built for another torch cannot load its extension. Its import then fails, because it
+    describes operators that are not defined. If the extension loads, this does nothing.
     """
     spec = find_spec("torchvision")
     if spec is None or spec.origin is None:

@@ -1,4 +1,4 @@
-"""A graph module as an annotated networkx graph: what every picture of it is made from."""
+"""A graph module as an annotated networkx graph, the source of every picture."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ class Annotated:
     """A graph with its annotations.
 
     Attributes:
-        graph: What `to_networkx` returns.
-        scopes: Node to the nested regions that it is drawn in.
+        graph: The result of `to_networkx`.
+        scopes: The nested regions of each node in the picture.
     """
 
     graph: nx.DiGraph
@@ -61,9 +61,9 @@ def to_networkx(amp: Converted | GraphModule, graph: str = "forward") -> nx.DiGr
 
     Node attributes:
         ``label``: a parameter's path, ``split[0]``, else the name
-        ``kind``: ``"input"``, ``"parameter"``, ``"op"``, ``"output"``, and for what ampgraph inserted,
-            ``"cast"`` or ``"clamp"``; ``"graph"`` stands for the body that a higher-order op runs. In a
-            graph without a plan (AOTAutograd's) every change of floating dtype is a ``"cast"``
+        ``kind``: ``"input"``, ``"parameter"``, ``"op"``, ``"output"``; ``"cast"`` or ``"clamp"`` for inserted
+            nodes; ``"graph"`` for the body that a higher-order op runs. In a graph without a plan
+            (AOTAutograd's) every change of floating dtype is a ``"cast"``
         ``op``: ``"aten.conv2d"``, or ``""``
         ``module``: path of the innermost module; its owner's for a parameter
         ``scope``: where it is drawn, outermost first: ``"layer1/0/conv1"``; ``relu@2`` is the second call of
@@ -77,19 +77,19 @@ def to_networkx(amp: Converted | GraphModule, graph: str = "forward") -> nx.DiGr
         ``type``: both in short, ``"f16[2, 8, 16]"``
         ``precision``: ``"low"``, ``"fp32"`` or ``"other"``
         ``op_class``: ``"white"``, ``"black"``, ``"gray"``, ``"clear"`` or ``""``
-        ``by``, ``reason``: who decided, and why; ``""`` in a graph without a plan
+        ``by``, ``reason``: the deciding rule and its reason; ``""`` in a graph without a plan
         ``bytes``: bytes that a cast reads and writes; 0 for other nodes
         ``is_parameter``: whether it is a parameter, buffer or constant, or a cast of one
         ``line``: ``file:line`` of the model's code
 
     Edge attributes:
         ``dtype``, ``shape``, ``type``: of the tensor that is read
-        ``widened``: whether the kernel widens this operand itself
-        ``saved``: whether it leads from the forward to the backward: a tensor that is kept in between
+        ``widened``: whether the kernel widens this operand
+        ``saved``: whether the forward saves this tensor for the backward
 
     Graph attributes:
         ``name``: class of the model
-        ``low_dtype``: ``"float16"``, ``"bfloat16"``, or ``""`` where nothing is low
+        ``low_dtype``: ``"float16"``, ``"bfloat16"``, or ``""`` if nothing runs low
 
     Args:
         amp: What `ampgraph.convert` returned, or a graph module whose nodes have ``meta["val"]``.
@@ -98,7 +98,7 @@ def to_networkx(amp: Converted | GraphModule, graph: str = "forward") -> nx.DiGr
             names that start with ``forward/`` and ``backward/``.
 
     Raises:
-        AmpGraphError: There is no such graph, or its nodes do not tell their dtypes.
+        AmpGraphError: The graph does not exist, or its nodes have no ``meta["val"]``.
     """
     return annotated(amp, graph).graph
 
@@ -205,7 +205,7 @@ def _low_dtype(graph: nx.DiGraph, plan: Plan | None) -> str:
 
 
 def _side_by_side(forward: Annotated, backward: Annotated) -> Annotated:
-    """Joins AOTAutograd's two graphs; what the forward saves is an input of the same name in the backward."""
+    """Joins AOTAutograd's two graphs; a tensor that the forward saves has the same name in the backward."""
     import networkx as nx
 
     result = Annotated(nx.DiGraph(**backward.graph.graph | forward.graph.graph))

@@ -1,4 +1,4 @@
-"""What is known about one node, as plain values."""
+"""The attributes of one node, as plain values."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _GUARDS = {"fp16": "fp16_guard", "fp32": "fp32_guard", "lists": "autocast"}
 
 
 def node_attributes(node: Node, plan: Plan | None) -> dict[str, Any]:
-    """Returns a node's attributes as `to_networkx` documents them; its scope is told by the whole graph.
+    """Returns a node's attributes as `to_networkx` documents them, except its scope.
 
     Args:
         node: A node with ``meta["val"]``.
@@ -53,7 +53,7 @@ def node_attributes(node: Node, plan: Plan | None) -> dict[str, Any]:
 
 
 def called_modules(graph_module: GraphModule) -> dict[str, tuple[str, ...]]:
-    """Returns, for every module that the graph's nodes were made in, the calls around it, outermost first."""
+    """Returns the enclosing calls of every module in the graph, outermost first."""
     called: dict[str, tuple[str, ...]] = {}
     for node in graph_module.graph.nodes:
         paths = module_stack(node)
@@ -63,7 +63,7 @@ def called_modules(graph_module: GraphModule) -> dict[str, tuple[str, ...]]:
 
 
 def modules_around(node: Node, called: dict[str, tuple[str, ...]]) -> tuple[str, ...]:
-    """Returns the paths of the modules around a node, outermost first; around its owner for a parameter."""
+    """Returns the paths of the modules around a node, or around a parameter's owner, outermost first."""
     parameter = _parameter_path(node)
     if not parameter:
         return module_stack(node)
@@ -76,7 +76,7 @@ def modules_around(node: Node, called: dict[str, tuple[str, ...]]) -> tuple[str,
 
 
 def boundary_role(node: Node) -> str:
-    """Returns a node's part in the loss scaling, ``"shadow"`` for a low copy of a parameter, or ``""``."""
+    """Returns a node's role in the loss scaling, ``"shadow"`` for a low copy of a parameter, or ``""``."""
     found = mark_of(node, BoundaryMark)
     if found is None:
         return ""
@@ -99,7 +99,7 @@ def _kind(node: Node, plan: Plan | None) -> str:
 
 
 def body_of(node: Node) -> object:
-    """Returns what the attribute that a node reads is: for a higher-order op, the body it runs."""
+    """Returns the value of the attribute that a node reads: a higher-order op reads the body that it runs."""
     return getattr(node.graph.owning_module, str(node.target), None)
 
 
@@ -112,7 +112,7 @@ def _changes_dtype(node: Node) -> bool:
 
 
 def _parameter_path(node: Node) -> str:
-    """Returns the path of the parameter, buffer or constant that the node is, or ``""``."""
+    """Returns the path of the parameter, buffer or constant behind the node, or ``""``."""
     if node.op == "get_attr":
         return clean_path(str(node.target)) if not isinstance(body_of(node), GraphModule) else ""
     # AOTAutograd describes its inputs: ParamAOTInput(target="layer1.weight").

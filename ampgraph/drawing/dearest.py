@@ -1,4 +1,4 @@
-"""The casts of a picture that move the most bytes, those of repeated layers together."""
+"""The casts of a picture that move the most bytes; repeated layers count together."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..report.layers import repeats, representative
 from . import styles
 from .picture import Picture
 
-# As many lines are listed beside a picture.
+# A picture lists at most this many lines.
 LISTED = 10
 
 
@@ -19,9 +19,9 @@ class Dear:
     """One line of the list.
 
     Attributes:
-        casts: Names of the casts: one, or the same one of each of several equal layers.
+        casts: Names of the casts: one cast, or the same cast in several equal layers.
         bytes: Bytes that they read and write together.
-        words: What is cast, to what, and how often.
+        words: The tensor, the new dtype and the number of casts.
     """
 
     casts: tuple[str, ...]
@@ -30,7 +30,7 @@ class Dear:
 
 
 def dearest_casts(picture: Picture) -> list[Dear]:
-    """Returns the dearest casts, by the bytes of all equal ones together; `LISTED` at most."""
+    """Returns the casts with the most bytes, at most `LISTED`; equal casts count together."""
     graph = picture.graph
     order = {name: number for number, name in enumerate(graph)}
     casts = [name for name in picture.root.all_nodes() if graph.nodes[name]["kind"] == "cast"]
@@ -47,7 +47,7 @@ def dearest_casts(picture: Picture) -> list[Dear]:
 
 
 def ranks(listed: list[Dear]) -> dict[str, int]:
-    """Returns the place in the list of every cast in it, from 1."""
+    """Returns the position of each listed cast, from 1."""
     return {name: rank for rank, dear in enumerate(listed, 1) for name in dear.casts}
 
 
@@ -67,7 +67,7 @@ def _dear(picture: Picture, names: list[str]) -> Dear:
 
 
 def _source(picture: Picture, name: str) -> str:
-    """Returns the label of the tensor that a cast reads, itself or through a clamp."""
+    """Returns the label of the tensor that a cast reads, directly or through a clamp."""
     source = next(iter(picture.graph.predecessors(name)), name)
     return _source(picture, source) if _is_clamp(picture, source) else picture.graph.nodes[source]["label"]
 

@@ -14,14 +14,14 @@ from .picture import Arc, Box, Counts, Picture, box_id, is_single
 from .scopes import GUARD, MODULE, PLUMBING, Part, Scope
 
 _Style = dict[str, str]
-# Of more edges than this out of one node, each label is written once.
+# If a node has more outgoing edges, each label is written once.
 FAN = 3
 
 
 def dot_text(picture: Picture) -> str:
     """Returns the picture as Graphviz text.
 
-    Plain labels and shapes only: builds of Graphviz differ in what else they understand.
+    It uses only plain labels and shapes, because builds of Graphviz support different features.
     """
     return "\n".join(_Writer(picture).lines()) + "\n"
 
@@ -30,7 +30,7 @@ class _Writer:
     def __init__(self, picture: Picture):
         self.picture = picture
         self.graph = picture.graph
-        self.entries: dict[str, _Style] = {}  # of the legend: what occurs
+        self.entries: dict[str, _Style] = {}  # the legend's entries
         self.dearest = dearest_casts(picture)
         self.ranks = ranks(self.dearest)
         self.readers = Counter(arc.source for arc in picture.arcs)
@@ -101,7 +101,7 @@ class _Writer:
         return self._with_highlight(style, name in (self.picture.highlighted or ()))
 
     def _look(self, data: dict[str, Any]) -> _Style:
-        """Returns shape and colour, and notes them for the legend."""
+        """Returns shape and colour, and records them for the legend."""
         if data["kind"] == "cast":
             down = data["precision"] == "low"
             style = {
@@ -204,7 +204,7 @@ class _Writer:
         tip = ("widened inside the kernel: " if arc.widened else "") + "\n".join(arc.types)
         style = {"label": f"  {label}" if label else "", "tooltip": tip, "labeltooltip": tip}
         if self.readers[arc.source] > FAN and arc.target.startswith("["):
-            # What every layer reads runs beside their chain, not through it.
+            # Edges to nodes that every layer reads run beside the chain of layers.
             style |= {"tailport": "e", "headport": "e"} | ({"label": ""} if several else {})
         if arc.widened:
             style["style"] = "dashed"

@@ -19,7 +19,7 @@ TEXT_SUFFIXES = (".dot", ".gv")
 PAGE_SUFFIXES = (".html", ".htm")
 # A notebook shows at most this many boxes and nodes; deeper modules are folded.
 NOTEBOOK_SIZE = 80
-# A page starts folded to as much; everything is in it.
+# An HTML page starts folded to this size; it contains everything.
 PAGE_SIZE = 80
 
 
@@ -35,31 +35,31 @@ def draw(
 ) -> Path:
     """Draws a converted model.
 
-    Colour tells precision, purple trapezoids are casts with the bytes they read and write, edges carry dtype
-    and shape, nested boxes are module calls. Guarded regions and the nodes of the loss scaling are marked. A
-    node's reason is its tooltip. The legend explains what occurs. The casts that move the most bytes are
-    listed, with their numbers in the picture; the same cast of repeated layers is one line.
+    Colours show the precision. Purple trapezoids are casts with the bytes that they read and write. Edges
+    show dtype and shape. Nested boxes are module calls. Guarded regions and loss-scaling nodes are marked. A
+    node's tooltip shows its reason, and a legend explains the symbols. A list shows the casts that move the
+    most bytes, with their numbers in the picture; the same cast of repeated layers is one line.
 
     Args:
-        amp: What `ampgraph.convert` returned, or a graph module whose nodes have ``meta["val"]``.
-        path: Where to write; the suffix tells the format. ``.html`` (a page of its own to fold, search
-            and click), ``.dot`` and ``.gv`` always work; ``.svg``, ``.png``, ``.pdf`` and Graphviz's others
-            need the ``dot`` program or pygraphviz.
-        depth: Folds modules this many calls deep into boxes that tell how many of their ops run low, and how
-            many casts of how many bytes are inside. In a page, where it starts.
-        focus: Draws only what a glob over module paths and node names matches, ``"layer3*"``, with the edges
-            to what is around it.
-        highlight: ``"casts"``, or names of nodes (globs allowed): these stand out, the rest is faded.
+        amp: The result of `ampgraph.convert`, or a graph module whose nodes have ``meta["val"]``.
+        path: The output file; the suffix selects the format. ``.html`` (one page to fold, search and click),
+            ``.dot`` and ``.gv`` always work. ``.svg``, ``.png``, ``.pdf`` and other formats of Graphviz need
+            the ``dot`` program or pygraphviz.
+        depth: Folds modules this many calls deep into boxes. A box shows how many of its ops run low, and the
+            number and bytes of its casts. In a page this is the initial state.
+        focus: A glob over module paths and node names, ``"layer3*"``: draws only the matching nodes and the
+            edges to their neighbours.
+        highlight: ``"casts"``, or names of nodes (globs allowed). All other nodes fade.
         graph: ``"forward"``, ``"backward"`` or ``"both"``, see `to_networkx`.
         plumbing: Opens the regions of ops that only compute integers and masks (positions, attention masks,
-            indices); they are folded by default. In a page, where it starts.
+            indices); they are folded by default. In a page this is the initial state.
 
     Returns:
         The path written.
 
     Raises:
-        AmpGraphError: The suffix is missing or cannot be made here, a pattern matches nothing, or there is no
-            such graph; nothing is written.
+        AmpGraphError: The suffix is missing or not available here, a pattern matches nothing, or the graph
+            does not exist. No file is written.
     """
     path = Path(path)
     suffix = format_suffix(path)
@@ -75,10 +75,10 @@ def draw(
 
 
 def format_suffix(path: Path) -> str:
-    """Returns the suffix that tells a picture's format, in lower case.
+    """Returns the suffix of a picture's format, in lower case.
 
     Raises:
-        AmpGraphError: There is none, or it is no format's.
+        AmpGraphError: The suffix is missing or is not a format.
     """
     if "\0" in str(path):
         raise AmpGraphError(f"draw: {str(path)!r}: a path has no null byte.")
@@ -111,7 +111,7 @@ def to_dot(
 def notebook_svg(amp: Converted) -> str | None:
     """Returns a small diagram for notebooks: folded until it has at most `NOTEBOOK_SIZE` boxes and nodes.
 
-    None where nothing is captured yet or nothing can render it, so that notebooks show the text instead.
+    None if nothing is captured yet or no renderer is installed; notebooks then show the text.
     """
     if not can_render() or not amp.graph_modules:
         return None

@@ -1,4 +1,4 @@
-"""Precision as node data for Google's Model Explorer, laid over its view of the exported program."""
+"""Precision as node data for Google's Model Explorer, shown on the exported program."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ def to_model_explorer(amp: Converted | GraphModule) -> dict[str, Any]:
     Every node gets the dtype it computes in, casts ``"cast to float16"``, in the colours of `draw`. Nodes
     are keyed by name, so the data fits the program that `ampgraph.export` returns for the same model and
     policy: save that with ``torch.export.save``, open it in Model Explorer, and load this as node data.
-    Parameters, which have other names there, and the bodies of ``torch.cond`` and its kind are left out.
+    Parameters are omitted, because they have other names there. Bodies of ``torch.cond`` are omitted too.
 
     Source of the format: ``node_data_builder.py`` of github.com/google-ai-edge/model-explorer.
 
     Args:
-        amp: What `ampgraph.convert` returned, or its graph module.
+        amp: The result of `ampgraph.convert`, or its graph module.
 
     Returns:
         Plain dicts, lists and strings, for ``json.dump``.

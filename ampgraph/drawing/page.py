@@ -1,4 +1,4 @@
-"""A picture as one HTML page, without anything from elsewhere: to pan, zoom, search, fold and click."""
+"""A picture as one self-contained HTML page: pan, zoom, search, fold and click."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ _FACTS = ("op", "module", "type", "op_class", "guard")
 def page(picture: Picture) -> str:
     """Returns the picture as an HTML page.
 
-    The page may run its own script and style and nothing else (its Content-Security-Policy names both by
-    their hashes), and names and reasons reach it as JSON, so that nothing in them can act.
+    The Content-Security-Policy allows only the page's script and style, by their hashes. Names and reasons
+    reach the page as JSON, so they cannot execute.
     """
     style, script = _asset("page.css"), f"{_asset('layout.js')}\n{_asset('view.js')}"
     policy = f"default-src 'none'; style-src {_hash(style)}; script-src {_hash(script)}"
@@ -47,7 +47,7 @@ def _hash(text: str) -> str:
 
 
 def _json(data: dict[str, Any]) -> str:
-    """Returns JSON that ends no script element, whatever is in it."""
+    """Returns JSON that cannot end a script element."""
     text = json.dumps(data, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
@@ -93,7 +93,7 @@ def _data(picture: Picture) -> dict[str, Any]:
 
 
 def _node(name: str, data: dict[str, Any], box: Box | None) -> dict[str, Any]:
-    """Returns a node in its box; a node outside of the focus has none."""
+    """Returns a node with its box; a node outside the focus has no box."""
     alone = box is not None and is_single(box)
     scope = box.scope[: -1 if alone else None] if box else ()
     lines = styles.node_label(data, scope).split("\n")
@@ -145,7 +145,7 @@ def _box(box: Box, index: dict[str, int]) -> dict[str, Any]:
 
 
 def _legend(picture: Picture, nodes: list[dict], edges: list[list]) -> list[dict[str, Any]]:
-    """Returns what occurs, in the words of `look`; looks are drawn as the nodes themselves are."""
+    """Returns the entries of the legend; each entry looks like the nodes that it explains."""
     low = picture.graph.graph["low_dtype"]
     words = {"low": low, "fp32": "float32", "other": "other dtype"}
     inside = [n for n in nodes if not n["neighbour"]]

@@ -1,4 +1,4 @@
-"""What is drawn: the nodes in focus in nested boxes, deep modules folded, and the edges between them."""
+"""The content of a picture: the nodes in focus in nested boxes, folded modules, and the edges."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ CASTS = "casts"
 
 @dataclass
 class Counts:
-    """What a box tells about its inside.
+    """Counts of the nodes inside a box.
 
     Attributes:
-        ops: Ops whose dtype ampgraph decides: neither casts nor what picks one of several results.
+        ops: Ops whose dtype ampgraph decides; casts and `getitem` do not count.
         low: Those whose result is low.
         exact: Ops without a floating-point result.
         casts: Casts.
@@ -42,14 +42,14 @@ class Counts:
 
 @dataclass
 class Box:
-    """A module, a guarded region or a body, with what is drawn in it.
+    """A module, a guarded region or a body, and its content.
 
     Attributes:
         scope: Its nesting, its own part last; ``()`` for the whole picture.
         nodes: Names of the nodes directly inside.
         boxes: Boxes inside.
         counts: Of everything inside.
-        folded: Whether it is drawn as one box without its inside.
+        folded: Whether it is drawn as one closed box.
     """
 
     scope: Scope
@@ -60,7 +60,7 @@ class Box:
 
     @property
     def key(self) -> str:
-        """A text of its own for every box of a picture."""
+        """A unique text for each box of a picture."""
         return scope_text(self.scope)
 
     def all_nodes(self) -> Iterator[str]:
@@ -82,10 +82,10 @@ class Arc:
 
     Attributes:
         source: A node's name, or a folded box's key in brackets, see `box_id`.
-        target: Likewise.
+        target: The same for the target.
         types: The tensors' types, ``"f16[2, 8]"``, each once.
         tensors: How many tensors.
-        widened: Whether the target's kernel widens one itself.
+        widened: Whether the target's kernel widens one of them.
         saved: Whether it leads from the forward to the backward graph.
     """
 
@@ -104,11 +104,11 @@ class Picture:
     Attributes:
         graph: The annotated graph.
         root: The outermost box.
-        arcs: Edges between what is visible.
-        neighbours: Nodes outside of the focus that are joined to it by an edge.
-        highlighted: Names of the highlighted nodes, or None where nothing was asked to be.
-        focus: The glob that chose what is drawn, or None.
-        size: How many nodes and boxes are visible.
+        arcs: Edges between visible nodes and boxes.
+        neighbours: Nodes outside the focus that share an edge with it.
+        highlighted: Names of the highlighted nodes, or None without ``highlight``.
+        focus: The glob that selects the nodes, or None.
+        size: Number of visible nodes and boxes.
     """
 
     graph: nx.DiGraph
@@ -130,15 +130,15 @@ def picture(
     highlight: str | Iterable[str] | None = None,
     plumbing: bool = False,
 ) -> Picture:
-    """Returns what is to be drawn.
+    """Returns the content of a picture.
 
     Args:
         source: The annotated graph.
         depth: Modules at this depth are folded; None folds nothing, 0 everything.
         focus: A glob over module paths and node names.
         highlight: ``"casts"``, a node name or a glob over names, or several.
-        plumbing: Whether regions of integers and masks are open; folded else, unless the focus is on nothing
-            but them.
+        plumbing: Whether regions of integers and masks are open. They also open if the focus matches
+            only them.
 
     Raises:
         AmpGraphError: A pattern matches nothing, or ``depth`` is negative.
@@ -148,7 +148,7 @@ def picture(
     graph = source.graph
     highlighted = None if highlight is None else _highlighted(source, highlight)
     shown = list(graph) if focus is None else _in_focus(source, focus)
-    # Buffers that nothing reads (num_batches_tracked in evaluation mode) are no part of what runs.
+    # Buffers without readers (num_batches_tracked in evaluation mode) are not drawn.
     shown = [n for n in shown if graph.nodes[n]["kind"] != "parameter" or graph.out_degree(n)]
     root = _boxes(source, shown)
     _count(root, graph, highlighted or frozenset())
@@ -169,7 +169,7 @@ def fitting(
     highlight: str | Iterable[str] | None = None,
     plumbing: bool = False,
 ) -> Picture:
-    """Returns the picture that folds least and has at most ``size`` nodes and boxes."""
+    """Returns the picture with the fewest folds that has at most ``size`` nodes and boxes."""
     levels = max((sum(p.kind == MODULE for p in scope) for scope in source.scopes.values()), default=0)
     for depth in (None, *range(levels, 0, -1)):
         shown = picture(source, depth, focus, highlight, plumbing)
@@ -179,12 +179,12 @@ def fitting(
 
 
 def box_id(box: Box) -> str:
-    """Returns how arcs name a folded box; no node is named like that."""
+    """Returns the name of a folded box in arcs; no node has such a name."""
     return f"[{box.key}]"
 
 
 def is_single(box: Box) -> bool:
-    """Whether a module or region is one node only, which is then drawn without a box around it."""
+    """Whether a module or region has only one node; the node is then drawn without a box."""
     kind = box.scope[-1].kind if box.scope else ""
     return not box.boxes and len(box.nodes) == 1 and kind in (MODULE, PLUMBING)
 

@@ -1,4 +1,4 @@
-"""Where a node is drawn: nested calls of modules, guarded regions and bodies of higher-order ops."""
+"""The scope of a node in a picture: nested module calls, guarded regions, bodies of higher-order ops."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Part(NamedTuple):
             or ``"plumbing"`` (integers and masks).
         name: ``"layer1"``, ``"fp32_guard"``, ``"true_graph_0"``, ``"integers and masks"``.
         module: For a module, its path.
-        call: Which call of it this is, from 1.
+        call: The number of the call, from 1.
     """
 
     kind: str
@@ -43,8 +43,8 @@ def scope_text(scope: Scope) -> str:
 
 
 def module_scope(paths: Iterable[str]) -> Scope:
-    """Returns the scope of nested module paths, outermost first; containers that are never called (a
-    ``ModuleList``) are no level of their own: ``h.0``."""
+    """Returns the scope of nested module paths, outermost first. Containers that are never called (a
+    ``ModuleList``) are not a separate level: ``h.0``."""
     parts: list[Part] = []
     outer = ""
     for path in paths:
@@ -55,13 +55,13 @@ def module_scope(paths: Iterable[str]) -> Scope:
 
 
 def with_guards(scopes: Mapping[str, Scope], guards: Mapping[str, str], ops: set[str]) -> dict[str, Scope]:
-    """Puts every guarded node into a region: around the largest module that is guarded as a whole, else
-    innermost.
+    """Puts every guarded node into a region around the largest module that is guarded as a whole. If there
+    is none, the region is the innermost scope.
 
     Args:
         scopes: Node to its modules.
         guards: Node to its guard's name, ``""`` for none.
-        ops: The nodes that tell whether a module is guarded; parameters do not know.
+        ops: The nodes that show whether a module is guarded; parameters have no guard.
     """
     inside: dict[Scope, set[str]] = defaultdict(set)
     for name in ops:
@@ -82,10 +82,10 @@ def with_guards(scopes: Mapping[str, Scope], guards: Mapping[str, str], ops: set
 
 
 def numbered_calls(graph: nx.DiGraph, scopes: Mapping[str, Scope]) -> dict[str, Scope]:
-    """Splits modules and regions that data leaves and comes back to, so that each part can be drawn as one
-    box of an acyclic picture: the second call of a module becomes ``relu@2``.
+    """Splits modules and regions that data leaves and enters again, so that the boxes form an acyclic
+    picture: the second call of a module becomes ``relu@2``.
 
-    A node belongs to a later call than every call that it depends on through something outside.
+    If a node depends on a call through a node outside, the node belongs to a later call.
     """
     import networkx as nx
 

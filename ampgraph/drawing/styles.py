@@ -8,8 +8,8 @@ from ..report import graph_view as view
 from .picture import Box, Counts
 from .scopes import BODY, GUARD, PLUMBING, Scope
 
-# Okabe and Ito's palette, the large areas lightened: the classes stay apart for the usual forms of colour
-# blindness (https://jfly.uni-koeln.de/color/).
+# Okabe and Ito's palette with lighter large areas: colour-blind users can distinguish the classes
+# (https://jfly.uni-koeln.de/color/).
 LOW, FP32, OTHER = "#9BD0F0", "#F6D08A", "#E4E4E4"
 CAST, BOUNDARY, GUARDED, HIGHLIGHT = "#CC79A7", "#F0E442", "#009E73", "#D55E00"
 PRECISION_COLOURS = {"low": LOW, "fp32": FP32, "other": OTHER}
@@ -23,7 +23,7 @@ BOUNDARY_WORDS = {
 
 
 def boundary_legend(role: str) -> str:
-    """Returns what the legend calls a boundary node."""
+    """Returns the name of a boundary node in the legend."""
     return BOUNDARY_WORDS[role].partition(":")[0]
 
 
@@ -33,14 +33,14 @@ def short_dtype(dtype: str) -> str:
 
 
 def cast_label(data: dict[str, Any]) -> str:
-    """Returns what a cast says: to which dtype, and how many bytes it moves."""
+    """Returns the label of a cast: the new dtype and the bytes that it moves."""
     return f"cast to {short_dtype(data['dtype'])}\n{view.human_bytes(data['bytes'])}"
 
 
 def node_label(data: dict[str, Any], scope: Scope) -> str:
-    """Returns a node's name, and its op where the name does not tell it.
+    """Returns a node's name, and its op if the name does not contain it.
 
-    Inside of a module's box, its parameters go without its path.
+    Inside a module's box, parameters are shown without the module's path.
     """
     if data["kind"] == "cast":
         return cast_label(data)
@@ -53,7 +53,7 @@ def node_label(data: dict[str, Any], scope: Scope) -> str:
 
 
 def node_tooltip(name: str, data: dict[str, Any]) -> str:
-    """Returns everything that is known about a node, the reason included, in lines."""
+    """Returns all attributes of a node, including the reason, in lines."""
     lines = [f"{name}: {data['op'] or data['kind']}" + (f" -> {data['type']}" if data["type"] else "")]
     if data["reason"]:
         lines.append(f"{data['by']}: {data['reason']}")
@@ -69,7 +69,7 @@ def node_tooltip(name: str, data: dict[str, Any]) -> str:
 
 
 def box_name(box: Box) -> str:
-    """Returns what a box is called; ``""`` for the whole picture."""
+    """Returns the name of a box; ``""`` for the whole picture."""
     if not box.scope:
         return ""
     part = box.scope[-1]
@@ -78,12 +78,12 @@ def box_name(box: Box) -> str:
 
 
 def alone_in(box: Box) -> str:
-    """Returns the line by which a node tells that it is all of a module; none for other regions."""
+    """Returns the line that names the module of a node that is the only node in it."""
     return "" if is_plumbing(box) else f"\nin {box_name(box)}"
 
 
 def box_label(box: Box) -> str:
-    """Returns a box's name; of a folded one, what is inside as well."""
+    """Returns a box's name; for a folded box also its counts."""
     lines = [box_name(box) or "model", *counts_lines(box)] if box.folded else [box_name(box)]
     return "\n".join(lines)
 
@@ -94,7 +94,7 @@ def is_plumbing(box: Box) -> bool:
 
 
 def counts_lines(box: Box) -> list[str]:
-    """Returns what a folded box tells: how many of its ops run low, and its casts with their bytes."""
+    """Returns the text of a folded box: how many of its ops run low, and its casts with their bytes."""
     counts = box.counts
     lines = [f"{counts.low} of {counts.ops} ops low"] if counts.ops else []
     if is_plumbing(box):

@@ -1,1 +1,1 @@
-"""What a user can ask of a converted model, as tables, text and JSON."""
+"""Reports about a converted model, as tables, text and JSON."""

@@ -1,4 +1,4 @@
-"""Rules of hardware that a low-precision op misses: sizes that tensor cores do not like, GPUs without them.
+"""Hardware advice for low-precision ops: sizes that are slow on tensor cores, GPUs without tensor cores.
 
 Sources: NVIDIA, "Matrix Multiplication Background User's Guide", section "Tensor Core Requirements" (with
 2-byte elements, matrix dimensions in multiples of 8 elements, 16 bytes); "Convolutional Layers User's Guide"
@@ -23,9 +23,9 @@ from ..plan import Plan
 from . import graph_view as view
 
 MULTIPLE = 8
-# Below this many input channels (images, spectrograms) a convolution is the network's first.
+# A convolution with fewer input channels (images, spectrograms) is the first of the network.
 IMAGE_CHANNELS = 4
-# A GEMM this wide is a vocabulary's or a class list's, where padding costs next to nothing.
+# A GEMM this wide belongs to a vocabulary or a class list, where padding costs almost nothing.
 VOCABULARY = 4096
 TENSOR_CORES_SINCE = {torch.float16: (7, 0), torch.bfloat16: (8, 0)}
 
@@ -41,7 +41,7 @@ class Advice:
         rule: ``"gemm"``, ``"vocabulary"``, ``"convolution"``, ``"attention"`` or ``"device"``.
         node: Label of the node; ``""`` for a device.
         module: Path of its innermost module.
-        what: Which size, or which device.
+        what: The name of the size or of the device.
         size: The offending size; 0 for a device.
         better: The next size up that is a multiple of 8; 0 for a device.
         text: The advice, in one sentence.
@@ -57,13 +57,13 @@ class Advice:
 
 
 def advise(graph_module: GraphModule, plan: Plan) -> tuple[Advice, ...]:
-    """Returns what could be faster about the ops that run low, in graph order, devices first."""
+    """Returns the advice for ops that run low: devices first, then nodes in graph order."""
     low = [n for n in graph_module.graph.nodes if _runs_low(n, plan.low_dtype)]
     devices = dict.fromkeys(v.device for n in low for v in view.values(n) if v.device.type == "cuda")
     found = [a for device in devices if (a := _device(device, plan.low_dtype))]
     for node in low:
         for rule, what, size in _sizes(node):
-            # Symbolic sizes are the caller's.
+            # Symbolic sizes depend on the caller.
             if isinstance(size, int) and size % MULTIPLE:
                 found.append(_size_advice(node, rule, what, size))
     return tuple(found)
@@ -76,7 +76,7 @@ def _runs_low(node: Node, low_dtype: torch.dtype) -> bool:
 
 
 def _sizes(node: Node) -> Iterator[tuple[str, str, int | torch.SymInt]]:
-    """Yields (rule, which size, size) of everything that a rule looks at."""
+    """Yields (rule, name of the size, size) for each size that a rule checks."""
     name = packet_name(node.target)  # type: ignore[arg-type]
     if name in _PRODUCTS:
         yield from _gemm_sizes(node, name)

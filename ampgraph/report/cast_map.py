@@ -1,4 +1,4 @@
-"""The text of where the casts are: one line a node, whole or around the nodes in question."""
+"""The cast map as text: one line a node, for the whole graph or around selected nodes."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from torch.fx import GraphModule, Node
 from ..plan import Plan
 from . import graph_view as view
 
-# Lines shown before and after each one in question.
+# Lines of context before and after each selected line.
 CONTEXT = 2
-# Nodes in question that a message shows.
+# A message shows at most this many selected nodes.
 SHOWN = 20
 
 
@@ -27,7 +27,7 @@ def cast_lines(graph_module: GraphModule, plan: Plan) -> dict[Node, str]:
 
 
 def _line(node: Node, plan: Plan) -> str:
-    """Returns a node's line, or ``""`` where it neither computes in a floating dtype nor reads a cast."""
+    """Returns a node's line; ``""`` if it has no floating dtype and reads no cast."""
     reads = list(view.operands(node))
     floats = [v.dtype for v in view.values(node) if v.is_floating_point()] if node.op != "output" else []
     if not floats and not any(view.kind_of(source) == "cast" for _, source in reads):
@@ -52,12 +52,12 @@ def _operand(node: Node, widened: bool, plan: Plan) -> str:
 
 
 def excerpt(lines: dict[Node, str], marked: Collection[Node], notes: dict[Node, str] | None = None) -> str:
-    """Returns the marked lines (``> ``) with a few around them, and ``...`` for what is left out.
+    """Returns the marked lines (``> ``) with a few lines of context, and ``...`` for omitted lines.
 
     Args:
         lines: See `cast_lines`.
-        marked: Nodes in question; those without a line are left out.
-        notes: What to say under a marked line.
+        marked: Selected nodes; nodes without a line are skipped.
+        notes: Text to add under a marked line.
     """
     order = list(lines)
     at = [i for i, node in enumerate(order) if node in marked]
@@ -76,5 +76,5 @@ def excerpt(lines: dict[Node, str], marked: Collection[Node], notes: dict[Node, 
 
 
 def left_out(things: Sequence[object]) -> list[str]:
-    """Returns a line for what a message does not show."""
+    """Returns a line that counts the omitted entries of a message."""
     return [f"(and {len(things) - SHOWN} more)"] if len(things) > SHOWN else []

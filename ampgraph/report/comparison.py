@@ -27,13 +27,13 @@ _NOTE = "under the autocast rule a cast counts at each use, as torch.autocast ma
 
 @dataclass(frozen=True)
 class PolicyRow:
-    """What a model costs under one policy.
+    """The cost of a model under one policy.
 
     Attributes:
-        name: What the user called the policy.
+        name: The user's name for the policy.
         policy: Its repr.
-        totals: What it costs.
-        low_share: How much of its ops runs low, from 0 to 1.
+        totals: The counts and bytes.
+        low_share: Share of the ops that run low, from 0 to 1.
     """
 
     name: str
@@ -44,11 +44,11 @@ class PolicyRow:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What `compare_policies` returns; ``str()`` is a table.
+    """The result of `compare_policies`; ``str()`` is a table.
 
     Attributes:
         model: Class name of the model.
-        rows: One for each policy, float32 before them.
+        rows: Float32 first, then one row for each policy.
     """
 
     model: str
@@ -90,8 +90,8 @@ def compare_policies(explanation: Explanation, policies: Mapping[str, Policy]) -
     """Plans an explained graph under each policy.
 
     Args:
-        explanation: What `explain` returned for the model, under any policy.
-        policies: By the names that the table shows.
+        explanation: The explanation of the model, under any policy.
+        policies: The policies by the names that the table shows.
 
     Raises:
         PolicyError: A policy's rules do not fit the model.

@@ -1,4 +1,4 @@
-"""`Converted`: what reports and pictures read of a converted model, whatever runs it."""
+"""`Converted`: the interface of a converted model that reports and pictures read."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..runtime.coverage import Coverage
 
 
 class Converted(ModuleProxy):
-    """A converted model to look at; `ampgraph.AmpModule` is the class that users have."""
+    """The readable part of a converted model; users have the subclass `ampgraph.AmpModule`."""
 
     @property
     def policy(self) -> Policy:
@@ -40,15 +40,15 @@ class Converted(ModuleProxy):
 
     @property
     def backward_graph(self) -> fx.GraphModule:
-        """The backward, loss scaling in it."""
+        """The backward, with loss scaling."""
         raise NotImplementedError
 
     @property
     def is_just_in_time(self) -> bool:
-        """Whether the first call captures, by ``torch.compile``'s front end."""
+        """Whether the front end of ``torch.compile`` captures at the first call."""
         raise NotImplementedError
 
     @property
     def coverage(self) -> Coverage | None:
-        """How much of the model the graphs hold, captured just in time; None ahead of time."""
+        """The share of the model inside its graphs, just in time; None ahead of time."""
         raise NotImplementedError

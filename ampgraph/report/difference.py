@@ -1,4 +1,4 @@
-"""What differs between two plans of one model."""
+"""The difference between two plans of one model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .rows import CastRow, NodeRow, Totals
 from .tables import Column, Section
 from .text import casts_section
 
-# As many rows of each table are in the text; Markdown and the dict have them all.
+# The text shows at most this many rows of each table; Markdown and the dict have all rows.
 LISTED = 20
 
 _NODES = (
@@ -30,7 +30,7 @@ _TOTALS = (Column("", 24), *(Column(title, 12, right=True) for title in ("before
 
 @dataclass(frozen=True)
 class DtypeChange:
-    """A node that both plans have, in another dtype.
+    """A node whose dtype differs between the two plans.
 
     Attributes:
         node: The node's label.
@@ -38,7 +38,7 @@ class DtypeChange:
         module: Path of its innermost module.
         before: Its dtype in the first plan.
         after: Its dtype in the second.
-        reason: Why it has that in the second, with who decided.
+        reason: The deciding rule and the reason in the second plan.
     """
 
     node: str
@@ -51,17 +51,17 @@ class DtypeChange:
 
 @dataclass(frozen=True)
 class Difference:
-    """What `Explanation.diff` and `flip` return; ``str()`` is a table; false where nothing differs.
+    """The result of `Explanation.diff` and `flip`. ``str()`` is a table. False if the plans are equal.
 
     Attributes:
         policies: The reprs of both policies.
-        dtypes: Nodes in another dtype, in graph order.
+        dtypes: Nodes whose dtype differs, in graph order.
         appeared: Casts that only the second plan has.
         vanished: Casts that only the first has.
         only_before: Labels of ops that only the first graph has.
         only_after: Labels of ops that only the second has.
         totals: Both plans' totals.
-        low_shares: How much of each plan's ops runs low.
+        low_shares: Share of the ops that run low, for each plan.
     """
 
     policies: tuple[str, str]
@@ -81,21 +81,21 @@ class Difference:
 
     @property
     def casts(self) -> int:
-        """Casts more (or, below 0, fewer) in the second plan."""
+        """Casts of the second plan minus casts of the first."""
         return self.totals[1].casts - self.totals[0].casts
 
     @property
     def cast_bytes(self) -> int:
-        """Bytes that casts move more in the second plan."""
+        """Bytes that casts move in the second plan minus those of the first."""
         return self.totals[1].cast_bytes - self.totals[0].cast_bytes
 
     @property
     def traffic(self) -> int:
-        """Modelled bytes that all kernels and casts move more in the second plan."""
+        """Modelled bytes that kernels and casts move in the second plan minus those of the first."""
         return self.totals[1].traffic - self.totals[0].traffic
 
     def costs(self) -> str:
-        """Returns what the second plan costs more, in one line."""
+        """Returns the additional cost of the second plan, in one line."""
         return (
             f"{self.casts:+d} casts, {_signed(self.cast_bytes)} of casts, "
             f"{_signed(self.traffic)} of modelled traffic"
@@ -155,7 +155,7 @@ class Difference:
 
 
 def difference(before: ExplanationData, after: ExplanationData) -> Difference:
-    """Compares two plans, node by node and cast by cast; bodies of higher-order ops are left out."""
+    """Compares two plans by node and by cast, without the bodies of higher-order ops."""
     first, second = ({n.name: n for n in e.nodes if n.kind == "op"} for e in (before, after))
     changed = [(first[name], second[name]) for name in first if name in second]
     return Difference(
@@ -176,7 +176,7 @@ def _change(before: NodeRow, after: NodeRow) -> DtypeChange:
 
 
 def _without(casts: Sequence[CastRow], others: Sequence[CastRow]) -> tuple[CastRow, ...]:
-    """Returns the casts that ``others`` lacks: of another tensor, or between other dtypes."""
+    """Returns the casts that ``others`` lacks: a different tensor or different dtypes."""
     left = Counter(map(_identity, others))
     missing = []
     for cast in casts:

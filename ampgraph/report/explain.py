@@ -1,4 +1,4 @@
-"""`explain`: what runs in which dtype, who decided so, and what the casts cost."""
+"""`explain`: the dtype of each op, the reason, and the cost of the casts."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from .read_graph import source_of
 def explain(amp: Converted | GraphModule) -> Explanation:
     """Explains a converted model: every node's dtype and reason, every cast, and the totals.
 
-    Everything is read off the rewritten graph itself; reasons and modelled traffic come from its plan.
+    Counts come from the rewritten graph. Reasons and modelled traffic come from its plan.
 
     Args:
-        amp: What `ampgraph.convert` returned, or the graph module of one. An `AmpModule` with several
-            graphs is explained by the one that ran last; the others are in ``amp.graph_modules``.
+        amp: The result of `ampgraph.convert`, or its graph module. For an `AmpModule` with several graphs,
+            `explain` shows the one that ran last; ``amp.graph_modules`` has the others.
 
     Raises:
-        AmpGraphError: It is neither, or not captured yet.
+        AmpGraphError: ``amp`` is neither, or is not captured yet.
 
     Example:
         >>> print(ampgraph.explain(amp))

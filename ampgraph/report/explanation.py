@@ -1,4 +1,4 @@
-"""What `explain` returns: rows of plain values, and the questions that one can ask of them."""
+"""The result of `explain`: rows of plain values, and methods that answer questions."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from .rows import CastRow, NodeRow, Totals
 
 @dataclass(frozen=True)
 class Explanation(ExplanationData):
-    """What `explain` returns; ``str()`` is a table for people.
+    """The result of `explain`; ``str()`` is a readable table.
 
-    The attributes are those of `ExplanationData`: ``nodes``, ``casts``, ``totals``, ``baselines``,
-    ``modules``, ``operators`` and the rest.
+    It has the attributes of `ExplanationData`: ``nodes``, ``casts``, ``totals``, ``baselines``,
+    ``modules``, ``operators`` and others.
 
     Attributes:
-        source: The graph, for `under`, `flip` and `peers`; None for what was read from a file.
+        source: The graph, for `under`, `flip` and `peers`; None if the explanation was read from a file.
     """
 
     bodies: Mapping[str, Explanation]
@@ -35,7 +35,7 @@ class Explanation(ExplanationData):
 
     @classmethod
     def of(cls, source: Source, graph: str = "") -> Explanation:
-        """Explains a rewritten graph; ``graph`` says which of the model's it is."""
+        """Explains a rewritten graph; ``graph`` names its position among the model's graphs."""
         data = source.read(graph)
         rows = {f.name: getattr(data, f.name) for f in fields(data) if f.name != "bodies"}
         bodies = {name: cls.of(body) for name, body in source.bodies().items()}
@@ -56,16 +56,16 @@ class Explanation(ExplanationData):
         """Returns the report as text.
 
         Args:
-            casts_only: Only casts and totals; else also nodes, operators, modules and advice.
-            peers: Whether the totals have a row for each peer's op lists; plans the graph again.
-            top: Shows this many rows of each table, the dearest first: casts by the bytes that they move,
-                nodes by those of the casts that they read, modules by those inside, operators by calls.
-            all_layers: Whether repeated layers (``h.0`` .. ``h.11``), whose rows are equal but for names, all
-                have their rows; else the first stands for all, with how many times. None: where the graph has
+            casts_only: Show only casts and totals, without nodes, operators, modules and advice.
+            peers: Add a row of totals for each peer's op lists; plans the graph again.
+            top: Show this many rows of each table, the most expensive first: casts by the bytes that they
+                move, nodes by the casts that they read, modules by the casts inside, operators by calls.
+            all_layers: Show the rows of all repeated layers (``h.0`` .. ``h.11``), whose rows differ only in
+                names. False shows the first layer and the number of layers. None means True if the graph has
                 at most 200 nodes.
 
         Raises:
-            AmpGraphError: ``top`` is no number of rows.
+            AmpGraphError: ``top`` is not a positive number.
         """
         return text.text(self, text.Extent(casts_only, self.peers() if peers else {}, top, all_layers))
 
@@ -89,15 +89,15 @@ class Explanation(ExplanationData):
         return json.loads(json.dumps(rows, default=asdict))
 
     def to_json(self, indent: int | None = 2) -> str:
-        """Returns `to_dict` as JSON; keys and entries come in the same order every time."""
+        """Returns `to_dict` as JSON, with a fixed order of keys and entries."""
         return json.dumps(self.to_dict(), indent=indent)
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Explanation:
-        """Builds what `to_dict` gave; such an explanation can be read and compared, not planned again.
+        """Rebuilds an explanation from `to_dict`. It can be read and compared, but not planned again.
 
         Raises:
-            AmpGraphError: It is something else, or of another version.
+            AmpGraphError: The data is not an explanation of this version.
         """
         try:
             plain = {f.name: data[f.name] for f in fields(cls) if f.name != "source"}
@@ -122,7 +122,7 @@ class Explanation(ExplanationData):
         """Returns the row of a node, by its name or label.
 
         Raises:
-            AmpGraphError: The graph has no such node; names the nearest.
+            AmpGraphError: The graph has no such node; the message names the nearest.
         """
         for row in self.nodes:
             if name in (row.name, row.label):
@@ -131,7 +131,7 @@ class Explanation(ExplanationData):
         raise AmpGraphError(f"the graph has no node {name!r}.{did_you_mean(name, dict.fromkeys(known))}")
 
     def chain(self, name: str) -> tuple[NodeRow, ...]:
-        """Returns a node and the nodes that it has its dtype from, up to one decided by itself."""
+        """Returns a node and the nodes that determine its dtype, up to the node that was decided first."""
         rows = {row.name: row for row in self.nodes}
         found = {self.node(name).name: self.node(name)}
         row = self.node(name)
@@ -140,13 +140,13 @@ class Explanation(ExplanationData):
         return tuple(found.values())
 
     def why(self, name: str) -> str:
-        """Returns why one node or cast is what it is, as a chain of reasons.
+        """Returns the reasons for the dtype of a node or for a cast, as a chain.
 
         Args:
             name: A node's name or label, a cast node's name, or a module path, for all nodes of that module.
 
         Raises:
-            AmpGraphError: The graph has no such node; names the nearest.
+            AmpGraphError: The graph has no such node; the message names the nearest.
         """
         for cast in self.casts:
             if cast.name == name:
@@ -157,24 +157,24 @@ class Explanation(ExplanationData):
         return text.why_node(row, self.chain(name), [c for c in self.casts if c.name in row.reads_cast])
 
     def _of_module(self, path: str) -> list[str]:
-        """Returns the names of a module's own float ops; none where a node has that name."""
+        """Returns the names of the float ops directly in a module; none if a node has that name."""
         if any(path in (row.name, row.label) for row in self.nodes):
             return []
         return [row.name for row in self.nodes if row.module == path and row.is_float_op]
 
     def under(self, policy: Policy | str | PathLike[str]) -> Explanation:
-        """Explains the same graph as it would be under another policy; captures nothing.
+        """Plans the same graph under another policy and explains it, without a capture.
 
         Args:
-            policy: As for `ampgraph.convert`; where it names no dtype, the low dtype stays.
+            policy: As for `ampgraph.convert`; if it sets no dtype, the low dtype stays.
 
         Raises:
-            PolicyError: The policy or its rules make no sense for this graph.
+            PolicyError: The policy or its rules do not fit this graph.
         """
         return Explanation.of(self._source().under(policy))
 
     def flip(self, name: str) -> Difference:
-        """Returns what would change if one node ran in the other dtype and all else were planned anew.
+        """Plans the graph again with one node in the other dtype; returns the difference.
 
         Raises:
             AmpGraphError: The graph has no such node, or no policy can flip it.
@@ -195,9 +195,9 @@ class Explanation(ExplanationData):
         return difference(self, other)
 
     def peers(self) -> dict[str, Totals]:
-        """Returns what the autocast rule costs with the op lists of torch, Paddle, MindSpore and OneFlow.
+        """Returns the cost of the autocast rule with the op lists of torch, Paddle, MindSpore and OneFlow.
 
-        The same graph, rules and guards; casts of activations are counted at each use, as in
+        Graph, rules and guards stay the same. A cast of an activation counts at each use, as in
         ``baselines["autocast"]``.
         """
         return self._source().peers()

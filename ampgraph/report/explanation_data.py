@@ -1,4 +1,4 @@
-"""`ExplanationData`: what a report says, as rows of plain values; text and differences read it."""
+"""`ExplanationData`: the content of a report as rows of plain values, for text and differences."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ class ExplanationData:
         model: Class name of the converted model.
         policy: The policy's repr.
         low_dtype: ``"float16"`` or ``"bfloat16"``.
-        graph: Which of the model's graphs this is, ``"1 of 1"``, or ``""``.
-        bodies: The bodies of its higher-order ops (``torch.cond`` ...), each explained by itself: which of
-            them run, and how often, a graph does not tell, so they are not in the totals.
+        graph: The position among the model's graphs, ``"1 of 1"``, or ``""``.
+        bodies: The bodies of its higher-order ops (``torch.cond`` ...), each with a separate explanation.
+            They are not in the totals, because a graph does not determine how often each body runs.
         nodes: Every node but the inserted casts, in graph order.
         casts: Every inserted cast, in graph order.
         totals: Counts of this graph.
         baselines: The same counts for ``"autocast"`` (the rule of ``torch.autocast`` on the same graph and
-            lists) and ``"fp32"``, as the cost model has them.
-        widened: How many operands float32 kernels widen themselves, without a cast.
-        gap: How many bytes the placement is above the least that the objective allows, at most; see `Plan`.
-        advice: Rules of hardware that low ops miss.
-        keeps_low_copies: Whether a converted model casts its parameters once per update (shadow weights) and
-            not, as the totals count them, in every forward.
-        coverage: How much of a model captured just in time its graphs hold; None ahead of time.
+            lists) and ``"fp32"``, from the cost model.
+        widened: Number of operands that float32 kernels widen, without a cast.
+        gap: Upper bound on the distance to the minimum of the objective, in bytes; see `Plan`.
+        advice: Hardware advice for low ops.
+        keeps_low_copies: Whether a converted model casts its parameters once per update (shadow weights). The
+            totals count these casts in every forward.
+        coverage: Share of the model inside its graphs, just in time; None ahead of time.
     """
 
     model: str
@@ -56,16 +56,16 @@ class ExplanationData:
 
     @property
     def modules(self) -> tuple[ModuleRow, ...]:
-        """What is inside each module, in the order in which they run."""
+        """Counts of each module, in the order in which the modules run."""
         return module_rows(self.nodes, self.casts, self.low_dtype)
 
     @property
     def operators(self) -> dict[str, dict[str, int]]:
-        """How often each operator runs in each dtype; inserted casts are ``"cast (inserted)"``."""
+        """Number of calls of each operator in each dtype; inserted casts are ``"cast (inserted)"``."""
         return operator_counts(self.nodes, self.casts)
 
     @property
     def low_share(self) -> float:
-        """How much of the ops whose dtype ampgraph decides runs low, from 0 to 1."""
+        """Share of the ops with a decided dtype that run low, from 0 to 1."""
         ops = [n for n in self.nodes if n.is_float_op]
         return sum(n.is_low(self.low_dtype) for n in ops) / len(ops) if ops else 0.0

@@ -1,4 +1,4 @@
-"""One way to look at a rewritten graph, shared by `explain`, `draw` and `ampgraph.testing`."""
+"""Reads a rewritten graph for `explain`, `draw` and `ampgraph.testing`."""
 
 from __future__ import annotations
 

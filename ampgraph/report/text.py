@@ -14,11 +14,11 @@ from .layers import Repeat, is_repeated, repeats, times
 from .rows import CastRow, NodeRow, Totals
 from .tables import Column, Section, printable
 
-# Modules deeper than this are left out of the text; `Explanation.modules` has them all.
+# The text omits modules deeper than this; `Explanation.modules` has them all.
 MODULE_DEPTH = 2
 # In graphs with more nodes, repeated layers are shown once.
 LARGE = 200
-# As many nodes are named for one piece of advice, and as many links of a chain are shown.
+# Limits on the nodes named for one piece of advice and on the links of a chain.
 NAMED = 3
 LINKS = 12
 
@@ -67,7 +67,7 @@ ADVICE = (
 
 @dataclass(frozen=True)
 class Extent:
-    """How much of an explanation is reported; see `Explanation.table` for the fields."""
+    """The extent of a report; see `Explanation.table` for the fields."""
 
     casts_only: bool = False
     peers: Mapping[str, Totals] = field(default_factory=dict)
@@ -79,7 +79,7 @@ class Extent:
             raise AmpGraphError(f"top={self.top!r}: expected a number of rows, 1 or more, or None.")
 
     def of_body(self) -> Extent:
-        """Returns it for the body of a higher-order op, which has no peers."""
+        """Returns the extent for the body of a higher-order op, which has no peers."""
         return Extent(self.casts_only, {}, self.top, self.all_layers)
 
     def repeats(self, explanation: ExplanationData) -> tuple[Repeat, ...]:
@@ -89,7 +89,7 @@ class Extent:
 
 
 def repeated_layers(explanation: ExplanationData) -> tuple[Repeat, ...]:
-    """Returns the layers whose nodes and casts are equal but for the names of nodes."""
+    """Returns the layers whose nodes and casts are equal except for names."""
     nodes = [
         (n.module, (n.op, n.dtype, n.shape, n.op_class, n.by, _nameless(n.reason), n.line, len(n.widens)))
         for n in explanation.nodes
@@ -210,7 +210,7 @@ def casts_section(
         title: Its heading.
         casts: The casts.
         once: Layers of which only the first one's casts are shown.
-        top: Show as many, those that move the most bytes first; None: all in graph order.
+        top: Show this many casts, those that move the most bytes first; None shows all in graph order.
     """
     notes = list(_said_once(once))
     casts = [c for c in casts if not is_repeated(c.module, once)]
@@ -314,7 +314,7 @@ def _total_cells(name: str, total: Totals) -> tuple[str, ...]:
 
 
 def why_cast(cast: CastRow) -> str:
-    """Returns why a cast is there."""
+    """Returns the reason for a cast."""
     return printable(_why_cast(cast))
 
 
@@ -330,11 +330,11 @@ def _why_cast(cast: CastRow) -> str:
 
 
 def why_node(node: NodeRow, chain: Sequence[NodeRow], casts: Sequence[CastRow]) -> str:
-    """Returns why a node has its dtype.
+    """Returns the reason for a node's dtype.
 
     Args:
         node: The node.
-        chain: The node and what it has its dtype from, see `Explanation.chain`.
+        chain: The node and the nodes that determine its dtype, see `Explanation.chain`.
         casts: The inserted casts that it reads.
     """
     what = (node.op or node.kind) + (f" in module {node.module!r}" if node.module else "")
