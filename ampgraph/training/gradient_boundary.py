@@ -121,7 +121,7 @@ def non_finite(tensors: Sequence[Tensor], slots: Sequence[int], size: int) -> Te
 
     Slots ascend; several tensors may have the same one.
     """
-    # Of no elements, none is infinite; torch has no such norm.
+    # An empty tensor is finite, but torch has no infinity norm of it.
     given = [(t._values() if t.is_sparse else t, slot) for t, slot in zip(tensors, slots, strict=True)]
     given = [(t, slot) for t, slot in given if t.numel()]
     if not given:
