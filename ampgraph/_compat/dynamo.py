@@ -1,4 +1,4 @@
-"""What torch.compile and AOTAutograd do with a model."""
+"""Private APIs of torch.compile and AOTAutograd."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from torch.utils.hooks import RemovableHandle
 
 from .version import VERSION
 
-# Past the limit Dynamo runs code as it is, in float32 without a word. Layers behind graph breaks share their
-# code, and each of a class of its own (parametrizations make one) counts; torch's default is 8.
+# Past the limit Dynamo silently runs code unconverted, in float32. Layers behind graph breaks share their
+# code, and each generated class (parametrizations create one) counts; torch's default is 8.
 RECOMPILE_LIMIT = 64
 
 
 def compiled_by_dynamo(model: Module, backend: str | Callable, **given: Any) -> Callable:
-    """Returns ``torch.compile(model, backend=backend, **given)``, apart from what else is compiled.
+    """Returns ``torch.compile(model, backend=backend, **given)``, isolated from other compiled models.
 
-    Dynamo keeps what it compiled with the code of ``forward``, which all models of one class share, and
-    gives up after eight entries. torch 2.13 has an option against that; 2.11 gets a function of its own to
-    compile, which helps up to the first graph break.
+    Dynamo stores compiled code with the code of ``forward``, which all models of one class share, and stops
+    after eight entries. torch 2.13 has an option against this. For 2.11 ampgraph compiles a separate
+    function, which helps up to the first graph break.
 
-    torch 2.11 also leaves out the guards on parameters where a module's dict did not change, and
-    ``requires_grad_()`` does not change it: what ran frozen once then never gets gradients. 2.13 notices.
+    torch 2.11 also omits the guards on parameters if a module's dict did not change, and ``requires_grad_()``
+    does not change it. A model that ran frozen once then never gets gradients. torch 2.13 detects the change.
     """
     if any(isinstance(module, RNNBase) for module in model.modules()):
         # Dynamo skips them by default.
@@ -45,8 +45,8 @@ def _compiled_apart(model: Module, backend: str | Callable, **given: Any) -> Cal
             return _guarding(_hook_guards, _compiled_method(model, backend, **apart, **given))
         before = set(model.__dict__)
         compiled = torch.compile(model, backend=backend, **apart, **given)  # type: ignore[call-overload]
-        # What is set on the result lands on the model: torch's mark, Lightning's arguments (the backend
-        # among them, which nothing can pickle).
+        # Attributes set on the result are stored on the model: torch's mark, Lightning's arguments (with the
+# backend, which cannot be pickled).
         for name in set(model.__dict__) - before:
             del model.__dict__[name]
         return _guarding(_hook_guards, compiled)
@@ -70,9 +70,9 @@ def _guarding(guards: _Guards, compiled: Callable) -> Callable:
 
 
 def _has_hidden_forward(model: Module) -> bool:
-    """Whether the class has a property in front of the ``forward`` in the model's dict.
+    """Whether a property of the class hides the ``forward`` in the model's dict.
 
-    Dynamo guards on the one in the dict, and finds at once that calling the model gives another.
+    Dynamo guards on the ``forward`` in the dict, but a call of the model uses the property.
     """
     own = model.forward
     return (
@@ -81,7 +81,7 @@ def _has_hidden_forward(model: Module) -> bool:
 
 
 def _compiled_method(model: Module, backend: str | Callable, **given: Any) -> Callable:
-    """Compiles the model's forward as a function of the model, which Dynamo then need not call."""
+    """Compiles the model's forward as a function of the model, so that Dynamo does not call the model."""
     own = FunctionType(_call_method.__code__.replace(), globals())
     compiled = torch.compile(own, backend=backend, **given)
 
@@ -101,7 +101,7 @@ def _call_module(self: Module, /, *args: Any, **kwargs: Any) -> Any:
 
 
 class _Guards:
-    """Guards that Dynamo leaves out by default: an option of the process, as long as any thread is inside."""
+    """Enables guards that Dynamo omits by default: a process option, active while any thread is inside."""
 
     def __init__(self, *options: str) -> None:
         self._lock = threading.Lock()
@@ -135,7 +135,7 @@ def hooks_registered() -> int:
     return RemovableHandle.next_id
 
 
-# Breaks at which no op is left out: Dynamo's words for them, in torch 2.11 and 2.13.
+# Dynamo's names for breaks that leave no op out, in torch 2.11 and 2.13.
 _NO_OPS = (
     "generic_jump",
     "Data-dependent branching",
@@ -149,7 +149,7 @@ _NO_OPS = (
 
 
 class BreakLog:
-    """Where Dynamo has broken graphs, in this process; another thread's compilations may be among them."""
+    """Graph breaks of Dynamo in this process, including those of other threads."""
 
     def __init__(self) -> None:
         from torch._dynamo.output_graph import graph_break_reasons
@@ -158,11 +158,11 @@ class BreakLog:
         self._reasons, self._metrics = graph_break_reasons, get_compilation_metrics
 
     def mark(self) -> tuple[int, float]:
-        """Returns how many graph breaks there were so far, and the time."""
+        """Returns the number of graph breaks so far, and the time."""
         return len(self._reasons), time.time()
 
     def since(self, count: int, start: float) -> list[tuple[str, str, bool]]:
-        """Returns ``file:line``, reason and whether ops may be left out, of what came after a mark."""
+        """Returns ``file:line``, reason and whether ops may be left out, for each break after a mark."""
         found = []
         for broken in self._reasons[count:]:
             line = broken.user_stack[-1] if broken.user_stack else None
@@ -172,7 +172,7 @@ class BreakLog:
         for frame in self._metrics():
             if frame.fail_type is None or (frame.start_time_us or 0) < start * 1e6:
                 continue
-            # Nothing of a frame that cannot be broken is captured, but what it calls.
+            # A frame that cannot be broken is not captured; the functions that it calls are.
             where = f"{frame.fail_user_frame_filename}:{frame.fail_user_frame_lineno}"
             found.append((where, _first_line(frame.fail_reason or frame.fail_type), True))
         return found
@@ -184,16 +184,16 @@ def _first_line(reason: str) -> str:
 
 
 def keep_dynamo_out(function: Callable) -> None:
-    """Lets Dynamo inline ``function`` into what it captures, but never compile it as a frame of its own."""
+    """Lets Dynamo inline ``function`` into a capture, but never compile it as a separate frame."""
     from torch._dynamo.eval_frame import skip_code
 
     skip_code(function.__code__)
 
 
 def apart_from_dynamo(function: Callable) -> Callable:
-    """Returns ``function`` so that Dynamo runs it as it is, whoever calls it.
+    """Returns ``function`` so that Dynamo runs it without compiling it.
 
-    ``torch.compiler.disable`` does the same and imports Dynamo at once; this one does at the first call.
+    ``torch.compiler.disable`` does the same but imports Dynamo at once; this imports it at the first call.
     """
     wrapped: Callable = torch._disable_dynamo(function)
     return wrapped
@@ -210,9 +210,9 @@ def mark_as_input(node: Node, value: torch.Tensor, mode: FakeTensorMode) -> None
 
 
 def aot_eager(keep: Callable[[str, GraphModule], None]) -> Callable:
-    """Returns torch.compile's backend ``"aot_eager"``, which tells ``keep`` of the graphs it makes.
+    """Returns torch.compile's backend ``"aot_eager"``, which passes its graphs to ``keep``.
 
-    They come as ``"forward"`` and ``"backward"``, or as ``"inference"`` where nothing needs a gradient.
+    Their kinds are ``"forward"`` and ``"backward"``, or ``"inference"`` if nothing needs a gradient.
     """
     from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
     from torch._dynamo.backends.common import aot_autograd

@@ -1,4 +1,4 @@
-"""Fake tensors: what a node yields, and of which dtype."""
+"""Fake tensors: the results of a node and their dtypes."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ def evaluate(
     one_step: bool = False,
     instead: Mapping[Node, Any] = MappingProxyType({}),
 ) -> Any:
-    """Runs one call_function node on its arguments' fake values; the authority on dtypes and shapes.
+    """Runs one call_function node on its arguments' fake values, to find dtypes and shapes.
 
     Args:
         node: The node.
         mode: The fake mode of its graph.
-        one_step: Recurrent layers run over one element of their sequence: enough to tell dtypes.
-        instead: Values that take the place of what some arguments have.
+        one_step: Recurrent layers run over one element of their sequence, which is enough for dtypes.
+        instead: Values that replace the values of some arguments.
     """
     args, kwargs = tree_map_only(Node, lambda n: _value(n, instead), (node.args, dict(node.kwargs)))
     shape_env = mode.shape_env if mode else None
@@ -62,10 +62,10 @@ def evaluate(
 
 
 def _with_true_statistics(target: Any, arguments: Any, result: Any) -> Any:
-    """Corrects what FakeTensor says of the statistics that a norm saves on a CPU.
+    """Corrects FakeTensor's dtype of the statistics that a norm saves on a CPU.
 
-    It gives them the input's dtype. The kernels give all of them float32 as soon as one argument (a weight,
-    the running statistics) is float32. Seen in torch 2.11 and 2.13.
+    FakeTensor returns the input's dtype. The kernels return float32 if one argument (a weight, the running
+    statistics) is float32. Seen in torch 2.11 and 2.13.
     """
     if getattr(target, "overloadpacket", None) not in _NORMS or result[0].device.type != "cpu":
         return result
@@ -108,7 +108,7 @@ _dtype_cache: dict[Any, tuple[torch.dtype | None, ...]] = {}
 def result_dtypes(
     node: Node, mode: FakeTensorMode | None, instead: Mapping[Node, Any] = MappingProxyType({})
 ) -> tuple[torch.dtype | None, ...]:
-    """Returns the dtypes of what a call_function node yields, as FakeTensor finds them.
+    """Returns the dtypes of a call_function node's results, from FakeTensor.
 
     A result's dtype follows from the op, its arguments' dtypes and devices, which of them are 0-dim, and
     its non-tensor arguments, never from sizes; so one evaluation serves every node with the same key
@@ -119,12 +119,12 @@ def result_dtypes(
         return dtypes_of(value)
     value = node.meta.get("val")
     if isinstance(value, (*py_sym_types, bool, int, float)):
-        return (None,)  # what ``item`` reads is not known to FakeTensor
+        return (None,)  # FakeTensor does not know the value that ``item`` reads
     count = len(value) if isinstance(value, (list, tuple)) else 1
     key = (node.target, count, _dtype_key(node.args, instead), _dtype_key(node.kwargs, instead))
     if key not in _dtype_cache:
         here = threading.get_ident()
-        # A dtype has nothing to do with gradients; a parameter written under no_grad must be allowed to be.
+        # Dtypes do not depend on gradients, and a parameter may be written under no_grad.
         with torch.no_grad(), errors_raised_not_logged(lambda: threading.get_ident() == here):
             values = evaluate(node, mode, one_step=True, instead=instead)
         _dtype_cache[key] = dtypes_of(values)
@@ -132,13 +132,13 @@ def result_dtypes(
 
 
 def dtypes_of(value: Any) -> tuple[torch.dtype | None, ...]:
-    """Returns the dtype of each result that a value stands for, None for what is no tensor."""
+    """Returns the dtype of each result in a value; None for a result that is not a tensor."""
     values = value if isinstance(value, (list, tuple)) else (value,)
     return tuple(v.dtype if isinstance(v, torch.Tensor) else None for v in values)
 
 
 def _dtype_key(argument: Any, instead: Mapping[Node, Any]) -> Any:
-    """Returns what an argument, a container included, can tell of a result's dtype."""
+    """Returns the properties of an argument that affect a result's dtype."""
     if isinstance(argument, (list, tuple)):
         return type(argument), tuple([_dtype_key(item, instead) for item in argument])
     if isinstance(argument, dict):
@@ -153,7 +153,7 @@ def _dtype_key(argument: Any, instead: Mapping[Node, Any]) -> Any:
 
 
 def with_dtypes(value: Any, dtypes: tuple[torch.dtype | None, ...]) -> Any:
-    """Returns the fake value(s) with other dtypes; the very same object where nothing differs."""
+    """Returns the fake value(s) with other dtypes; the same object if nothing differs."""
     values = value if isinstance(value, (list, tuple)) else (value,)
     if len(values) != len(dtypes):
         raise ValueError(f"expected {len(values)} results, FakeTensor finds {len(dtypes)}")
@@ -168,7 +168,7 @@ def _with_dtype(value: Any, dtype: torch.dtype | None) -> Any:
         return value
     sizes = (*value.shape, *value.stride())
     if all(isinstance(s, int) for s in sizes):
-        # The same as value.to(dtype) under the mode, at a tenth of the price.
+        # The same as value.to(dtype) under the mode, at a tenth of the cost.
         meta = torch.empty_strided(value.shape, value.stride(), dtype=dtype, device="meta")
         return FakeTensor(value.fake_mode, meta, value.device)
     with value.fake_mode:

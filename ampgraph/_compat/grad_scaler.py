@@ -1,4 +1,4 @@
-"""What can be seen of torch's own loss scaler from outside. Tried on torch 2.11 and 2.13."""
+"""Detects torch's own loss scaler from outside. Tried on torch 2.11 and 2.13."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _MOST_FACTORS = 4
 
 
 def is_scaled_by_grad_scaler() -> bool:
-    """Whether the backward that runs now begins at what ``GradScaler.scale`` returned.
+    """Whether the current backward begins at the result of ``GradScaler.scale``.
 
-    That is a product, which has freed its factors by now. So the callers are asked: one of them holds a
-    ``GradScaler`` that has scaled something. Where one holds the loss too, the quotient decides; where none
-    does, whether the nearest that calls something named ``scale`` holds the scaler.
+    The result is a product that has already freed its factors. So this inspects the callers' frames: one of
+    them holds a ``GradScaler`` that has scaled something. If a frame also holds the loss, the quotient
+    decides. Otherwise the nearest frame that calls something named ``scale`` must hold the scaler.
     """
     for frame in _frames_of_threads():
         backward = _frame_of_backward(frame)
@@ -60,7 +60,7 @@ def _is_capturing(tensors: list[Tensor]) -> bool:
 
 
 def _factors_of(product: Tensor) -> list[Any]:
-    """Returns the autograd nodes that a tensor is a multiple of, the nearest first."""
+    """Returns the autograd nodes of the factors of a tensor, the nearest first."""
     found: list[Any] = []
     node: Any = product.grad_fn
     while node is not None and type(node).__name__ in _FACTORS and len(found) < _MOST_FACTORS:
@@ -90,7 +90,7 @@ def _is_number(tensor: Tensor) -> bool:
 
 
 def _callers(frame: FrameType) -> Iterator[FrameType]:
-    """Yields the callers of a backward that are not torch's."""
+    """Yields the callers of a backward outside torch."""
     caller = frame.f_back
     while caller is not None:
         if not caller.f_globals.get("__name__", "").startswith("torch."):
@@ -108,7 +108,7 @@ def _in_sight(backward: FrameType, kind: type) -> Iterator[Any]:
 
 
 def _held(frame: FrameType, kind: type) -> Iterator[Any]:
-    """Yields what a frame holds by a name, or its objects by an attribute."""
+    """Yields the values of a frame's names and of its objects' attributes."""
     for value in itertools.chain(list(frame.f_locals.values()), list(frame.f_globals.values())):
         if issubclass(type(value), kind):
             yield value

@@ -14,7 +14,7 @@ from torch.fx.graph import _PyTreeCodeGen, _PyTreeInfo
 
 
 def size_hint(size: int | torch.SymInt, fallback: int = 1) -> int:
-    """Returns a number for a possibly symbolic size; ``fallback`` where nothing is known about it."""
+    """Returns a number for a possibly symbolic size; ``fallback`` if it has no hint."""
     if isinstance(size, int):
         return size
     node = size.node
@@ -50,7 +50,7 @@ def flat_inputs(graph_module: GraphModule, args: tuple, kwargs: dict[str, Any] |
 def wrap_grad_modes(graph_module: GraphModule) -> GraphModule:
     """Returns a graph module with a sub-graph for each region between ``_set_grad_enabled`` calls.
 
-    That is how ``torch.export`` writes ``with torch.no_grad()``, and what decomposition expects.
+    ``torch.export`` writes ``with torch.no_grad()`` in this form, and decomposition expects it.
     """
     from torch._export.passes.replace_set_grad_with_hop_pass import replace_set_grad_with_hop_pass
 
@@ -63,5 +63,5 @@ def all_op_names() -> set[str]:
 
 
 def outside_tracing() -> AbstractContextManager[object]:
-    """Runs what is inside for real in the middle of ``make_fx``: no node is made of it."""
+    """Runs the code inside for real in the middle of ``make_fx``, without nodes."""
     return disable_proxy_modes_tracing()

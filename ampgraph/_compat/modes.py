@@ -1,4 +1,4 @@
-"""The modes that torch runs code in: what is switched off, and what is going on."""
+"""The modes of torch: disables and queries them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.autograd.grad_mode import _enter_inference_mode, _exit_inference_mode
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
 from torch.nn.parallel import DistributedDataParallel
 
-# What captured graphs call where the model enters or leaves a mode.
+# Functions that captured graphs call when the model enters or leaves a mode.
 SET_GRAD_ENABLED = torch._C._set_grad_enabled
 ENTER_AUTOCAST, EXIT_AUTOCAST = autocast_mode._enter_autocast, autocast_mode._exit_autocast
 INFERENCE_MODE_CALLS = (_enter_inference_mode, _exit_inference_mode)
@@ -31,7 +31,7 @@ def no_ambient_autocast() -> Iterator[None]:
 def no_saved_tensor_hooks() -> contextlib.AbstractContextManager[None]:
     """Hides every ``saved_tensors_hooks`` from the code inside, as AOTAutograd does while it traces.
 
-    ``torch.utils.checkpoint`` counts with them what a region saves; what tracing saves is not part of that.
+    ``torch.utils.checkpoint`` counts with them the tensors that a region saves; tracing must not count.
     """
     hidden: contextlib.AbstractContextManager[None]
     hidden = torch._dynamo.utils._disable_saved_tensors_hooks_during_tracing()
@@ -42,7 +42,7 @@ def no_saved_tensor_hooks() -> contextlib.AbstractContextManager[None]:
 def autocast_values(
     device: str, dtype: torch.dtype | None = None, enabled: bool = True, *_: object
 ) -> Iterator[None]:
-    """Lets ops yield what they do under ``torch.autocast``, unknown to whoever traces modes."""
+    """Gives ops their results under ``torch.autocast``, invisible to code that traces modes."""
     before = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
     torch.set_autocast_enabled(device, enabled)
     torch.set_autocast_dtype(device, dtype or before[1])
@@ -54,21 +54,21 @@ def autocast_values(
 
 
 def keep_versions(tensors: list[torch.Tensor]) -> contextlib.AbstractContextManager:
-    """Lets ``tensors`` be written inside without autograd's version counters moving."""
+    """Allows writes to ``tensors`` inside without a change of autograd's version counters."""
     return torch.autograd._unsafe_preserve_version_counter(tuple(tensors))
 
 
 def is_exporting() -> bool:
     """Whether ``torch.export`` traces in this thread; torch's own flag is the process's.
 
-    Dynamo in torch 2.11 takes ``torch.compiler.is_exporting()`` for true wherever it is asked.
+    Dynamo in torch 2.11 always treats ``torch.compiler.is_exporting()`` as true.
     """
     flag = torch.compiler._is_exporting_flag
     return flag and (torch.compiler.is_dynamo_compiling() or _has_modes())
 
 
 def _has_modes() -> bool:
-    """Whether this thread traces: has dispatch modes, or sends its ops to those of the process."""
+    """Whether this thread traces: it has dispatch modes or uses those of the process."""
     pre_dispatch = torch._C.DispatchKey.PreDispatch
     return bool(
         torch._C._len_torch_dispatch_stack() or torch._C._dispatch_tls_is_dispatch_key_included(pre_dispatch)
@@ -81,13 +81,13 @@ def in_transform() -> bool:
 
 
 def is_batched(tensor: torch.Tensor) -> bool:
-    """Whether the tensor is one of vmap's, or of the older vmap behind ``is_grads_batched=True``."""
+    """Whether the tensor belongs to vmap or to the older vmap behind ``is_grads_batched=True``."""
     functorch = torch._C._functorch
     return functorch.is_legacy_batchedtensor(tensor) or functorch.is_batchedtensor(tensor)
 
 
 def outside_transforms() -> contextlib.AbstractContextManager:
-    """Lets code run as it does outside of all transforms of ``torch.func``."""
+    """Runs code as if it were outside all transforms of ``torch.func``."""
     from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
     return temporarily_clear_interpreter_stack()
@@ -109,9 +109,9 @@ def is_in_backward() -> bool:
 
 
 def path_inside_wrappers(module: torch.nn.Module) -> str:
-    """Returns the path to what activation wrappers and ``torch.compile`` wrap; empty for any other module.
+    """Returns the path to the module inside activation wrappers and ``torch.compile``; else empty.
 
-    The first hide their names of what they wrap from the parameters' names, so that no capture finds them.
+    Activation wrappers remove their name from the parameters' names, so no capture finds these.
     """
     dynamo = sys.modules.get("torch._dynamo")  # where it is not loaded, nothing is compiled
     inner: dict[type, str] = {ActivationWrapper: "_checkpoint_wrapped_module"}

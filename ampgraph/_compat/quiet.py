@@ -1,4 +1,4 @@
-"""What torch logs and prints while it captures a model, kept from who gets an error that says it better."""
+"""Suppresses torch's logs and prints during a capture, because ampgraph's error is clearer."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ def is_dynamo_error(error: BaseException) -> bool:
 
 @contextlib.contextmanager
 def errors_raised_not_logged(is_here: Callable[[], bool]) -> Iterator[None]:
-    """Keeps fake tensors from logging, traceback and all, the errors that they raise as well.
+    """Stops fake tensors from logging, with traceback, errors that they also raise.
 
     Args:
-        is_here: Whether what is logged comes from the code inside; other threads log as ever.
+        is_here: Whether a log record comes from the code inside; other threads log normally.
     """
     with _filtered([_fake_tensor_log], lambda record: record.exc_info is None or not is_here()):
         yield
 
 
 def never_log_raised_errors(is_here: Callable[[], bool]) -> None:
-    """As `errors_raised_not_logged`, from now on; for what runs too often to be wrapped."""
+    """As `errors_raised_not_logged`, permanently; for code that runs too often to be wrapped."""
     _fake_tensor_log.addFilter(lambda record: record.exc_info is None or not is_here())
 
 
 @contextlib.contextmanager
 def quiet_export(is_here: Callable[[], bool]) -> Iterator[None]:
-    """Keeps ``torch.export`` from logging warnings and errors, and from printing the graph that it gave up.
+    """Stops ``torch.export`` from logging warnings and errors, and from printing a failed graph.
 
-    What a user turned on, by ``TORCH_LOGS`` for instance, is below the level of warnings and is logged.
+    Logs that a user turned on, for example with ``TORCH_LOGS``, are below the warning level and still appear.
     """
     from torch.export import _trace
 
@@ -71,5 +71,5 @@ def _filtered(loggers: list[logging.Logger], keep: Callable[[logging.LogRecord],
             logger.removeFilter(keep)
 
 
-# What every custom ``autograd.Function`` extends, and what ``apply`` of each ends in.
+# The base of every custom ``autograd.Function``, and the function that its ``apply`` calls.
 SingleLevelFunction = torch.autograd.function._SingleLevelFunction

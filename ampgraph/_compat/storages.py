@@ -1,4 +1,4 @@
-"""What a gradient is, told apart without keeping it alive."""
+"""Identifies the content of a gradient without keeping the gradient alive."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from .modes import is_batched
 
 
 class Content:
-    """What a dense tensor held when this was made: its storage, where it lies in it, and its version.
+    """The content of a dense tensor at one moment: storage, position in the storage, and version.
 
-    The storage's address is not given to another storage while this exists.
+    No other storage gets the same address while this object exists.
     """
 
     __slots__ = ("_geometry", "_storage", "_version")
@@ -22,20 +22,20 @@ class Content:
         self._version, self._geometry = tensor._version, _geometry(tensor)
 
     def is_of(self, tensor: Tensor) -> bool:
-        """Whether the tensor has the same storage, and nothing was written to it since."""
+        """Whether the tensor has the same storage and was not written since."""
         if not has_content(tensor) or tensor._version != self._version:
             return False
         return tensor.untyped_storage()._cdata == self._storage.cdata and _geometry(tensor) == self._geometry
 
 
 def has_content(tensor: Tensor) -> bool:
-    """Whether the tensor is a plain dense one, whose version is counted."""
+    """Whether the tensor is plain and dense, with a version counter."""
     is_plain = type(tensor) is Tensor and tensor.layout is torch.strided
     return is_plain and not tensor.is_inference() and not is_batched(tensor)
 
 
 def current_backward() -> int | None:
-    """Returns a number that no other backward has, of the one that runs in this thread; None outside."""
+    """Returns a unique number of the backward that runs in this thread; None outside."""
     number = torch._C._current_graph_task_id()
     return None if number == -1 else number
 

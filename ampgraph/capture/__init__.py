@@ -1,4 +1,4 @@
-"""From a model to the one IR: a pre-dispatch ATen graph with true metadata on every node."""
+"""Captures a model as the common IR: a pre-dispatch ATen graph with correct metadata on every node."""
 
 from .ahead_of_time import capture_lock, capture_program, is_capturing_here
 from .code import Code

@@ -97,13 +97,13 @@ def capture_program(
         args: Example positional arguments; only their structure, shapes, dtypes and devices matter.
         kwargs: Example keyword arguments.
         dynamic_shapes: As for ``torch.export.export``.
-        reads: Takes down which Python state forward reads.
+        reads: Records the Python state that forward reads.
         gradients: The grad mode to capture in.
 
     Raises:
-        CaptureError: The model cannot be captured for these inputs; names the user's source line.
+        CaptureError: The model cannot be captured for these inputs; the message names the user's source line.
 
-    What the graph lacks of the model's backward is in its ``meta``, under `LOST_KEY`.
+    The graph's ``meta`` lists the lost parts of the model's backward under `LOST_KEY`.
     """
     if isinstance(model, torch.jit.ScriptModule):
         raise CaptureError(
@@ -112,7 +112,7 @@ def capture_program(
         )
     kwargs = kwargs or {}
     try:
-        if isinstance(dynamic_shapes, ShapesCollection):  # it knows tensors by their identity
+        if isinstance(dynamic_shapes, ShapesCollection):  # it identifies tensors by object
             dynamic_shapes = dynamic_shapes.dynamic_shapes(model, args, kwargs)
         args, kwargs = distinct(args, kwargs)
         watching, quiet = noting_lost_backwards(model, is_capturing_here), quiet_export(is_capturing_here)
@@ -142,7 +142,7 @@ def capture_program(
 
 
 def _check_written(model: nn.Module, written: list[str]) -> None:
-    """Raises where forward changes what an argument holds: the caller of a graph would not see that."""
+    """Raises an error if forward changes a container argument: the caller of a graph would not see it."""
     if not written:
         return
     names, noun = ", ".join(map(repr, written)), "arguments" if len(written) > 1 else "argument"
@@ -153,10 +153,9 @@ def _check_written(model: nn.Module, written: list[str]) -> None:
 
 
 def _complete_users(graph: fx.Graph) -> None:
-    """Enters every reader among the users of what it reads.
+    """Registers every reader as a user of the nodes that it reads.
 
-    ``torch.export`` forgets readers whose results nothing reads in turn, beside a grad-mode region; torch.fx
-    then fails to edit them.
+    ``torch.export`` omits readers without users next to a grad-mode region; torch.fx then fails to edit them.
     """
     for node in graph.nodes:
         for source in node.all_input_nodes:
@@ -166,7 +165,7 @@ def _complete_users(graph: fx.Graph) -> None:
 class _WatchedTensors(TorchFunctionMode):
     """Captures ``x.data``, which tracing does not see, as ``x.detach()``: the same memory, no gradients.
 
-    Notes who asks for what a graph does not compute: the state of autograd, the layout of memory.
+    Records reads of values that a graph does not compute: the state of autograd, the memory layout.
     """
 
     _data = torch.Tensor.data.__get__  # type: ignore[attr-defined]
@@ -188,7 +187,7 @@ class _WatchedTensors(TorchFunctionMode):
 
 @contextlib.contextmanager
 def capturing(gradients: bool = True) -> Iterator[None]:
-    """The state in which a capture runs: metadata kept, grad mode set, nothing ambient, one at a time."""
+    """Prepares a capture: keeps metadata, sets the grad mode, hides ambient modes, allows one at a time."""
     with (
         capture_lock,
         fx_traceback.preserve_node_meta(),
@@ -211,7 +210,7 @@ def is_capturing_here() -> bool:
 
 
 def _check_arguments(model: nn.Module, args: tuple, kwargs: dict[str, Any], error: Exception) -> None:
-    """Raises where the capture failed because forward does not take these arguments."""
+    """Raises an error if the capture failed because forward does not take these arguments."""
     if not isinstance(error, TypeError):
         return
     signature = inspect.signature(model.forward)
@@ -237,7 +236,7 @@ def _explain(model: nn.Module, error: Exception) -> str:
 
 
 def _hint(error: BaseException) -> str:
-    """Returns what helps, for causes that torch's message does not name."""
+    """Returns advice for causes that torch's message does not name."""
     frames = traceback.extract_tb(error.__traceback__)
     through = {f"{Path(frame.filename).name}:{frame.name}" for frame in frames}
     for cause, function, hint in _HINTS:

@@ -1,7 +1,7 @@
-"""Batch norm with a cumulative average (``momentum=None``), captured.
+"""Captures batch norm with a cumulative average (``momentum=None``).
 
-torch's own forward makes a Python number of the count of batches, which no capture can hold.
-``torch.optim.swa_utils.update_bn`` and stochastic weight averaging set that momentum for a while.
+torch's forward converts the batch counter to a Python number, which no capture supports.
+``torch.optim.swa_utils.update_bn`` and stochastic weight averaging set this momentum temporarily.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 @contextlib.contextmanager
 def with_cumulative_average(is_capturing: Callable[[], bool]) -> Iterator[None]:
-    """Keeps the count of batches a tensor, in threads that are capturing."""
+    """Keeps the batch counter a tensor in threads that are capturing."""
     original = _BatchNorm.forward
 
     def forward(self: _BatchNorm, input: torch.Tensor) -> torch.Tensor:
@@ -32,7 +32,7 @@ def with_cumulative_average(is_capturing: Callable[[], bool]) -> Iterator[None]:
 
 
 def _averaging(norm: _BatchNorm, input: torch.Tensor) -> torch.Tensor:
-    """Normalizes by the batch, whose statistics with momentum 1 are its own, and moves the averages."""
+    """Normalizes by the statistics of the batch (momentum 1) and updates the averages."""
     norm._check_input_dim(input)
     if norm.running_mean is None or norm.running_var is None or norm.num_batches_tracked is None:
         return nn.functional.batch_norm(input, None, None, norm.weight, norm.bias, True, 0.0, norm.eps)

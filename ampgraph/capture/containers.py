@@ -1,4 +1,4 @@
-"""Comparing plain Python values: numbers, strings, dtypes, and lists, tuples, sets and dicts of them."""
+"""Compares plain Python values: numbers, strings, dtypes, and lists, tuples, sets and dicts of them."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ _PLAIN = (
 )
 _SEQUENCES = (list, tuple, deque)
 _SETS = (set, frozenset)
-# A larger one is a table that forward looks things up in; comparing it at every call would cost too much.
+# A larger container is a look-up table; comparing it at every call would cost too much.
 _MOST_LEAVES = 256
 _DEEPEST = 8
 
 
 def is_plain(value: object) -> bool:
-    """Whether a value says all about itself when compared."""
+    """Whether equality describes a value completely."""
     return isinstance(value, _PLAIN)
 
 
@@ -44,7 +44,7 @@ def is_container(value: object) -> bool:
 
 
 def has_plain_leaves(value: object) -> bool:
-    """Whether a value is plain, or a container, not a large one, with nothing but plain values inside."""
+    """Whether a value is plain, or a small container with only plain values."""
     leaves = _leaves(value, 0)
     return leaves is not None and all(map(is_plain, leaves))
 
@@ -55,7 +55,7 @@ def is_small(container: object) -> bool:
 
 
 def _leaves(value: Any, depth: int) -> list[object] | None:
-    """Returns the leaves, or None where they are too many."""
+    """Returns the leaves, or None if there are too many."""
     if not is_container(value):
         return [value]
     if depth > _DEEPEST or len(value) > _MOST_LEAVES:
@@ -70,7 +70,7 @@ def _leaves(value: Any, depth: int) -> list[object] | None:
 
 
 def copied(value: Any) -> Any:
-    """Returns a value that later changes to the given container leave alone; its leaves are the very same."""
+    """Returns a copy of a container with the same leaf objects."""
     if isinstance(value, tuple):
         items = [copied(item) for item in value]
         is_unchanged = all(a is b for a, b in zip(items, value, strict=True))
@@ -88,7 +88,7 @@ def copied(value: Any) -> Any:
 def same(a: object, b: object, depth: int = 0) -> bool:
     """Whether two values are one object, or equal and plain; in containers, item by item.
 
-    Parameters count as equal: a graph reads them where they are.
+    Parameters count as equal, because a graph reads them directly.
     """
     if a is b or (isinstance(a, nn.Parameter) and isinstance(b, nn.Parameter)):
         return True

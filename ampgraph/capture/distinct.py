@@ -1,7 +1,7 @@
-"""Example arguments as a capture takes them: no two tensors are one object.
+"""Prepares example arguments for a capture: no two tensors are the same object.
 
-``torch.export`` gives one placeholder to all that is the same tensor: two arguments, or an argument and a
-parameter. The graph would then read one of them for both, whatever a later call passes.
+``torch.export`` creates one placeholder for equal tensor objects: two arguments, or an argument and a
+parameter. The graph would then read one tensor for both, even if a later call passes two.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ _PLAIN = (torch.Tensor, nn.Parameter)
 
 
 def distinct(args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-    """Returns the arguments with a tensor object for each place, over the memory of the given ones.
+    """Returns the arguments with a separate tensor object for each position, on the same memory.
 
-    The memory stays shared, so that the analysis of writes sees who else reads it.
+    The memory stays shared, so the analysis of writes sees all readers.
     """
     seen: set[int] = set()
 
@@ -27,7 +27,7 @@ def distinct(args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]
             return leaf
         is_first = id(leaf) not in seen
         seen.add(id(leaf))
-        # A result of other ops, or of a class of its own, is no parameter of the model.
+        # A result of an op, or a tensor of a subclass, is not a parameter of the model.
         if is_first and not (leaf.is_leaf and type(leaf) in _PLAIN):
             return leaf
         return _alias(leaf)

@@ -1,4 +1,4 @@
-"""Inference mode inside a model, captured as ``torch.no_grad``: tracing sees grad modes, and not this one."""
+"""Captures inference mode in a model as ``torch.no_grad``, because tracing sees only grad modes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def traced_as_no_grad(is_capturing: Callable[[], bool]) -> Iterator[None]:
     enter, leave = torch.inference_mode.__enter__, torch.inference_mode.__exit__
 
     def entered(self: torch.inference_mode) -> None:
-        # torch itself turns inference mode off here and there, which is no grad mode of the model's.
+        # torch sometimes turns inference mode off internally; this is not a grad mode of the model.
         outer = torch.is_grad_enabled() if self.mode and is_capturing() else None
         self._outer = outer  # type: ignore[attr-defined]
         enter(self)

@@ -1,4 +1,4 @@
-"""Just-in-time capture: the graphs that ``torch.compile``'s front end (Dynamo) hands to a backend."""
+"""Just-in-time capture: lowers the graphs that the front end of ``torch.compile`` (Dynamo) produces."""
 
 from __future__ import annotations
 
@@ -38,17 +38,17 @@ _CARRIED = ("_dynamo_source", "tensor_dict", "grapharg")
 
 
 def lower_dynamo_graph(graph_module: fx.GraphModule, inputs: list) -> fx.GraphModule:
-    """Lowers Dynamo's torch-level graph to the one IR: pre-dispatch ATen, parameters as placeholders.
+    """Lowers Dynamo's torch-level graph to the common IR: pre-dispatch ATen, parameters as placeholders.
 
     Args:
-        graph_module: What a ``torch.compile`` backend receives.
+        graph_module: The graph module that a ``torch.compile`` backend receives.
         inputs: The real inputs that come with it, in placeholder order.
 
     Returns:
         A graph module with the same placeholders; those that are tensors of the model have an `InputMark`.
 
     Raises:
-        CaptureError: The graph has something that cannot be lowered.
+        CaptureError: A part of the graph cannot be lowered.
     """
     placeholders = graph_module.graph.find_nodes(op="placeholder")
     fakes = [node.meta["example_value"] for node in placeholders]
@@ -56,7 +56,7 @@ def lower_dynamo_graph(graph_module: fx.GraphModule, inputs: list) -> fx.GraphMo
     grad_mode = torch.is_grad_enabled()
     try:
         with capturing(), accept_real_constants(mode):
-            # The plain calls that this makes are as good for who runs the graph should it not be lowered.
+            # If the lowering fails, the graph with these plain calls still runs correctly.
             for part in [m for m in graph_module.modules() if isinstance(m, fx.GraphModule)]:
                 InlineTransforms("example_value").run(part)
 
@@ -92,10 +92,10 @@ def _refuse_fake_constants(graph_module: fx.GraphModule) -> None:
 
 
 class _Lowering(fx.Interpreter):
-    """Runs Dynamo's graph under tracing, and checkpointed regions inline.
+    """Runs Dynamo's graph under tracing and inlines checkpointed regions.
 
-    Their nodes keep the mark by which AOTAutograd's partitioner recomputes them in the backward; the
-    plain eager backend runs them once and saves what they save.
+    Nodes of these regions keep their mark, so AOTAutograd's partitioner recomputes them in the backward. The
+    plain eager backend runs them once and keeps their saved tensors.
     """
 
     def __init__(self, graph_module: fx.GraphModule, mode: FakeTensorMode | None, grad_mode: bool) -> None:
@@ -145,9 +145,9 @@ class _Lowering(fx.Interpreter):
         return super().call_method(target, args, kwargs)
 
     def _is_of_numbers(self, name: str, *arguments: Any) -> bool:
-        """Whether a tensor op reads nothing but numbers: ``torch.div(64, 8, rounding_mode="trunc")``.
+        """Whether a tensor op reads only numbers: ``torch.div(64, 8, rounding_mode="trunc")``.
 
-        What the results of such ops are handed on to counts as well.
+        Ops that read results of such ops count too.
         """
         leaves = tree_leaves(arguments)
         if any(isinstance(leaf, torch.Tensor) and id(leaf) not in self._numbers for leaf in leaves):
@@ -157,21 +157,21 @@ class _Lowering(fx.Interpreter):
         return computes_on_tensors(name)
 
     def _computed(self, call: Callable[[], Any]) -> Any:
-        """Computes now what depends on numbers alone, so that it may be a size; traced, it could not."""
+        """Computes a value that depends only on numbers, so that it can be a size; a traced value cannot."""
         with outside_tracing():
             result = call()
         self._numbers |= {id(leaf): leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)}
         return result
 
     def _inference_mode(self, target: Any, argument: bool) -> bool:
-        """Enters inference mode and returns the grad mode before, or goes back to that one."""
+        """Enters inference mode and returns the earlier grad mode, or restores that mode."""
         outer = self._grad_mode
         self._grad_mode = not argument if target is INFERENCE_MODE_CALLS[0] else argument
         SET_GRAD_ENABLED(self._grad_mode)
         return outer
 
     def _mode_for(self, *arguments: Any) -> contextlib.AbstractContextManager:
-        """Makes ``torch.arange`` of a dynamic size fake: it has no fake operand, and runs for one value else.
+        """Makes ``torch.arange`` of a dynamic size fake; without a fake operand it would run for one value.
 
         Constants (``torch.tensor(1.0)``) have to stay real.
         """
@@ -181,7 +181,7 @@ class _Lowering(fx.Interpreter):
 
 
 def _use_one_fake_mode(graph_module: fx.GraphModule, mode: FakeTensorMode | None) -> None:
-    """Brings constants, which tracing keeps under a fake mode of its own, into the graph's."""
+    """Moves constants from the fake mode of tracing into the fake mode of the graph."""
     for node in graph_module.graph.nodes:
         fakes = [leaf for leaf in tree_leaves(node.meta.get("val")) if isinstance(leaf, FakeTensor)]
         if mode is None or all(fake.fake_mode is mode for fake in fakes):

@@ -1,8 +1,8 @@
-"""Notices what a capture ahead of time loses of the backward.
+"""Detects the parts of the backward that a capture ahead of time loses.
 
-Tracing goes through the forward of a custom ``autograd.Function`` and takes its ops; its backward is in no
-graph. So it is with hooks on tensors inside forward, with backward hooks of modules, and with hooks that
-change what is saved for the backward.
+Tracing records the ops of a custom ``autograd.Function``'s forward and loses its backward. It also loses
+hooks on tensors inside forward, backward hooks of modules, and hooks that change the tensors saved for the
+backward.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ _TENSOR_HOOKS = ("register_hook", "register_post_accumulate_grad_hook")
 
 @contextlib.contextmanager
 def noting_lost_backwards(model: nn.Module, is_capturing: Callable[[], bool]) -> Iterator[list[str]]:
-    """Yields a list that fills with what the capture inside loses of the model's backward.
+    """Yields a list that collects the parts of the model's backward that the capture inside loses.
 
-    A reentrant checkpoint is one whose forward has no gradients at all: what it runs is inlined instead.
+    A reentrant checkpoint runs its forward without gradients, so its ops are inlined instead.
     """
     names = {id(module): name for name, module in model.named_modules()}
     found = [
@@ -64,7 +64,7 @@ def noting_lost_backwards(model: nn.Module, is_capturing: Callable[[], bool]) ->
         return original(tensor, *args, **kwargs)
 
     def entered(original: Callable, hooks: saved_tensors_hooks) -> Any:
-        # Checkpoints, and saving on the CPU, change nothing about what is saved.
+        # Checkpoints and saving on the CPU do not change the saved values.
         if type(hooks) is not save_on_cpu and not type(hooks).__module__.startswith(_TRACING):
             note(type(hooks).__name__)
         return original(hooks)
@@ -79,7 +79,7 @@ def noting_lost_backwards(model: nn.Module, is_capturing: Callable[[], bool]) ->
 
 
 class _WatchedNodes(TorchFunctionMode):
-    """Hands out ``x.grad_fn`` so that hooks on it are noted."""
+    """Returns ``x.grad_fn`` in a form that records hooks on it."""
 
     _read = inspect.getattr_static(torch.Tensor, "grad_fn").__get__
 
@@ -92,13 +92,13 @@ class _WatchedNodes(TorchFunctionMode):
         # Dynamo, which captures the bodies of torch.cond, cannot compare functions.
         if value is None or torch.compiler.is_dynamo_compiling() or func != self._read:
             return value
-        # Modes that torch has on top come between.
+        # torch may have other modes on top.
         reader = next(f for f in frames() if f.f_code.co_name != "__torch_function__")
         return _WatchedNode(value, self._note) if is_users(reader.f_code.co_filename) else value
 
 
 class _WatchedNode:
-    """A node of autograd's graph; asking it for a hook is noted."""
+    """A node of autograd's graph that records the registration of hooks."""
 
     def __init__(self, node: Any, note: Callable[[str], None]) -> None:
         self._node, self._note = node, note
@@ -111,7 +111,7 @@ class _WatchedNode:
 
 @contextlib.contextmanager
 def _patched(owner: type, name: str, function: Callable, kind: Callable = lambda f: f) -> Iterator[None]:
-    """Puts ``function``, with the original as its first argument, in the place of a method."""
+    """Replaces a method by ``function``, which gets the original as its first argument."""
     own = owner.__dict__.get(name)
     original = getattr(owner, name)
 
@@ -130,7 +130,7 @@ def _patched(owner: type, name: str, function: Callable, kind: Callable = lambda
 
 
 def _place(names: dict[int, str], model: nn.Module) -> str:
-    """Returns the user's line that runs now, and the innermost module around it."""
+    """Returns the current line of the user's code and the innermost module around it."""
     line = module = ""
     for frame in frames():
         if not line and is_users(frame.f_code.co_filename):

@@ -1,6 +1,6 @@
-"""What Python state a model's forward reads while it is captured: plain attributes, grad mode, strides.
+"""Records the Python state that forward reads during a capture: plain attributes, grad mode, strides.
 
-A graph keeps the values that forward saw. Recorded at capture, they can be compared at a call.
+A graph keeps the values that forward read at capture. Each call compares the recorded values.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _OF_AUTOGRAD = frozenset(
 )
 _OF_LAYOUT = frozenset(getattr(torch.Tensor, name) for name in ("is_contiguous", "stride", "dim_order"))
 _BETWEEN = ("__torch_function__", "handle_torch_function")
-# They copy or not as the strides are, so that a later write reaches the argument or not.
+# Strides decide whether these ops copy, and so whether a later write reaches the argument.
 _COPY_OR_NOT = frozenset(
     f
     for name in ("contiguous", "reshape", "reshape_as", "flatten", "ravel", "to")
@@ -92,7 +92,7 @@ class Reads:
             self.lost[key] = None
 
     def paths(self) -> dict[Key, str]:
-        """Returns the attributes that were read as a user writes them, from the model on."""
+        """Returns the attributes that were read, as paths from the model."""
         names = {id(_seen_by_forward(m)): name for name, m in self._source.named_modules()}
         return {key: f"{names[key[0]]}.{key[1]}".lstrip(".") for key in self.attributes}
 
@@ -102,11 +102,11 @@ class Reads:
         return [place for key, place in self.code.places.items() if key not in carried]
 
     def note_gradients(self) -> None:
-        """Notes that grad mode was read, if by the model's code: torch's own asks to choose a kernel."""
+        """Records a read of grad mode by the model's code; torch's layers read it only to choose a kernel."""
         self.asks_for_gradients |= _is_asked_by_model(sys._getframe(2))
 
     def note_call(self, function: Any) -> None:
-        """Notes what a function or getter of tensors, which the model's code calls, tells it."""
+        """Records the state that a tensor function or getter returns to the model's code."""
         caller = sys._getframe(2)
         if function in _OF_AUTOGRAD:
             self.asks_for_gradients |= _is_asked_by_model(caller, function)
@@ -118,12 +118,12 @@ class Reads:
             self._may_copy |= _is_asked_by_model(caller, function)
 
     def note_program(self, program: ExportedProgram) -> None:
-        """Notes what the captured graph says of forward."""
+        """Records the in-place writes that the captured graph shows."""
         self.asks_for_layout |= self.asks_for_offset or (self._may_copy and any(_written(program)))
 
 
 def _written(program: ExportedProgram) -> Iterator[fx.Node]:
-    """Yields what a graph writes in place, except for its own buffers."""
+    """Yields the nodes that a graph writes in place, except its buffers."""
     buffers = program.graph_signature.inputs_to_buffers
     for part in program.graph_module.modules():
         for node in part.graph.nodes if isinstance(part, fx.GraphModule) else ():
@@ -133,7 +133,7 @@ def _written(program: ExportedProgram) -> Iterator[fx.Node]:
 
 
 def _is_asked_by_model(frame: FrameType, function: Any = None) -> bool:
-    """Whether a question that came to this frame through torch's modes is neither torch's nor ampgraph's."""
+    """Whether the code that asks through torch's modes is neither torch's nor ampgraph's."""
     own = getattr(function, "__code__", None)  # of methods of tensors that are written in Python
     while (frame.f_code.co_name in _BETWEEN or frame.f_code is own) and frame.f_back:
         frame = frame.f_back
@@ -141,13 +141,13 @@ def _is_asked_by_model(frame: FrameType, function: Any = None) -> bool:
 
 
 def _seen_by_forward(module: nn.Module) -> nn.Module:
-    """Returns the source of a converted model: its attributes are the ones that forward reads."""
+    """Returns the source of a converted model, whose attributes forward reads."""
     return module.source if isinstance(module, ModuleProxy) else module
 
 
 @contextlib.contextmanager
 def recorded(reads: Reads | None, is_capturing: Callable[[], bool]) -> Iterator[None]:
-    """Records what forward reads, in threads that are capturing; leaves attributes as they were."""
+    """Records the reads of forward in threads that are capturing; restores attributes."""
     if reads is None:
         yield
         return
@@ -176,7 +176,7 @@ def recorded(reads: Reads | None, is_capturing: Callable[[], bool]) -> Iterator[
 
 
 def _put_back(reads: Reads, before: dict[int, dict[str, Any]]) -> None:
-    """Puts the model's own lists and dicts back, which torch.export replaces by copies."""
+    """Restores the model's lists and dicts, which torch.export replaces by copies."""
     for key, attributes in before.items():
         held = vars(reads.modules[key])
         for name, value in attributes.items():
@@ -189,13 +189,13 @@ def _put_back(reads: Reads, before: dict[int, dict[str, Any]]) -> None:
 
 
 class _WatchedGet:
-    """``nn.Module.__getattribute__``; no function, since Dynamo takes modules with such a function apart."""
+    """``nn.Module.__getattribute__`` as an object, because Dynamo traces into a function."""
 
     def __init__(self, outer: Any, reads: Reads, is_capturing: Callable[[], bool]) -> None:
         self._outer, self._reads, self._is_capturing = outer, reads, is_capturing
 
     def __get__(self, module: nn.Module | None, owner: type | None = None) -> Callable[..., Any]:
-        # Dynamo, which captures the bodies of torch.cond, asks the class and gives the module as an argument.
+        # Dynamo captures bodies of torch.cond; it calls this on the class, with the module as an argument.
         return self._get if module is None else functools.partial(self._get, module)
 
     def _get(self, module: nn.Module, name: str) -> Any:
@@ -206,7 +206,7 @@ class _WatchedGet:
 
 
 class _WatchedQuestion:
-    """``torch.is_grad_enabled``; equal to it, since Dynamo looks functions up in tables."""
+    """``torch.is_grad_enabled`` with recording; equal to it, because Dynamo looks functions up in tables."""
 
     def __init__(self, function: Callable[[], bool], reads: Reads, is_capturing: Callable[[], bool]) -> None:
         self._function, self._reads, self._is_capturing = function, reads, is_capturing

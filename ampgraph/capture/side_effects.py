@@ -1,4 +1,4 @@
-"""What forward does besides returning a value: writes to its arguments' containers, new attributes."""
+"""Side effects of forward: writes to container arguments, new attributes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 
 class _Seen(NamedTuple):
-    """An argument, and what it held when forward began."""
+    """An argument and its content before forward."""
 
     value: Any
     leaves: list[Any]
@@ -31,9 +31,9 @@ class _Seen(NamedTuple):
 
 @contextlib.contextmanager
 def noting_written_containers(model: nn.Module) -> Iterator[list[str]]:
-    """Yields a list that fills with the arguments whose lists, dicts or dataclasses forward changes.
+    """Yields a list that collects the arguments whose lists, dicts or dataclasses forward changes.
 
-    Tensors that forward writes in place are no part of this: a graph writes those.
+    Tensors that forward writes in place do not count, because a graph writes them too.
     """
     found: list[str] = []
     calls: list[dict[str, _Seen]] = []
@@ -56,9 +56,9 @@ def noting_written_containers(model: nn.Module) -> Iterator[list[str]]:
 
 @contextlib.contextmanager
 def without_new_state(model: nn.Module) -> Iterator[None]:
-    """Deletes what modules gain inside (attributes, buffers, submodules, hooks): values of a capture.
+    """Removes attributes, buffers, submodules and hooks that a capture adds to modules.
 
-    All of it or nothing: forward may set an attribute to say that its hooks are there.
+    It removes all of them, because forward may set an attribute that says that its hooks exist.
     """
     sources = [m.source if isinstance(m, ModuleProxy) else m for m in model.modules()]
     before = [(table, set(table)) for module in sources for table in _tables(module)]

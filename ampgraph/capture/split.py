@@ -1,7 +1,7 @@
 """Takes custom ``autograd.Function``s and hooks on tensors out of Dynamo's graphs, as graph breaks would.
 
-Tracing would go through the forward of such a function and lose its backward, and it would lose hooks. So the
-function stays a call, and what is before and after it are graphs of their own.
+Tracing would record the forward of such a function and lose its backward, and it would lose hooks. So the
+function stays a call, and the code before and after it becomes separate graphs.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import fx, nn
 
 from .._compat import ENTER_AUTOCAST, EXIT_AUTOCAST, SET_GRAD_ENABLED
 
-# What stands between two cuts: its graph, and the inputs it is compiled for.
+# The part between two cuts: its graph, and the inputs that it is compiled for.
 CompilePart = Callable[[fx.GraphModule, list], Callable]
 
 
@@ -27,7 +27,7 @@ def is_custom_function(target: object) -> bool:
 def compile_around_custom_functions(
     graph_module: fx.GraphModule, inputs: list, compile_part: CompilePart
 ) -> Callable | None:
-    """Compiles what is around custom functions, each part by itself.
+    """Compiles the parts around custom functions, each separately.
 
     Args:
         graph_module: Dynamo's graph; not changed.
@@ -35,7 +35,7 @@ def compile_around_custom_functions(
         compile_part: Compiles one part. Inputs that another part computes are fake.
 
     Returns:
-        What runs the whole, or None where there is no custom function or a cut would go through a region
+        A callable for the whole graph. None if there is no custom function, or if a cut would split a region
         without gradients or under autocast.
     """
     graph = graph_module.graph
@@ -62,7 +62,7 @@ def compile_around_custom_functions(
 
 
 def _parts(graph: fx.Graph) -> Iterator[list[fx.Node]]:
-    """Yields the nodes between custom functions; what a node returns several of is taken apart beside it."""
+    """Yields the nodes between custom functions; `getitem` nodes stay with their producer."""
     home: dict[fx.Node, list[fx.Node]] = {}
     part: list[fx.Node] = []
     found = [part]
@@ -82,14 +82,14 @@ def _parts(graph: fx.Graph) -> Iterator[list[fx.Node]]:
 
 
 def _of_which_item(node: fx.Node) -> fx.Node | None:
-    """Returns the node of whose several results this takes one; an index into a tensor is no such thing."""
+    """Returns the producer of several results from which this node selects one; not for a tensor index."""
     if node.target is not getitem or not isinstance(of := node.args[0], fx.Node):
         return None
     return None if isinstance(of.meta.get("example_value"), torch.Tensor) else of
 
 
 def _is_closed(part: list[fx.Node]) -> bool:
-    """Whether a part leaves grad mode and autocast as it found them."""
+    """Whether a part restores grad mode and autocast."""
     modes = [node.args[0] for node in part if node.target is SET_GRAD_ENABLED]
     entered = sum(node.target is ENTER_AUTOCAST for node in part)
     left = sum(node.target is EXIT_AUTOCAST for node in part)
@@ -101,8 +101,8 @@ class _Part(NamedTuple):
 
     Attributes:
         graph_module: The graph; returns a tuple.
-        reads: What it reads, its placeholders, as nodes of the whole.
-        results: What it returns, as nodes of the whole.
+        reads: Its placeholders, as nodes of the whole graph.
+        results: Its outputs, as nodes of the whole graph.
     """
 
     graph_module: fx.GraphModule

@@ -5,8 +5,8 @@ nodes that resolve in the source model itself: submodules are the source's own o
 parameter and buffer dicts are shared, so ``source.to(...)``, ``load_state_dict`` or a replaced buffer
 need no update. The graph has none of the run-time guards of ``ExportedProgram.module()``.
 
-A model whose parts have names that a graph module uses itself (``graph``, ``code``, ``meta``) is held as one
-submodule instead, and every path starts with that.
+If parts of a model have names that a graph module uses (``graph``, ``code``, ``meta``), the graph module
+holds the model as one submodule, and every path starts with its name.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.export.graph_signature import InputKind, InputSpec, OutputKind
 from .._compat import set_calling_convention
 from ..errors import CaptureError
 
-# What ampgraph and torch.fx set on a graph module later on.
+# Attributes that ampgraph and torch.fx set later on a graph module.
 _SET_LATER = {"_amp", "_shadows", "_in_spec", "_out_spec", "_lineno_map", "_prologue_start", "shape_env"}
 _ATTRIBUTES = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR, InputKind.CUSTOM_OBJ)
 
@@ -30,11 +30,11 @@ def unlift(program: ExportedProgram, source: nn.Module) -> tuple[fx.GraphModule,
     """Turns a freshly captured program into a graph module over ``source``; consumes the program.
 
     Args:
-        program: What ``torch.export.export`` gave for ``source``.
+        program: The result of ``torch.export.export`` for ``source``.
         source: The live model.
 
     Returns:
-        The graph module, and the constants (by attribute name) that only the capture knows.
+        The graph module, and the constants (by attribute name) that exist only in the capture.
 
     Raises:
         CaptureError: The program is not in training IR (it was decomposed).
@@ -55,7 +55,7 @@ def unlift(program: ExportedProgram, source: nn.Module) -> tuple[fx.GraphModule,
 
 
 def _name_of_whole(graph_module: fx.GraphModule, source: nn.Module) -> str:
-    """Returns the submodule to hold ``source`` as, or ``""`` where the graph module can share its parts."""
+    """Returns the name of a submodule for ``source``, or ``""`` if the graph module can share its parts."""
     names = {*source._parameters, *source._buffers, *source._modules}
     taken = {*vars(graph_module), *dir(fx.GraphModule), *_SET_LATER}
     is_free = taken.isdisjoint(names) and not any(name.startswith("_constant_") for name in names)
@@ -63,7 +63,7 @@ def _name_of_whole(graph_module: fx.GraphModule, source: nn.Module) -> str:
 
 
 def _hold(graph_module: fx.GraphModule, source: nn.Module, whole: str) -> None:
-    """Lets the graph module share the live parts of ``source``, so that what is replaced there is used."""
+    """Makes the graph module share the live parts of ``source``, so it uses replaced parts."""
     children = {n: m for n, m in graph_module._modules.items() if isinstance(m, fx.GraphModule)}
     if whole:
         graph_module._parameters, graph_module._buffers = {}, {}
@@ -102,13 +102,13 @@ def _attributes_for_inputs(
 
 
 def _is_code(path: str) -> bool:
-    """Whether torch.fx can write the path into the code that it executes: it escapes nothing there."""
+    """Whether torch.fx can write the path into its code, in which it escapes nothing."""
     quotes = set(path) & {'"', "\\"}
     return path.isprintable() and not quotes and not any(map(keyword.iskeyword, path.split(".")))
 
 
 def _alias(source: nn.Module, path: str, value: object, constants: dict[str, object]) -> str:
-    """Holds the owner of a parameter (or the parameter, if need be) under a plain name; returns the path."""
+    """Stores the owner of a parameter (or the parameter) under a plain name; returns the path."""
     owner, _, leaf = path.rpartition(".")
     constants.pop(path, None)
     name = f"_constant__{len(constants)}"

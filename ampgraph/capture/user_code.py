@@ -1,4 +1,4 @@
-"""Which lines of code are the user's, and where an error or a call came from."""
+"""Finds lines of the user's code: the origin of an error or a call."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def user_line(error: BaseException) -> str:
 
 
 def is_users(filename: str) -> bool:
-    """Whether a file is neither torch's, nor ampgraph's, nor Python's own."""
+    """Whether a file belongs to the user, not to torch, ampgraph or Python."""
     if not filename.endswith(".py") or filename.startswith((f"{_TORCH}/", f"{_OURS}/")):
         return False
     return not filename.startswith(f"{_PYTHON}/") or "-packages/" in filename.replace("\\", "/")
