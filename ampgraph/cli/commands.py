@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 import ampgraph
 
@@ -18,6 +19,8 @@ from ..convert import convert
 from ..drawing.draw import format_suffix
 from ..errors import AmpGraphError, did_you_mean
 from ..module import AmpModule
+from ..numerics.check import check_numerics
+from ..numerics.finding import Finding
 from ..policy.plain_data import read_text
 from ..policy.policy import Policy
 from ..report.comparison import compare_policies
@@ -27,6 +30,8 @@ from .model_spec import ModelSpec, SpecError, build_inputs, parse_input, resolve
 from .parser import UsageError, given, policy_of
 from .terminal import Notes, coloured, encodable, wants_colour
 
+# The exit status of ``check`` where there is something to fix.
+FOUND = 3
 # The form of the report for a suffix of -o; None: any form.
 _FORMS = {"": None, ".txt": None, ".text": None, ".log": None, ".json": "json", ".md": "markdown"}
 _DRAW_KEYWORDS = ("depth", "focus", "highlight", "graph", "plumbing")
@@ -99,7 +104,30 @@ def run_compare(options: argparse.Namespace, notes: Notes) -> None:
     )
 
 
-COMMANDS: Mapping[str, Callable[[argparse.Namespace, Notes], None]] = {
+def run_check(options: argparse.Namespace, notes: Notes) -> int:
+    """``ampgraph check``; returns `FOUND` where there is something to fix."""
+    form = _form(options)
+    amp, args, kwargs = _built(options, policy_of(options), notes)
+    loss = _mean_square if options.backward else None
+    found = notes.timed("checking", lambda: check_numerics(amp, args, kwargs, loss=loss))
+    _write(_Found(found), form, options, notes)
+    if options.save_policy:
+        rules = found.remedy if found and found.remedy else amp.policy.rules
+        with given(f"--save-policy {options.save_policy}"):
+            text = amp.policy.replace(rules=rules).to_json()
+            Path(options.save_policy).write_text(text + "\n", encoding="utf-8")
+        notes.say(f"wrote {options.save_policy}")
+    return FOUND if found is not None and found.settles_at is None else 0
+
+
+def _mean_square(result: Any) -> torch.Tensor:
+    """The loss of ``check --backward``: the mean squares of all floating results together."""
+    tensors = [t for t in tree_leaves(result) if isinstance(t, torch.Tensor) and t.is_floating_point()]
+    return torch.stack([t.float().square().mean() for t in tensors]).sum()
+
+
+COMMANDS: Mapping[str, Callable[[argparse.Namespace, Notes], int | None]] = {
+    "check": run_check,
     "explain": run_explain,
     "draw": run_draw,
     "compare-policies": run_compare,
@@ -131,6 +159,22 @@ class _Whole:
         if self._peers:
             data["peers"] = {name: vars(totals) for name, totals in self._explanation.peers().items()}
         return json.dumps(data, indent=2)
+
+
+class _Found:
+    """What ``check`` found, or that it found nothing."""
+
+    def __init__(self, found: Finding | None) -> None:
+        self._found = found
+
+    def __str__(self) -> str:
+        return str(self._found) if self._found else "everything is finite that is finite in float32"
+
+    def to_markdown(self) -> str:
+        return f"```text\n{self}\n```"
+
+    def to_json(self) -> str:
+        return json.dumps(self._found.to_dict() if self._found else None, indent=2)
 
 
 class _Answers:
@@ -165,12 +209,21 @@ def _flip(explanation: Explanation, name: str) -> dict[str, Any]:
 
 
 def _converted(options: argparse.Namespace, policy: Policy, notes: Notes) -> AmpModule:
+    return _built(options, policy, notes)[0]
+
+
+def _built(
+    options: argparse.Namespace, policy: Policy, notes: Notes
+) -> tuple[AmpModule, tuple, dict[str, Any]]:
+    """Returns the converted model with the arguments that it was converted for."""
     inputs = [parse_input(text) for text in options.input]
     spec = notes.timed(f"building {options.spec}", lambda: resolve(options.spec))
     return notes.timed("converting", lambda: _convert(spec, policy, inputs, options.train, options.capture))
 
 
-def _convert(spec: ModelSpec, policy: Policy, inputs: list, train: bool, capture: str) -> AmpModule:
+def _convert(
+    spec: ModelSpec, policy: Policy, inputs: list, train: bool, capture: str
+) -> tuple[AmpModule, tuple, dict[str, Any]]:
     model = spec.model.train(train)
     args, kwargs = build_inputs(inputs) if inputs else (spec.args, spec.kwargs)
     if args is None:
@@ -181,7 +234,7 @@ def _convert(spec: ModelSpec, policy: Policy, inputs: list, train: bool, capture
         if amp.options.just_in_time:
             with torch.no_grad():
                 amp(*args, **(kwargs or {}))
-        return amp
+        return amp, args, dict(kwargs or {})
 
 
 def _reference(name: str) -> Explanation | Policy:

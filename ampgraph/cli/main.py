@@ -22,9 +22,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     try:
         options = parser().parse_args(argv)
-        COMMANDS[options.command](options, Notes(options.quiet))
+        status = COMMANDS[options.command](options, Notes(options.quiet))
         sys.stdout.flush()
-        return OK
+        return status or OK
     except SystemExit as stop:  # argparse has printed what was wrong, or the help
         return stop.code if isinstance(stop.code, int) else USAGE_ERROR
     except (SpecError, UsageError, PolicyError) as error:

@@ -39,7 +39,7 @@ A POLICY is
 examples
 {examples}
 
-exit status: 0 done, 1 the model could not be converted, 2 wrong usage
+exit status: 0 done, 1 the model could not be converted, 2 wrong usage, 3 check found something to fix
 """
 _EXPLAIN_EXAMPLES = """\
   ampgraph explain torchvision:resnet18 --input 8x3x224x224 --dtype float16
@@ -48,6 +48,10 @@ _EXPLAIN_EXAMPLES = """\
   ampgraph explain timm:vit_tiny_patch16_224 --input 1x3x224x224 --why layer_norm_3
   ampgraph explain my_package.models:build --input 4x16 --rules 'head.*=fp32' --json -o report.json
   ampgraph explain my_package.models:build --input 4x16 --diff report.json"""
+_CHECK_EXAMPLES = """\
+  ampgraph check my_package.models:build --dtype float16 --level O2
+  ampgraph check my_package.models:build --dtype float16 --train --backward --save-policy cured.json
+  ampgraph check my_package.models:build --policy cured.json"""
 _DRAW_EXAMPLES = """\
   ampgraph draw torchvision:resnet18 --input 8x3x224x224 -o resnet18.svg --depth 2
   ampgraph draw transformers:gpt2 --input input_ids=2x16:int64 -o gpt2.svg --focus 'h.0.*'"""
@@ -83,6 +87,7 @@ def parser() -> argparse.ArgumentParser:
     main.add_argument("--version", action="version", version=version)
     commands = main.add_subparsers(title="commands", required=True, metavar="COMMAND", dest="command")
     _explain(commands)
+    _check(commands)
     _draw(commands)
     _compare(commands)
     return main
@@ -115,6 +120,24 @@ def _explain(commands: Any) -> None:
     command.add_argument(
         "--diff", metavar="POLICY|REPORT", help="what differs from another policy, or from a report's JSON"
     )
+
+
+def _check(commands: Any) -> None:
+    command = _command(
+        commands,
+        "check",
+        "find the first node that is not finite, and rules that cure it",
+        "Converts a model, runs it node by node, and tries rules until everything is finite.",
+        _CHECK_EXAMPLES,
+    )
+    _policy_options(command)
+    _report_options(command)
+    command.add_argument(
+        "--backward",
+        action="store_true",
+        help="gradients too; the loss is the mean square of the results",
+    )
+    command.add_argument("--save-policy", metavar="FILE", help="write the policy, cured, as JSON")
 
 
 def _draw(commands: Any) -> None:
