@@ -1,9 +1,9 @@
-"""What a pass is, and the one loop that runs passes and checks their contracts.
+"""The base class of passes, and the loop that runs passes and checks their contracts.
 
-A pass is a frozen dataclass whose fields are its options. Its author writes ``run``; the caller
-(`run_passes`) checks ``requires`` before and ``ensures`` on the *result*, lints, recompiles, and
-names the pass in every error. Analysis passes leave their findings in the `Workspace` at
-``graph_module.meta["ampgraph"]`` and never touch the graph.
+A pass is a frozen dataclass. Its fields are its options. A pass implements ``run``. `run_passes` checks
+``requires`` before the pass and ``ensures`` on the result, lints, recompiles, and names the pass in every
+error. Analysis passes store their findings in the `Workspace` at ``graph_module.meta["ampgraph"]`` and never
+change the graph.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ if TYPE_CHECKING:
 
 @dataclass
 class Workspace:
-    """What the analysis passes have found out about one graph so far.
+    """The findings of the analysis passes about one graph.
 
     Attributes:
         facts: Per node: managed or not, op class, and how each argument is read (`ClassifyOps`).
         problem: Per node: pinned dtype with reason, or free with its constraints (`PropagatePrecision`).
         plan: The decided plan (`PlaceCasts`).
         seconds: Wall time by pass name.
-        policy: What the plan was asked for.
+        policy: The policy of the plan.
     """
 
     facts: Facts | None = None

@@ -1,10 +1,10 @@
-"""Who decides a node's dtype: `PRECEDENCE`, one tuple of rules that are tried in order, highest first.
+"""The rules that decide a node's dtype: the tuple `PRECEDENCE`, tried in order, highest first.
 
-Two facts stand above every preference, because none can change them: an op without a low-precision
-kernel, and a value that the low dtype cannot hold. Then come guards, rules, hazards and op lists.
-What the last rule leaves free is for `PlaceCasts` to choose.
+Two facts take precedence over every preference: an op without a low-precision kernel, and a value that the
+low dtype cannot hold. Guards, rules, hazards and op lists follow. `PlaceCasts` chooses the dtype of nodes
+that the last rule leaves free.
 
-A rule may rely on all rules above it having declined: below "not an ATen op", a target is an ATen op.
+A rule may assume that all rules above it did not apply: below "not an ATen op", a target is an ATen op.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from .analysis.problem import Variable
 
 @dataclass
 class Case:
-    """What the rules look at besides the node and its facts; one for a graph.
+    """The inputs of the rules besides the node and its facts; one for each graph.
 
     Attributes:
         policy: Level, lists and guards; ``use_fp16_guard`` is settled (see `settle_guard_scope`).
         low_dtype: The policy's low dtype.
         rules: The policy's rules, for this model.
         ranges: For each op that the low dtype's range keeps in float32, the reason.
-        flips: Labels by node name, for asking what if.
-        hazards: The ops that `find_hazards` found; known once all rules above hazards have spoken.
+        flips: Labels by node name, for what-if questions.
+        hazards: The result of `find_hazards`; available after all rules above hazards.
     """
 
     policy: Policy
@@ -60,9 +60,9 @@ class Rule:
     """One line of the precedence.
 
     Attributes:
-        name: The nodes that it decides, as the table in the documentation says it.
-        by: `Decision.by` of what it decides.
-        dtype: The dtype that they get, for the table.
+        name: The nodes that it decides, in the words of the table in the documentation.
+        by: The `Decision.by` of these nodes.
+        dtype: The dtype of these nodes, for the table.
         decide: Returns the variable of a node, or None if the rule does not apply.
     """
 
@@ -73,7 +73,7 @@ class Rule:
 
 
 def settle_by(rules: tuple[Rule, ...], node: Node, fact: NodeFacts, case: Case) -> Variable | None:
-    """Returns what the first of ``rules`` that applies says; None if none does."""
+    """Returns the variable of the first of ``rules`` that applies; None if no rule applies."""
     for rule in rules:
         if (variable := rule.decide(node, fact, case)) is not None:
             return variable
@@ -95,7 +95,7 @@ def precedence_table() -> str:
 
 
 def _keep(name: str, by: str, reason: str, applies: Callable[[Node, NodeFacts, Case], object]) -> Rule:
-    """Returns a rule that keeps the source's dtype where ``applies`` holds."""
+    """Returns a rule that keeps the source's dtype if ``applies`` holds."""
 
     def decide(node: Node, fact: NodeFacts, case: Case) -> Variable | None:
         return Variable(_source(fact, case), by, reason) if applies(node, fact, case) else None
@@ -104,7 +104,7 @@ def _keep(name: str, by: str, reason: str, applies: Callable[[Node, NodeFacts, C
 
 
 def _fp32(name: str, by: str, why: Callable[[Node, NodeFacts, Case], str | None]) -> Rule:
-    """Returns a rule that pins float32 where ``why`` returns a reason."""
+    """Returns a rule that pins float32 if ``why`` returns a reason."""
 
     def decide(node: Node, fact: NodeFacts, case: Case) -> Variable | None:
         reason = why(node, fact, case)
@@ -114,7 +114,7 @@ def _fp32(name: str, by: str, why: Callable[[Node, NodeFacts, Case], str | None]
 
 
 def _low(name: str, by: str, why: Callable[[Node, NodeFacts, Case], str | None]) -> Rule:
-    """Returns a rule that pins low where ``why`` returns a reason."""
+    """Returns a rule that pins low if ``why`` returns a reason."""
 
     def decide(node: Node, fact: NodeFacts, case: Case) -> Variable | None:
         reason = why(node, fact, case)
@@ -160,7 +160,7 @@ def _by_rules(node: Node, fact: NodeFacts, case: Case) -> Variable | None:
 
 
 def _by_hazard(node: Node, fact: NodeFacts, case: Case) -> Variable | None:
-    """Keeps an exact node in the source's dtype, unless what the lists say does that anyway."""
+    """Keeps an exact node in the source's dtype, unless the lists do so anyway."""
     hazard = case.hazards.get(node)
     if hazard is None:
         return None

@@ -1,13 +1,13 @@
-"""Decides what is not a matter of cost: pins by precedence, and everything that follows from a pin.
+"""Pins nodes by precedence, and all nodes that follow from a pin, independent of cost.
 
-Analysis only. `precedence.PRECEDENCE` says who decides, highest first.
+Analysis only. `precedence.PRECEDENCE` lists the rules, highest first.
 
-What it leaves free is for `PlaceCasts` to choose, under two constraints that make O1 safe:
+`PlaceCasts` chooses the dtype of free nodes under two constraints that make O1 safe:
 
 - ``follows``: low only if all its floating inputs are low (gray ops; clear ops in general);
-- ``narrowable``: every consumer, through further clear ops, is low anyway, so the value may be
-  rounded here instead of there. Clear ops need not follow then, and a black op whose low kernel
-  computes in float32 and rounds once may write its result in low.
+- ``narrowable``: every consumer, through further clear ops, is low anyway, so the value may be rounded
+  here instead. Clear ops then need not follow, and a black op whose low kernel computes in float32 and
+  rounds once may write its result low.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class PropagatePrecision(Pass):
         policy: Level, lists, rules and guards.
         low_dtype: The policy's low dtype.
         modules: Module paths of the source model, for rules; checked when ``check_rules``.
-        pins: Labels by node name that stand above every wish (guards, rules, lists): for asking what if.
+        pins: Labels by node name that override guards, rules and lists, for what-if questions.
     """
 
     policy: Policy
@@ -89,7 +89,7 @@ class PropagatePrecision(Pass):
         return find_hazards(graph_module, facts, low, self.low_dtype)
 
     def _rules(self, graph_module: GraphModule) -> RuleBook:
-        """Returns the rules; a graph whose model is not known is asked for the modules that it comes from."""
+        """Returns the rules; without a known model, the modules come from the graph."""
         if not self.policy.rules:
             return RuleBook({}, ())
         around = (path for node in graph_module.graph.nodes for path in module_paths_of(node))

@@ -1,4 +1,4 @@
-"""Lets a graph read low copies of its parameters instead of casting them in every forward."""
+"""Makes a graph read low copies of its parameters instead of casting them in every forward."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class ReadShadows(Pass):
     """Replaces every inserted cast of a parameter by its shadow.
 
     Attributes:
-        shadows: Parameter node name to what holds its shadow: a placeholder of the graph, or an attribute.
+        shadows: Parameter node name to the holder of its shadow: a placeholder of the graph, or an attribute.
         differentiable: Whether the gradient of a shadow goes to its parameter.
     """
 
@@ -60,6 +60,6 @@ def _attribute(graph: Graph, target: str, cast: Node) -> Node:
 
 
 def casts_of(node: Node) -> list[Node]:
-    """Returns the casts to a low dtype that were inserted right behind a node."""
+    """Returns the inserted casts to a low dtype directly after a node."""
     low = (torch.float16, torch.bfloat16)
     return [user for user in node.users if is_inserted_cast(user) and user.meta["val"].dtype in low]

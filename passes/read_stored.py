@@ -1,4 +1,4 @@
-"""Lets a graph read parameters that are stored in the low dtype: no cast for low uses, one for the others."""
+"""Makes a graph read parameters that are stored low: low uses need no cast, other uses need one."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from .read_shadows import casts_of
 
 @dataclass(frozen=True)
 class ReadStored(Pass):
-    """Rewrites the reads of parameters, captured in float32, whose memory is (about to be) low.
+    """Rewrites the reads of parameters that were captured in float32 and are now, or soon, stored low.
 
     Attributes:
         names: The parameters' nodes.
-        low_dtype: What they are stored in.
+        low_dtype: Their dtype in storage.
     """
 
     names: tuple[str, ...]

@@ -1,7 +1,7 @@
 """Undoes a rewrite: a graph with casts becomes the graph that its plan was made for.
 
-The inverse of `InsertCasts` and `CleanCasts`, so that a graph can be planned again in another way without
-being captured again.
+It is the inverse of `InsertCasts` and `CleanCasts`. So a graph can be planned under another policy without a
+new capture.
 """
 
 from __future__ import annotations
@@ -55,14 +55,14 @@ class RemoveCasts(Pass):
             _erase(graph, node)
         edited |= {user for node in _stored_low(graph, self.plan) for user in node.users}
         for node in graph.nodes:
-            drop_mark(node)  # what the old plan left there
+            drop_mark(node)  # the mark of the old plan
         graph_module.meta[META_KEY] = Workspace()
         refresh_metadata(graph, edited)
         return bool(edited)
 
 
 def _stored_low(graph: Graph, plan: Plan) -> list[Node]:
-    """Gives parameters that are stored low since the graph was planned their float32 back; returns them."""
+    """Restores float32 for parameters that were stored low after the plan; returns these parameters."""
     stored = [
         node
         for node in graph.find_nodes(op="get_attr")

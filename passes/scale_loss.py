@@ -19,8 +19,8 @@ from .analysis.facts import tensors
 from .analysis.grad_modes import without_gradients
 from .base import Pass
 
-# Parameters are unscaled in groups of about this many bytes, so that gradients leave the backward (and
-# a data-parallel wrapper can send them) as it proceeds; DistributedDataParallel's buckets are as large.
+# Parameters are unscaled in groups of about this many bytes, the size of DistributedDataParallel's buckets.
+# So gradients leave the backward, and a wrapper can all-reduce them, while the backward still runs.
 GROUP_BYTES = 25 * 2**20
 
 
@@ -79,7 +79,7 @@ def _wrap(
 ) -> None:
     """Passes ``nodes`` through a boundary function; their users (or ``only`` one) read its results."""
     at = only or next(n for n in graph.nodes if n.op not in ("placeholder", "get_attr"))
-    # A node that is an output itself leaves as it came in: nothing was scaled on that way.
+    # A node that is also an output passes unchanged, because nothing was scaled on that path.
     users = {n: [only] if only else [u for u in n.users if u.op != "output"] for n in nodes}
     with graph.inserting_before(at):
         call = graph.call_function(function, (*arguments, *nodes))
@@ -109,22 +109,23 @@ def _groups(nodes: list[Node]) -> list[list[Node]]:
 def _reached_by_gradients(graph: Graph, outputs: list[Node]) -> set[Node]:
     """Returns the nodes that a gradient of the outputs may reach.
 
-    The others stay outside of the boundary: where some have gradients, a compiler fills in zeros for all,
-    and an optimizer decays a parameter with a zero gradient, which it leaves alone without one.
+    Other nodes stay outside the boundary. If some tensors have gradients, a compiler fills in zeros for all
+    others. An optimizer decays a parameter with a zero gradient, but not a parameter without a gradient.
     """
     reached = set(outputs)
     passing = _passing(graph)
     for node in reversed(graph.nodes):
-        # What is written may be read by way of another node.
+        # Written memory may be read through another node.
         if node in passing and (node in reached or written_args(node)):
             reached.update(node.all_input_nodes)
     return reached
 
 
 def _passing(graph: Graph) -> set[Node]:
-    """Returns the calls that pass gradients on, as far as grad modes and ``detach`` tell.
+    """Returns the calls that pass gradients, according to grad modes and ``detach``.
 
-    What is written without gradients keeps those that it had, as does what returns its very input.
+    A tensor that is written without gradients keeps its earlier gradients, and so does an op's input that is
+    returned unchanged.
     """
     mode = fake_mode_of(graph)
     cut = {n for n in without_gradients(graph) if not written_args(n) and not returns_its_input(n, mode)}

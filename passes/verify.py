@@ -27,7 +27,7 @@ class Verify(Pass):
     - each node's fake dtype is the planned one;
     - no integer, bool, complex or float64 tensor was cast;
     - graph inputs and (with ``keep_io_dtypes``) outputs have the source's dtypes;
-    - every cast of the user is still there, to the dtype that was written.
+    - every cast of the user still exists, to the dtype in the source.
     """
 
     keep_io_dtypes: bool = True
@@ -54,7 +54,7 @@ class Verify(Pass):
 
 
 def _check_metadata(node: Node, mode: FakeTensorMode | None) -> None:
-    """Asks FakeTensor itself: ``meta["val"]`` must have the dtypes that the op yields from its arguments."""
+    """Checks with FakeTensor that ``meta["val"]`` has the dtypes that the op returns for its arguments."""
     if not isinstance(node.target, OpOverload) or "val" not in node.meta or kernels.is_opaque(node.target):
         return
     recorded = dtypes_of(node.meta["val"])

@@ -1,1 +1,1 @@
-"""What the passes know of a graph: no file here edits one."""
+"""Facts about a graph for the passes. No file here edits a graph."""

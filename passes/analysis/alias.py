@@ -1,4 +1,4 @@
-"""Which nodes share memory, and which of them are written in place. Analysis only."""
+"""Finds nodes that share memory, and nodes that are written in place. Analysis only."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ def returned_views(graph: Graph) -> set[Node]:
 def viewed(node: Node) -> list[Node]:
     """Returns the arguments whose memory the node returns; none for an op that writes or converts.
 
-    Views say so in their schema. Composite ops need not (einsum, sum_to_size), but fake tensors show it; not
-    so of dropout where it has nothing to drop.
+    Schemas declare views. Composite ops (einsum, sum_to_size) may return a view without a declaration; fake
+    tensors show it. For a dropout that drops nothing, neither shows it.
     """
     target = node.target
     if not isinstance(target, OpOverload) or target._schema.is_mutable or may_convert(target):
@@ -61,7 +61,7 @@ def viewed(node: Node) -> list[Node]:
 
 
 def _passed_on(node: Node) -> list[Node]:
-    """As `viewed`, and what else passes a tensor on in the source: casts to its own dtype, in-place ops."""
+    """As `viewed`, plus ops that return their input in the source: casts to the same dtype, in-place ops."""
     if node.target is operator.getitem:
         return node.all_input_nodes[:1]
     if written := written_args(node):
@@ -73,7 +73,7 @@ def _passed_on(node: Node) -> list[Node]:
 
 
 def returns_its_input(node: Node, mode: FakeTensorMode | None) -> bool:
-    """Whether the result is an argument, the tensor itself: ``x.to(x.dtype)``, ``x.contiguous()``."""
+    """Whether the result is the argument itself: ``x.to(x.dtype)``, ``x.contiguous()``."""
     if not isinstance(node.target, OpOverload) or "val" not in node.meta or is_opaque(node.target):
         return False
     if is_dropout(node.target) and not _drops(node):
@@ -94,16 +94,16 @@ def written_memory(graph: Graph) -> set[Node]:
 
 
 def strided_memory(graph: Graph) -> set[Node]:
-    """Returns the nodes in whose memory ``as_strided`` reads more than the tensor that it is given.
+    """Returns the nodes whose memory ``as_strided`` reads beyond its input tensor.
 
-    A cast of that tensor, which is a part, is not laid out like the whole.
+    The input is a part of the memory, and a cast of it does not have the layout of the whole.
     """
     strided = [n.args[0] for n in graph.nodes if isinstance(n.target, OpOverload) and reads_strides(n.target)]
     return _same_memory(graph, [n for n in strided if not _is_whole(n.meta["val"])])
 
 
 def overlaps_itself(tensor: torch.Tensor) -> bool:
-    """Whether two indices may name the same place: expanded tensors, sliding windows (``unfold``)."""
+    """Whether two indices may share one element: expanded tensors, sliding windows (``unfold``)."""
     sizes = [size_hint(size, fallback=2) for size in tensor.shape]
     steps = sorted(zip(map(size_hint, tensor.stride()), sizes, strict=True))
     furthest = 0
@@ -183,7 +183,7 @@ def _schema_aliases(node: Node) -> Iterator[Node]:
 
 
 def _converts(source: Node, node: Node) -> bool:
-    """Whether the op made new memory because it changed the dtype, as ``to`` does, or was told to."""
+    """Whether the op made new memory because it changed the dtype or has ``copy=True``."""
     if is_view(node.target):  # type: ignore[arg-type]
         return False
     if argument(node, "copy"):

@@ -1,4 +1,4 @@
-"""What is known of each node before anything is decided: its dtype, its class, how it reads its tensors."""
+"""The facts about each node before decisions: its dtype, its class, and the rules of its operands."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _CASTS = ("aten.to", "aten._to_copy", "prims.convert_element_type")
 
 
 class OperandRule(enum.Enum):
-    """Which dtypes a kernel takes in one argument."""
+    """The dtypes that a kernel accepts in one argument."""
 
     NODE_DTYPE = "the node's own dtype"
     PROMOTED = "either: a float32 node widens a low operand itself, if another operand is float32"
@@ -39,18 +39,18 @@ class Operand(NamedTuple):
 
 @dataclass
 class NodeFacts:
-    """What is known about one node before anything is decided.
+    """The facts about one node before decisions.
 
     Attributes:
-        dtype: The floating dtype it produced in the source, if managed.
-        dtype_source: The node whose label decides: itself; for ``getitem`` the multi-output op, for
+        dtype: The floating dtype that it produced in the source, if managed.
+        dtype_source: The node whose label applies: itself; for ``getitem`` the multi-output op, for
             ``x.type_as(other)`` the source of ``other``.
         operands: How it reads managed tensors.
-        op_class: What the op lists say, with the reason from the data.
+        op_class: Its class in the op lists, with the reason from the data.
         fixed_dtype: A dtype that the source names explicitly (a user's cast, ``dtype=``).
-        elements: Elements of each managed output together.
+        elements: Total number of elements of its managed outputs.
         wide_results: Results of a multi-output op, by index, that stay float32 when it runs low (statistics).
-        refuses_low: Why the op cannot run low although it is not known for that; empty if it can.
+        refuses_low: Why the op cannot run low although no table lists it; empty if it can.
         moves_data: Whether it costs memory traffic (views and inputs do not).
         mutated: Whether the tensor lives in memory that some node writes in place.
         reads_whole_storage: Whether ``as_strided`` reads memory beyond the tensor that it is given.
@@ -79,7 +79,7 @@ class NodeFacts:
 
     @property
     def keeps_memory(self) -> bool:
-        """Whether it must be the very memory that it is in the source, in the dtype it has there."""
+        """Whether it must keep the memory and the dtype that it has in the source."""
         return self.mutated or self.reads_whole_storage or self.returned_input_view
 
 
@@ -103,7 +103,7 @@ def _is_on_cpu(node: Node) -> bool:
 
 
 def saves_large_statistics(node: Node, low_dtype: torch.dtype) -> bool:
-    """Whether a norm would save 1/sqrt(variance + eps), for its backward, in a dtype that cannot hold it.
+    """Whether a norm would save 1/sqrt(variance + eps) for its backward in a dtype that cannot hold it.
 
     The CPU kernels save their statistics in the dtype of weight and bias, the CUDA kernels in float32.
     """

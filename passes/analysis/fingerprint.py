@@ -1,4 +1,4 @@
-"""`fingerprint`: tells whether what was measured on one graph still speaks of another."""
+"""`fingerprint`: shows whether a measurement on one graph applies to another."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from .facts import tensors
 def fingerprint(graph_module: GraphModule) -> str:
     """Returns a short text that two graphs share if the same ops compute the same floats of the same inputs.
 
-    Two captures for other sizes of the inputs agree, and so do the graphs before and after their casts are
-    undone: integers, sizes and what ampgraph adds count for nothing. Names of nodes, ops, dtypes, float
-    constants and sizes of parameters count; the values of parameters do not.
+    It ignores integers, sizes of inputs and nodes that ampgraph inserts. So captures for different input
+    sizes agree, and so do graphs with and without casts. Names of nodes, ops, dtypes, float constants and
+    sizes of parameters count; the values of parameters do not.
 
     Args:
         graph_module: A graph without inserted casts.

@@ -1,4 +1,4 @@
-"""Which calls run without gradients. Analysis only."""
+"""Finds the calls that run without gradients. Analysis only."""
 
 from __future__ import annotations
 

@@ -1,16 +1,16 @@
-"""Finds values that lose their meaning when they are rounded, as long as nothing low feeds them.
+"""Finds exact values that rounding would spoil.
 
-Analysis only. A node is *exact* when no op that the autocast rule moves to another dtype feeds it, through
-floats, integers or memory. Of the exact nodes these must stay so:
+Analysis only. A node is *exact* if it does not depend on any op that the autocast rule moves to another
+dtype, through floats, integers or memory. These exact nodes must stay exact:
 
-- *positions*: arithmetic on what is computed from integers, buffers and constants alone. A position of 2,047
+- *positions*: arithmetic on values computed only from integers, buffers and constants. The position 2,047
   is 2,048 in bfloat16, and its angles are wrong. Short matrix products of positions count (angles by
-  ``einsum``, rotated grids), although the lists name them white. What takes few values (masks) does not
-  count: rounding moves each value as a whole.
-- *decisions*: what leads to integers, booleans, other dtypes, indices, and steps such as ``round``.
-- *angles*: what leads into a periodic function.
+  ``einsum``, rotated grids), although the lists name them white. Values from a small set (masks) do not
+  count, because rounding moves each value as a whole.
+- *decisions*: values that lead to integers, booleans, other dtypes, indices, and steps such as ``round``.
+- *angles*: values that lead into a periodic function.
 
-The autocast rule keeps all of them in float32 but the products.
+The autocast rule keeps all of them in float32 except the products.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ from .arguments import argument, argument_name, tensor_arguments
 from .facts import Facts, NodeFacts, is_cast, tensors
 from .products import terms
 
-# Longer products are no coordinates: the weights of a frozen model may be buffers too.
+# Longer products are not coordinates: the weights of a frozen model may be buffers.
 MOST_TERMS = 8
 
-_DETACH = torch.ops.aten.detach_.default  # it writes no value
+_DETACH = torch.ops.aten.detach_.default  # it does not write a value
 _FILLS = frozenset(("zeros", "ones", "full", "scalar_tensor", "empty", "empty_strided"))
 
 
 class Hazard(NamedTuple):
-    """Why a node must stay exact, and the node for whose sake."""
+    """The reason why a node must stay exact, and the node that needs it."""
 
     reason: str
     because: Node | None = None
@@ -50,13 +50,13 @@ class Hazard(NamedTuple):
 
 @dataclass(frozen=True)
 class Trace:
-    """Where the value of one node comes from.
+    """The origin of the value of one node.
 
     Attributes:
-        measured: From a floating input of the graph, a parameter or random numbers.
-        counted: From integers.
-        few: It takes few values, each of which a low dtype rounds as a whole: masks, single numbers.
-        moved: The autocast rule moves it, or what feeds it, to another dtype than the source's.
+        measured: It depends on a floating input of the graph, a parameter or random numbers.
+        counted: It depends on integers.
+        few: It has few distinct values, each of which a low dtype rounds as a whole: masks, single numbers.
+        moved: The autocast rule moves it, or a node that it depends on, to another dtype.
     """
 
     measured: bool = False
@@ -116,7 +116,7 @@ def _floats_read(node: Node, facts: Facts) -> list[Node]:
 
 
 class _Tracer:
-    """Goes from the graph's beginning to its end; labels as the autocast rule on the same lists does."""
+    """Visits the graph in order and labels nodes by the autocast rule on the same lists."""
 
     def __init__(
         self, graph_module: GraphModule, facts: Facts, fixed: Mapping[Node, bool], low_dtype: torch.dtype
@@ -182,14 +182,14 @@ class _Tracer:
         return all(self.labels[self.facts[s.tensor].dtype_source] for s in fact.operands if s.follow)
 
     def _counts(self, node: Node) -> bool:
-        """Whether the node makes integers of nothing: ``arange``."""
+        """Whether the node creates integers without inputs: ``arange``."""
         made = any(not is_number(v) and not v.dtype.is_floating_point for v in tensors(node))
         return made and not values_read(node)
 
     def _takes_few_values(self, node: Node, fact: NodeFacts, read: Trace) -> bool:
         values = tensors(node)
         if all(v.dtype is torch.bool for v in values):
-            return True  # numbers are no tensors
+            return True  # numbers are not tensors
         if all(is_number(v) for v in values) and not read.counted:
             return True
         if node.target is operator.getitem:
@@ -204,12 +204,12 @@ class _Tracer:
 
 
 def is_number(value: torch.Tensor) -> bool:
-    """Whether a tensor has a single element. One whose size depends on values is taken to have more."""
+    """Whether a tensor has a single element; a tensor of data-dependent size counts as larger."""
     return size_hint(value.numel(), fallback=2) == 1
 
 
 def is_table(graph_module: GraphModule, node: Node) -> bool:
-    """Whether the node is a buffer or a constant: what the model reads and training does not change."""
+    """Whether the node is a buffer or a constant, which training does not change."""
     if node.op != "get_attr":
         return input_mark(node).is_table
     value: object = graph_module
@@ -219,7 +219,7 @@ def is_table(graph_module: GraphModule, node: Node) -> bool:
 
 
 def is_position_product(node: Node, trace: Trace) -> bool:
-    """Whether a matrix product computes positions from positions, of so few terms that low gains nothing."""
+    """Whether a matrix product computes positions from positions, with too few terms to gain from low."""
     if trace.measured or trace.moved:
         return False
     added = terms(node)
@@ -230,7 +230,7 @@ def is_position_product(node: Node, trace: Trace) -> bool:
 
 
 def _starts(facts: Facts, traces: Traces) -> Iterator[tuple[Node, Hazard]]:
-    """Yields the positions that are computed, and what decisions and periodic functions read."""
+    """Yields computed positions, and the inputs of decisions and periodic functions."""
     for node, fact in facts.items():
         if traces[node].moved or node.op in (*SOURCES, "output"):
             continue
@@ -252,7 +252,7 @@ def _computes_positions(node: Node, fact: NodeFacts, trace: Trace) -> bool:
 
 
 def _own_hazard(node: Node) -> str:
-    """Returns why what the node itself reads must be exact; empty if it need not."""
+    """Returns the reason why the node's inputs must be exact; empty if they need not."""
     assert isinstance(node.target, OpOverload)
     if kernels.is_step(node.target) or argument(node, "rounding_mode"):
         return "its result jumps, and no low op feeds it"
@@ -260,7 +260,7 @@ def _own_hazard(node: Node) -> str:
 
 
 def _decided_by(node: Node, facts: Facts) -> Iterator[tuple[Node, Hazard]]:
-    """Yields the floats from which a node makes integers, booleans, or floats that are not ours to move."""
+    """Yields the floats from which a node computes integers, booleans or unmanaged floats."""
     picked = node.target is operator.getitem and node.users
     if not (picked or isinstance(node.target, OpOverload)):
         return

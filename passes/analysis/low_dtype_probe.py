@@ -1,4 +1,4 @@
-"""Asks FakeTensor what an op yields when it reads low operands: the judge of ops that no table names."""
+"""Asks FakeTensor for the results of an op with low operands; decides for ops that no table names."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from torch.fx import Node
 
 from ampgraph._compat import fake_mode_of, result_dtypes, with_dtypes
 
-# What FakeTensor raises for arguments that an op does not take.
+# The errors of FakeTensor for arguments that an op does not accept.
 _REFUSALS = (RuntimeError, TypeError, ValueError)
 
 
 class LowRun(NamedTuple):
-    """What an op does with low operands.
+    """The behaviour of an op with low operands.
 
     Attributes:
         refusal: Why it cannot run low; empty if it can.
@@ -30,8 +30,8 @@ def probe_low_dtype(node: Node, operands: Iterable[Node], low_dtype: torch.dtype
     """Runs a float32 op on fake values, ``operands`` of them in ``low_dtype``.
 
     Args:
-        node: An ATen op that yields float32 in the source.
-        operands: Those of its arguments that would be low.
+        node: An ATen op that returns float32 in the source.
+        operands: Its arguments that would be low.
         low_dtype: float16 or bfloat16.
     """
     low = {tensor: with_dtypes(tensor.meta["val"], (low_dtype,)) for tensor in operands}
@@ -48,7 +48,7 @@ def probe_low_dtype(node: Node, operands: Iterable[Node], low_dtype: torch.dtype
 
 
 def _runs_in_float32(node: Node) -> bool:
-    """Whether FakeTensor takes the op at all; it refuses those of another device (cuDNN on a CPU)."""
+    """Whether FakeTensor accepts the op at all; it refuses ops of another device (cuDNN on a CPU)."""
     try:
         result_dtypes(node, fake_mode_of(node.graph))
     except _REFUSALS:

@@ -1,4 +1,4 @@
-"""What is decided for a node: the policy's low dtype or float32."""
+"""The decision for a node: the policy's low dtype or float32."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Precision(enum.Enum):
 
     @property
     def other(self) -> Precision:
-        """The other one."""
+        """The other precision."""
         return Precision.FP32 if self is Precision.LOW else Precision.LOW
 
     def dtype(self, low_dtype: torch.dtype) -> torch.dtype:

@@ -13,7 +13,7 @@ from .precision import FP32, Precision
 
 @dataclass
 class Variable:
-    """One node's label: pinned to a precision or free (None), and why.
+    """One node's label, pinned to a precision or free (None), with the reason.
 
     Attributes:
         follows: Low only if all floating producers are low.

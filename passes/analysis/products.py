@@ -1,4 +1,4 @@
-"""How many products one element of a matrix product adds up."""
+"""The number of products that one element of a matrix product sums."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .arguments import argument
 
 
 def terms(node: Node) -> int | None:
-    """Returns the number of products; None for an op that is no matrix product."""
+    """Returns the number of products; None for an op that is not a matrix product."""
     if (summed := kernels.contracted(node.target)) is not None:  # type: ignore[arg-type]
         sizes: list[int] = [_size(node.args[at], dim) for at, dim in summed]  # type: ignore[arg-type]
         return prod(sizes)

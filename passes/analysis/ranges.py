@@ -1,8 +1,8 @@
 """Finds values that the low dtype cannot hold, and the ops that must stay in float32 because of them.
 
-Analysis only. Three kinds of value are looked at: Python numbers among an op's arguments, the
-elements of parameters, buffers and constants, and what moves on from either through ops that keep
-it large (a mask of ``finfo.min`` added to attention scores). Infinities are held by every dtype.
+Analysis only. It checks three kinds of values: Python numbers among an op's arguments, the elements of
+parameters, buffers and constants, and results of ops that keep such values large (a mask of ``finfo.min``
+added to attention scores). Every dtype holds infinities.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def _number_reason(node: Node, limits: torch.finfo, low_dtype: torch.dtype) -> s
 
 
 def _numbers(node: Node) -> Iterator[float]:
-    """Yields the Python numbers that stand where the op takes a tensor or a scalar value."""
+    """Yields the Python numbers in arguments that take a tensor or a scalar value."""
     for position, parameter in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
         if str(parameter.type) not in _NUMBER_TYPES:
             continue
@@ -96,14 +96,14 @@ def _numbers(node: Node) -> Iterator[float]:
 
 
 def _peak(graph_module: GraphModule, node: Node) -> float:
-    """Returns the largest finite magnitude in a parameter, buffer or constant; 0 where it is not known."""
+    """Returns the largest finite magnitude in a parameter, buffer or constant; 0 if unknown."""
     if node.op == "get_attr":
         return _largest_finite(_attribute(graph_module, str(node.target)))
     return input_mark(node).peak
 
 
 def peak_of(value: object) -> float:
-    """Returns what an `InputMark` tells of a float32 tensor; the tensor itself is not kept."""
+    """Returns the peak of a float32 tensor for its `InputMark`, which does not keep the tensor."""
     is_float32 = isinstance(value, torch.Tensor) and value.dtype is torch.float32
     return _largest_finite(value) if is_float32 else 0.0
 

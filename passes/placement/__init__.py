@@ -1,1 +1,1 @@
-"""The placement: its cost model, and the exact minimum that `place` asks for."""
+"""The placement: its cost model and its exact minimum."""

@@ -1,18 +1,18 @@
 """Minimum cuts under choices, component by component.
 
 A choice ("if the head ends float32, one of the options must too") is not submodular, so one cut cannot
-decide it. What presolve leaves falls into connected components, each solved by itself in the first of
-these ways that applies:
+decide it. After presolve, the remaining vertices form connected components. Each component is solved
+separately in the first of these ways that applies:
 
-1. The cut without the choices is a lower bound. If it breaks no choice, or mending each by its
-   cheapest option costs nothing, it is a minimum.
-2. If few vertices are tied to each other, they are eliminated one after the other; see `eliminate`.
-3. The vertex with most neighbours is tried on either side; without it presolve and splitting go on.
-   The lower bound cuts off what cannot win. Work is limited: past the limit the best sides so far are
-   returned, and how far the lower bound is below them.
+1. The cut without the choices is a lower bound. It is a minimum if it breaks no choice, or if repairing
+   each broken choice with its cheapest option costs nothing.
+2. If few vertices depend on each other, they are eliminated one after the other; see `eliminate`.
+3. The vertex with the most neighbours is tried on both sides, followed by presolve and splitting. The
+   lower bound prunes cases that cannot win. Past the limit of work, the search returns the best sides so
+   far and their distance to the lower bound.
 
-Every rule looks at the network as a set or in the order of the vertices' ``repr``: the order in which
-the network was built does not matter.
+Every rule uses the network as a set or in the order of the vertices' ``repr``, so the order in which the
+network was built does not matter.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import NamedTuple
 from .min_cut import INFINITE, SINK, CutNetwork, Sides
 from .variable_elimination import eliminate, elimination_order
 
-# What cutting one vertex once costs, in table entries of an elimination.
+# The cost of cutting one vertex once, in table entries of an elimination.
 CUT_STEPS = 10
 
 
@@ -50,7 +50,7 @@ class Search:
         return self._solve(network, None)
 
     def _solve(self, network: CutNetwork, cutoff: int | None) -> Found:
-        """Returns the least cost that is found; from ``cutoff`` on the sides mean nothing."""
+        """Returns the least cost found; at or above ``cutoff`` the sides are not meaningful."""
         sides = network.presolve()
         total = lower = network.fixed_cost
         open_parts = []
@@ -71,7 +71,7 @@ class Search:
         return Found(total, lower, sides)
 
     def _component(self, part: CutNetwork, relaxed: Sides, bound: int, cutoff: int | None) -> Found:
-        """Solves one component, of which the cut without choices is known."""
+        """Solves one component whose cut without choices is known."""
         broken = [name for name in sorted(part.choices, key=repr) if _breaks(part, name, relaxed)]
         if not broken:
             return Found(bound, bound, relaxed)
@@ -89,7 +89,7 @@ class Search:
         return self._branch(part, Found(value, bound, best), cutoff)
 
     def _branch(self, part: CutNetwork, best: Found, cutoff: int | None) -> Found:
-        """Tries the vertex with most neighbours on either side, to beat ``best``."""
+        """Tries the vertex with the most neighbours on both sides, to improve ``best``."""
         self.budget -= CUT_STEPS * len(part)
         hub = min(part.vertices(), key=lambda v: (-part.degree(v), repr(v)))
         bound, lower = best.lower, INFINITE

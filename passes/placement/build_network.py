@@ -1,4 +1,4 @@
-"""Placement as a minimum cut: what becomes a vertex, an arc and a choice.
+"""Placement as a minimum cut: builds the vertices, arcs and choices.
 
 Every free node is a vertex that ends low (source side) or float32 (sink side); a pinned node is a
 terminal. Arcs:
@@ -10,10 +10,10 @@ terminal. Arcs:
   ``c -inf-> b -w-> p`` for every c that, being low, needs a low one;
 - "gray follows its inputs" is an infinite arc from the node to each floating producer.
 
-One thing is not an arc: a float32 op that promotes (``add``, ``where``, ``cat``) widens its low operands
-inside the kernel as long as one operand, its *anchor*, is float32. "a ends on the sink side" says that
-the tensor is read in float32, because its producer is float32 (then it is free) or because it is cast;
-so the op is the head of a choice among the auxiliary vertices ``a`` of its operands.
+A float32 op that promotes (``add``, ``where``, ``cat``) needs more than arcs. It widens its low operands
+inside the kernel if one operand, its *anchor*, is float32. If ``a`` ends on the sink side, the tensor is
+read in float32: its producer is float32 (without cost) or it is cast. So the op is the head of a choice
+among the auxiliary vertices ``a`` of its operands.
 
 Source of the shared-cost construction: the "cover" gadgets of energy minimisation by graph cuts
 (Kolmogorov and Zabih, 2004; robust P^n potentials, Kohli et al., 2008).
@@ -87,7 +87,7 @@ class _Builder:
         return node if pinned is None else _TERMINALS[pinned]
 
     def _open_operands(self, node: Node) -> list[Node]:
-        """Returns the operands among which a promoting op may have to choose an anchor."""
+        """Returns the operands that may become the anchor of a promoting op."""
         if self.problem.variables[node].pinned is LOW:
             return []
         operands = promoted_operands(self.problem, node)
@@ -138,7 +138,7 @@ class _Builder:
 
 
 class _Readers:
-    """Who shares one cast of a tensor: vertices that need it, and ops that may choose it."""
+    """The readers that share one cast of a tensor: vertices that need it, and ops that may choose it."""
 
     def __init__(self) -> None:
         self.needing: set[Vertex] = set()
@@ -154,7 +154,7 @@ class _Readers:
         self.uses += 1
 
     def shared(self, terminal: Vertex, auxiliary: Vertex) -> Vertex:
-        """Returns the vertex that says if the cast is there: a terminal, the only reader, or its own."""
+        """Returns the vertex that decides on the cast: a terminal, the only reader or an auxiliary one."""
         if terminal in self.needing:
             return terminal
         if len(self.needing) == 1 and not self.choosing:

@@ -49,7 +49,7 @@ def _decision(problem: Problem, labels: Labels, node: Node) -> Decision:
 
 
 def _choice(problem: Problem, labels: Labels, node: Node) -> tuple[str, tuple[str, ...]]:
-    """Returns why placement gave a free node its dtype, and the neighbours that have the same."""
+    """Returns the reason for a free node's dtype, and the neighbours with the same dtype."""
     label = labels[node]
     dtype = str(label.dtype(problem.low_dtype)).removeprefix("torch.")
     producers = [s.tensor for s in problem.facts[node].operands if s.follow]
@@ -66,7 +66,7 @@ def _casts(
 ) -> list[Cast]:
     tensor, need = demand
     fact = problem.facts[tensor]
-    # A tensor that is written in place has another value at each use: its casts are not shared.
+    # A tensor that is written in place may change between uses, so its casts are not shared.
     groups = [[use] for use in uses] if fact.mutated else [uses]
     return [
         Cast(
@@ -91,7 +91,7 @@ def _cast_reason(decisions: Mapping[str, Decision], tensor: Node, users: list[No
 
 
 def _in_kernel(problem: Problem, labels: Labels, anchors: Anchors) -> tuple[tuple[Use, ...], dict[str, str]]:
-    """Returns the uses that a float32 kernel widens itself, and the dtype arguments to set for them."""
+    """Returns the uses that a float32 kernel widens, and the dtype arguments to set for them."""
     widened: list[Use] = []
     dtype_args: dict[str, str] = {}
     for node in problem.variables:

@@ -1,13 +1,13 @@
-"""What a labelling needs and what it moves: the cost model that placement minimises and reports.
+"""The cost model that placement minimises and reports: the casts of a labelling and their bytes.
 
-A labelling gives every variable a `Precision`. `demands` says which tensors must then
-be cast for which uses; `cost_of` counts bytes:
+A labelling gives every variable a `Precision`. `demands` returns the tensors that must be cast and their
+uses; `cost_of` counts bytes:
 
-- a cast reads and writes its tensor once (2 + 4 bytes an element), whoever shares it;
+- a cast reads and writes its tensor once (2 + 4 bytes an element), for any number of uses;
 - an op that moves data writes its outputs and reads its inputs at the width supplied; an operand that
-  the kernel may widen itself (`OperandRule.PROMOTED`, ``DTYPE_ARG``, ``EITHER``) counts at its producer's
+  the kernel may widen (`OperandRule.PROMOTED`, ``DTYPE_ARG``, ``EITHER``) counts at its producer's
   width;
-- views, inputs and parameters move nothing by themselves; symbolic sizes count with their hints.
+- views, inputs and parameters move nothing; symbolic sizes count with their hints.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def label_of(problem: Problem, labels: Labels, tensor: Node) -> Precision:
 
 
 def required(problem: Problem, operand: Operand, label: Precision, anchor: Node | None) -> Precision | None:
-    """Returns the label that a node, itself labelled ``label``, needs of an operand; None: either will do."""
+    """Returns the label that a node with the label ``label`` needs of an operand; None: either is fine."""
     if operand.rule is OperandRule.EITHER:
         return None
     if operand.rule is OperandRule.SOURCE_DTYPE:
@@ -60,13 +60,13 @@ def demands(problem: Problem, labels: Labels, anchors: Anchors) -> dict[Demand, 
 
 
 def promoted_operands(problem: Problem, node: Node) -> list[Node]:
-    """Returns the tensors that a promoting op reads and that decide what it returns."""
+    """Returns the tensors that decide the dtype of a promoting op's result."""
     operands = problem.facts[node].operands
     return list(dict.fromkeys(s.tensor for s in operands if s.rule is OperandRule.PROMOTED))
 
 
 def needs_anchor(problem: Problem, labels: Labels, node: Node) -> bool:
-    """Whether a float32 op that promotes would read low operands only, and so would return low."""
+    """Whether a float32 op that promotes would read only low operands and so return low."""
     if labels.get(node, LOW) is LOW:
         return False
     operands = promoted_operands(problem, node)
@@ -74,7 +74,7 @@ def needs_anchor(problem: Problem, labels: Labels, node: Node) -> bool:
 
 
 def greedy_anchors(problem: Problem, labels: Labels) -> dict[Node, Node]:
-    """Gives every op that needs one an operand to widen: one that is widened anyway, else the smallest."""
+    """Chooses an anchor for every op that needs one: an operand that is widened anyway, else the smallest."""
     missing = sorted((n for n in problem.variables if needs_anchor(problem, labels, n)), key=lambda n: n.name)
     if not missing:
         return {}
@@ -129,7 +129,7 @@ def node_terms(problem: Problem, node: Node) -> Iterator[tuple[Node | Precision,
 
 
 def scale_above_traffic(problem: Problem) -> int:
-    """Returns a factor larger than any traffic, so that traffic decides nothing but ties."""
+    """Returns a factor larger than any traffic, so that traffic decides only ties."""
     elements = sum(e for n in problem.facts for _, e in node_terms(problem, n))
     casts = sum(problem.facts[t].elements * len(u) for t, u in problem.uses.items())
     return 1 + FP32_BYTES * elements + 2 * CAST_BYTES * casts

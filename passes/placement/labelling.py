@@ -1,4 +1,4 @@
-"""One labelling of a graph: by a cut of least weight, or by the rule of ``torch.autocast``."""
+"""One labelling of a graph, by a minimum cut or by the rule of ``torch.autocast``."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Placement:
     Attributes:
         labels: A precision for every variable.
         anchors: The operand that each float32 promoting op over low operands widens.
-        gap: How far above the least it is at most: 0 for a proven minimum, None where nothing is known.
+        gap: Upper bound on the distance to the minimum: 0 for a proven minimum, None if unknown.
     """
 
     labels: dict[Node, Precision]
@@ -34,7 +34,7 @@ class Placement:
 
     @property
     def optimal(self) -> bool:
-        """Whether it is proven minimal."""
+        """Whether the labelling is proven minimal."""
         return self.gap == 0
 
 
@@ -59,7 +59,7 @@ def place_optimally(problem: Problem, weigh: Weigher, search: Search | None = No
     Args:
         problem: The pinned graph.
         weigh: The number to minimise, linear in the fields of `Cost`.
-        search: The budget of work, shared by all that is solved for one plan.
+        search: The budget of work, shared by all cuts for one plan.
     """
     network, widened = cut_network(problem, weigh)
     cost, lower, sides = (search or Search(MAX_WORK)).solve(network)

@@ -4,22 +4,22 @@ Every vertex ends on the source side (low) or the sink side (float32). An arc (u
 c when u ends on the source side and v on the sink side. A *choice* (head, options) demands that, if its
 head ends on the sink side, at least one of its options does too; an option heads no choice itself.
 
-Presolve fixes a vertex v when that cannot cost anything, however the others end (persistency):
+Presolve fixes a vertex v if the fix has no cost for any sides of the other vertices (persistency):
 
-- v to the source side, if its arc from the source outweighs all its arcs to others and to the sink: with
-  all others on the sink side it loses least by moving there, and even then it does not lose. A choice
-  that v heads is met by the move; an option of an open choice may not move, as the choice could break.
-- v to the sink side, if its arc to the sink outweighs all that come in, in the mirror image. A choice
-  that v heads may break, and moving its cheapest option along mends it: the *slack* of v is what
-  that costs at most. An option's own move mends choices and breaks none: it needs no slack.
+- v to the source side, if its arc from the source outweighs all its arcs to others and to the sink. The
+  worst case has all others on the sink side, and even then the move does not cost more. The move meets a
+  choice that v heads. An option of an open choice may not move, because the choice could break.
+- v to the sink side, if its arc to the sink outweighs all incoming arcs (the mirror image). This may break a
+  choice that v heads; moving its cheapest option too repairs the choice. The *slack* of v is the upper bound
+  of that cost. An option needs no slack: its move repairs choices and breaks none.
 
-Fixing one vertex never undoes the case for another, and it may make one: arcs turn into arcs of the
+Fixing a vertex never invalidates the condition of another, and it may satisfy one: arcs become arcs of the
 terminals, choices are met and slacks fall.
 
-Without choices, the one minimum cut with the largest source side is returned, which is unique: ties go
-to the source side in presolve, and the core's cut has the smallest sink side. With choices several
-minima may be as good, and an option's ties go to the sink side while one of its choices is open; so
-vertices are looked at in the order of their ``repr``, not in that in which they were added.
+Without choices, the result is the minimum cut with the largest source side, which is unique. Ties go to the
+source side in presolve, and the core's cut has the smallest sink side. With choices, several minima may be
+equal, and an option's ties go to the sink side while one of its choices is open. So vertices are visited in
+the order of their ``repr``, not in the order of insertion.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class CutNetwork:
     """A flow network with integer capacities, and choices over its vertices.
 
     Attributes:
-        fixed_cost: What the vertices that are fixed already cost.
+        fixed_cost: The cost of the fixed vertices.
         choices: The open choices: name to (head, options); a head may be `SINK`.
     """
 
@@ -57,7 +57,7 @@ class CutNetwork:
         return len(self._out)
 
     def add_vertex(self, vertex: Vertex) -> None:
-        """Makes sure that the vertex is in the network."""
+        """Adds the vertex if it is not in the network."""
         if vertex not in self._out:
             self._out[vertex] = {}
             self._in[vertex] = {}
@@ -110,19 +110,19 @@ class CutNetwork:
                 yield u, v, capacity
 
     def degree(self, v: Vertex) -> int:
-        """Returns to how many vertices and choices ``v`` is joined."""
+        """Returns the number of vertices and choices connected to ``v``."""
         joined = len(self._out[v]) + len(self._in[v])
         return joined + len(self._heads.get(v, ())) + len(self._options.get(v, ()))
 
     def minimum_cut(self) -> Sides:
-        """Returns the sides of the minimum cut, choices left aside; consumes the network."""
+        """Returns the sides of the minimum cut without choices; consumes the network."""
         sides = self.presolve()
         for part in self.split():
             sides.update(part.cut())
         return sides
 
     def fix(self, v: Vertex, on_source: bool) -> list[Vertex]:
-        """Merges ``v`` into a terminal and returns the vertices that this may decide."""
+        """Merges ``v`` into a terminal and returns the vertices that may now be fixed."""
         from_source, to_sink = self._from_source.pop(v, 0), self._to_sink.pop(v, 0)
         self.fixed_cost += to_sink if on_source else from_source
         outs, ins = self._out.pop(v), self._in.pop(v)
@@ -145,7 +145,7 @@ class CutNetwork:
         return touched
 
     def presolve(self) -> Sides:
-        """Fixes every vertex whose side is clear, until none is left that is; see the module docstring."""
+        """Fixes vertices until no side is certain; see the module docstring."""
         sides: Sides = {}
         queue = deque(sorted(self._out, key=repr) if self.choices else self._out)
         queued = set(queue)
@@ -166,7 +166,7 @@ class CutNetwork:
         return sides
 
     def split(self) -> list[CutNetwork]:
-        """Returns the connected components, joined by arcs and by choices."""
+        """Returns the components that are connected by arcs and choices."""
         parts, seen = [], set[Vertex]()
         for start in self._out:
             if start in seen:
@@ -206,7 +206,7 @@ class CutNetwork:
         return copy
 
     def cut(self) -> Sides:
-        """Returns the minimum cut with the largest source side, choices left aside."""
+        """Returns the minimum cut with the largest source side, without choices."""
         if not self._out:
             return {}
         import networkx as nx
@@ -223,7 +223,7 @@ class CutNetwork:
         return {v: v in source_side for v in self._out}
 
     def cost(self, sides: Mapping[Vertex, bool]) -> int:
-        """Returns what the arcs cost if the vertices end as given, ``fixed_cost`` included."""
+        """Returns the cost of the arcs for the given sides, including ``fixed_cost``."""
         total = self.fixed_cost
         for v, outs in self._out.items():
             if sides[v]:
@@ -233,7 +233,7 @@ class CutNetwork:
         return total
 
     def price(self, v: Vertex) -> int:
-        """Returns what it costs at most to move ``v`` to the sink side."""
+        """Returns an upper bound of the cost of moving ``v`` to the sink side."""
         return max(0, self._from_source[v] + self._in_sum[v] - self._to_sink[v])
 
     def _clear_side(self, v: Vertex) -> bool | None:
@@ -257,7 +257,7 @@ class CutNetwork:
         return [head, *options]
 
     def _keep_choice(self, name: Hashable, head: Vertex, fixed: Vertex) -> list[Vertex]:
-        """Puts ``head`` in the place of the old one, and takes ``fixed`` out of the options."""
+        """Replaces the head of a choice by ``head`` and removes ``fixed`` from its options."""
         _, options = self.choices[name]
         touched = self._drop_choice(name)
         self.add_choice(name, head, [option for option in options if option != fixed])

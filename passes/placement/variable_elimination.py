@@ -1,10 +1,10 @@
-"""Minimum of a small-width network by eliminating one vertex after the other (dynamic programming).
+"""Minimises a network of small width by eliminating one vertex after the other (dynamic programming).
 
 The cost is a sum of terms over few vertices each: arcs over two, choices over their head and options.
-Eliminating a vertex replaces all terms that it is in by one over its neighbours: for each of their
-sides, the least over the vertex's own. Each step is exact, whatever the terms; its price is two to the
-power of the neighbours. Networks of real models are chains of small gadgets: taking a vertex with
-fewest neighbours next, tables stay at some tens of entries.
+Eliminating a vertex replaces all its terms by one term over its neighbours: the minimum over the vertex's
+two sides, for each combination of the neighbours' sides. Each step is exact for any terms. Its cost is two
+to the power of the number of neighbours. Networks of real models are chains of small gadgets. If the next
+vertex has the fewest neighbours, tables stay at some tens of entries.
 """
 
 from __future__ import annotations

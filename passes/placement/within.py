@@ -1,16 +1,16 @@
-"""The least traffic among all labellings that cast no more activation bytes than a bound.
+"""Minimises the traffic of labellings that cast no more activation bytes than a bound.
 
-A cut minimises traffic plus a price for every cast byte. Each cut tells two things (Lagrangian duality):
+A cut minimises traffic plus a price for every cast byte. Each cut gives two results (Lagrangian duality):
 
 - its labelling is a corner of the lower convex hull of all (cast bytes, traffic), and a candidate if it
   meets the bound;
 - no labelling within the bound moves less than the least weight minus the price of the whole bound.
 
-The two ends of the hull come first; then each price is the slope between the last corner above the bound
-and the last below, until no corner lies between them. A corner right on the bound is the least of all.
-Between two corners may lie labellings that no price finds. So a node on which the two disagree is tried in
-either dtype, the most promising case first, until the proof is complete or the work is spent. What remains
-between the best labelling and the lower bound is the gap.
+The search starts with the two ends of the hull. Each further price is the slope between the last corner above
+the bound and the last corner below it, until no corner lies between them. A corner exactly on the bound is
+optimal. No price finds labellings between two corners. So the search tries a node on which the two corners
+disagree in both dtypes, the most promising case first, until the proof is complete or the budget is spent.
+The gap is the distance between the best labelling and the lower bound.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from .branch_and_bound import Search
 from .cost_model import cost_of, scale_above_traffic
 from .labelling import MAX_WORK, Placement, autocast_rule, place_optimally
 
-# What a cut costs for each free node, in steps of `Search.budget`, once nodes are tried in either dtype.
+# The cost of a cut per free node while branching, in steps of `Search.budget`.
 CUT_STEPS = 20
 
 
 def place_within(problem: Problem, cast_bytes: int) -> Placement:
-    """Returns a labelling of little traffic within a bound, and how many bytes it is from the least at most.
+    """Returns a labelling of low traffic within a bound, and an upper bound of its distance to the minimum.
 
-    It moves no more than the rule of ``torch.autocast`` and than what level O1 would choose from the same
-    pins, as far as these meet the bound.
+    It moves no more than the rule of ``torch.autocast`` and the choice of level O1 for the same pins, if
+    these meet the bound.
 
     Args:
         problem: The pinned graph.
@@ -53,7 +53,7 @@ def place_within(problem: Problem, cast_bytes: int) -> Placement:
 
 
 def _followed(problem: Problem) -> Problem | None:
-    """Returns the problem in which gray ops follow their inputs, as at level O1; None if they do already."""
+    """Returns the problem with gray ops that follow their inputs, as at O1; None if they already do."""
     if all(v.follows or v.narrowable for v in problem.variables.values() if v.pinned is None):
         return None
     variables = {n: replace(v, follows=v.follows or not v.narrowable) for n, v in problem.variables.items()}
@@ -64,7 +64,7 @@ def _followed(problem: Problem) -> Problem | None:
 
 @dataclass(frozen=True)
 class _Point:
-    """A labelling and what it costs."""
+    """A labelling and its cost."""
 
     placement: Placement
     traffic: int
@@ -73,10 +73,10 @@ class _Point:
 
 @dataclass(frozen=True, order=True)
 class _Case:
-    """Some nodes tried in one dtype. The case of the least lower bound comes first, of several the deepest.
+    """Some nodes pinned to one dtype each. The case with the least lower bound is first, then the deepest.
 
     Attributes:
-        lower: The traffic below which no labelling of this case within the bound falls.
+        lower: Lower bound of the traffic of this case's labellings within the bound.
         over: The corner of the hull just above the bound.
         within: The corner just below.
     """
@@ -94,8 +94,8 @@ class _Bounded:
 
     Attributes:
         best: The least point found within the bound.
-        fewest: The point of fewest cast bytes, once it was asked for.
-        lower: The traffic below which no labelling within the bound falls; infinite if there is none.
+        fewest: The point with the fewest cast bytes, after its first use.
+        lower: Lower bound of the traffic of labellings within the bound; infinite if there is none.
     """
 
     def __init__(self, problem: Problem, cast_bytes: int) -> None:
@@ -110,7 +110,7 @@ class _Bounded:
 
     @property
     def gap(self) -> int | None:
-        """How far `best` is from the least at most."""
+        """Upper bound of the distance of `best` to the minimum."""
         if self.best is None:
             return 0 if self.lower == inf and self.fewest and self.fewest.placement.optimal else None
         return max(0, self.best.traffic - int(min(self.lower, self.best.traffic)))
@@ -122,7 +122,7 @@ class _Bounded:
         return replace(point.placement, gap=self.gap)
 
     def consider(self, point: _Point | None) -> None:
-        """Takes a point if it is within the bound and the least so far."""
+        """Keeps a point if it is within the bound and the best so far."""
         if point is None or point.cast_bytes > self.bound:
             return
         if self.best is None or point.traffic < self.best.traffic:
@@ -168,7 +168,7 @@ class _Bounded:
         )
 
     def _closed_in(self, case: _Case, spend: bool = False) -> _Case:
-        """Finds the corners of a case next to the bound, and its lower bound."""
+        """Finds the corners of a case next to the bound, and the lower bound of the case."""
         variables = {**self.problem.variables}
         for node, label in case.pins.items():
             variables[node] = replace(variables[node], pinned=label)
@@ -206,7 +206,7 @@ class _Bounded:
         return replace(case, lower=lower, over=over, within=within)
 
     def _corner(self, problem: Problem, traffic: int, cast_bytes: int) -> tuple[_Point, float]:
-        """Returns a point of least weight, and the traffic below which no point within the bound falls.
+        """Returns a point of least weight, and a lower bound of the traffic of points within the bound.
 
         Args:
             problem: The problem of a case.
@@ -230,7 +230,7 @@ class _Bounded:
 
 
 def _pin_followed(problem: Problem, node: Node, pins: dict[Node, Precision]) -> None:
-    """Pins low what a node follows that is tried low."""
+    """Pins low the producers that a node follows if the node is tried low."""
     stack = [node]
     while stack:
         reader = stack.pop()
