@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import pairwise
 from typing import Any
 
@@ -31,7 +31,7 @@ class _Writer:
         self.picture = picture
         self.graph = picture.graph
         self.entries: dict[str, _Style] = {}  # the legend's entries
-        self.dearest = dearest_casts(picture)
+        self.dearest = [] if picture.scale else dearest_casts(picture)
         self.ranks = ranks(self.dearest)
         self.readers = Counter(arc.source for arc in picture.arcs)
         self.told: set[tuple[str, str]] = set()
@@ -98,7 +98,22 @@ class _Writer:
         if data["boundary"]:
             style |= {"fillcolor": styles.BOUNDARY, "label": f"{style['label']}\n({data['boundary']})"}
             self._seen(styles.boundary_legend(data["boundary"]), {"fillcolor": styles.BOUNDARY})
+        style = self._with_value(style, [name])
         return self._with_highlight(style, name in (self.picture.highlighted or ()))
+
+    def _plain(self) -> _Style:
+        """Returns the colour of the legend's shapes where colours stand for numbers."""
+        return {"fillcolor": "#FFFFFF"} if self.picture.scale else {}
+
+    def _with_value(self, style: _Style, names: Iterable[str]) -> _Style:
+        """Colours a node, or a box by the worst inside, where the picture is about numbers."""
+        scale = self.picture.scale
+        if scale is None:
+            return style
+        value = scale.worst(names)
+        if value is None:
+            return style | {"fillcolor": "#FFFFFF"}
+        return style | scale.style(value) | {"label": f"{style['label']}\n{value:.1e}"}
 
     def _look(self, data: dict[str, Any]) -> _Style:
         """Returns shape and colour, and records them for the legend."""
@@ -110,11 +125,11 @@ class _Writer:
                 "fillcolor": styles.CAST,
                 "margin": "0.02,0.04",
             }
-            self._seen(f"cast to {data['dtype']}", style)
+            self._seen(f"cast to {data['dtype']}", style | self._plain())
             return style
         if data["kind"] == "clamp":
             style = {"shape": "box", "style": "filled,bold", "fillcolor": styles.CAST}
-            self._seen("clamp before a cast", style)
+            self._seen("clamp before a cast", style | self._plain())
             return style
         colour = {"fillcolor": styles.PRECISION_COLOURS[data["precision"]]}
         if data["kind"] in ("input", "output", "graph"):
@@ -127,7 +142,7 @@ class _Writer:
             style = {}
         low = self.graph.graph["low_dtype"]
         words = {"low": low, "fp32": "float32", "other": "other dtype"}[data["precision"]]
-        if data["dtype"] and not data["boundary"]:
+        if self.picture.scale is None and data["dtype"] and not data["boundary"]:
             self._seen(words, {"shape": "box"} | colour)
         return style | colour
 
@@ -139,6 +154,9 @@ class _Writer:
             "shape": "box",
             "peripheries": "2",
         }
+        if self.picture.scale is not None:
+            style |= {"style": "filled"}
+            return self._with_highlight(self._with_value(style, box.all_nodes()), bool(counts.highlighted))
         share = counts.low / counts.ops if counts.ops else 0
         if styles.is_plumbing(box):
             return self._plumbing_style(style, counts)
@@ -226,7 +244,9 @@ class _Writer:
     def _legend(self) -> Iterator[str]:
         yield '  subgraph "cluster__legend" {'
         yield '    label="legend"; style="rounded,dashed"; color="#AAAAAA"; fontsize=10;'
-        entries = sorted(self.entries.items(), key=lambda entry: _rank(*entry))
+        scale = self.picture.scale
+        numbers = [(words, {"shape": "box"} | style) for words, style in scale.legend()] if scale else []
+        entries = [*numbers, *sorted(self.entries.items(), key=lambda entry: _rank(*entry))]
         names = [f"_legend_{number}" for number in range(len(entries))]
         for name, (words, style) in zip(names, entries, strict=True):
             yield "    " + _statement(name, {"label": words, "fontsize": "9", "tooltip": words} | style)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from torch.fx import GraphModule
@@ -10,6 +10,7 @@ from torch.fx import GraphModule
 from ..errors import AmpGraphError, did_you_mean
 from ..report.converted import Converted
 from .annotated import annotated
+from .colour_scale import ColourScale
 from .dot import dot_text
 from .page import page
 from .picture import Picture, fitting, picture
@@ -32,6 +33,7 @@ def draw(
     highlight: str | Iterable[str] | None = None,
     graph: str = "forward",
     plumbing: bool = False,
+    values: Mapping[str, float] | None = None,
 ) -> Path:
     """Draws a converted model.
 
@@ -53,6 +55,9 @@ def draw(
         graph: ``"forward"``, ``"backward"`` or ``"both"``, see `to_networkx`.
         plumbing: Opens the regions of ops that only compute integers and masks (positions, attention masks,
             indices); they are folded by default. In a page this is the initial state.
+        values: Numbers by node name, 0 or more, such as `NumericComparison.values` gives: they are written on
+            the nodes and colour them, by orders of magnitude, in place of precision. A folded box has the
+            largest inside. Nodes without one are white.
 
     Returns:
         The path written.
@@ -68,6 +73,8 @@ def draw(
         shown = fitting(source, PAGE_SIZE, focus, highlight, plumbing)
     else:
         shown = picture(source, depth, focus, highlight, plumbing)
+    if values is not None:
+        shown.scale = ColourScale.of(values, source.graph)
     data = _written(shown, suffix)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(data)

@@ -6,6 +6,7 @@ import base64
 import hashlib
 import html
 import json
+from collections.abc import Iterable
 from importlib.resources import files
 from string import Template
 from typing import Any
@@ -57,7 +58,7 @@ def _data(picture: Picture) -> dict[str, Any]:
     names = [*picture.root.all_nodes(), *picture.neighbours]
     index = {name: number for number, name in enumerate(names)}
     inside = set(names) - set(picture.neighbours)
-    root = _box(picture.root, index)
+    root = _box(picture.root, index, picture)
     root["nodes"] += [index[name] for name in picture.neighbours]
     edges = [
         [index[a], index[b], data["type"], data["widened"], data["saved"]]
@@ -65,8 +66,11 @@ def _data(picture: Picture) -> dict[str, Any]:
         if a in index and b in index and inside & {a, b}
     ]
     around = {name: box for box in (picture.root, *picture.root.all_boxes()) for name in box.nodes}
-    nodes = [_node(name, graph.nodes[name], around.get(name)) for name in names]
-    listed = dearest_casts(picture)
+    nodes = [
+        _coloured(_node(name, graph.nodes[name], around.get(name)), "lines", picture, [name])
+        for name in names
+    ]
+    listed = [] if picture.scale else dearest_casts(picture)
     for name, rank in ranks(listed).items():
         own = nodes[index[name]]["lines"]
         own[0] = f"#{rank} {own[0]}"
@@ -80,7 +84,7 @@ def _data(picture: Picture) -> dict[str, Any]:
         "root": root,
         "edges": edges,
         "highlighted": None if highlighted is None else [index[n] for n in names if n in highlighted],
-        "legend": _legend(picture, nodes, edges),
+        "legend": [*_numbers(picture), *([] if picture.scale else _legend(picture, nodes, edges))],
         "dearest": [
             {
                 "size": view.human_bytes(dear.bytes),
@@ -124,13 +128,31 @@ def _node(name: str, data: dict[str, Any], box: Box | None) -> dict[str, Any]:
     }
 
 
-def _box(box: Box, index: dict[str, int]) -> dict[str, Any]:
+def _coloured(data: dict[str, Any], lines: str, picture: Picture, names: Iterable[str]) -> dict[str, Any]:
+    """Returns a node, or a box by the worst inside, with number and colour where a picture is about those."""
+    if picture.scale is None:
+        return data
+    value = picture.scale.worst(names)
+    if value is None:
+        return data | {"fill": "#FFFFFF", "ink": ""}
+    style = picture.scale.style(value)
+    written = {lines: [*data[lines], f"{value:.1e}"]}
+    return data | written | {"fill": style["fillcolor"], "ink": style.get("fontcolor", "")}
+
+
+def _numbers(picture: Picture) -> list[dict[str, Any]]:
+    legend = picture.scale.legend() if picture.scale else []
+    look = {"kind": "op", "precision": "other"}
+    return [look | {"words": words, "fill": style["fillcolor"]} for words, style in legend]
+
+
+def _box(box: Box, index: dict[str, int], picture: Picture) -> dict[str, Any]:
     part = box.scope[-1] if box.scope else None
     counts = styles.counts_lines(box)
     facts = [("module", part.module)] if part and part.module else []
     inner_boxes = [inner for inner in box.boxes.values() if not is_single(inner)]
     nodes = [*box.nodes, *(inner.nodes[0] for inner in box.boxes.values() if is_single(inner))]
-    return {
+    data = {
         "key": box.key,
         "label": styles.box_name(box),
         "kind": part.kind if part else "model",
@@ -140,8 +162,9 @@ def _box(box: Box, index: dict[str, int]) -> dict[str, Any]:
         "low": box.counts.low,
         "facts": [*facts, *(("inside", line) for line in counts)],
         "nodes": [index[name] for name in nodes],
-        "boxes": [_box(inner, index) for inner in inner_boxes],
+        "boxes": [_box(inner, index, picture) for inner in inner_boxes],
     }
+    return _coloured(data, "counts", picture, box.all_nodes())
 
 
 def _legend(picture: Picture, nodes: list[dict], edges: list[list]) -> list[dict[str, Any]]:

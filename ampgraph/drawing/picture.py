@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from ..errors import AmpGraphError, did_you_mean
 from ..report.rows import is_float_op
 from .annotated import Annotated
+from .colour_scale import ColourScale
 from .scopes import MODULE, PLUMBING, Part, Scope, scope_text
 
 if TYPE_CHECKING:
@@ -109,6 +110,7 @@ class Picture:
         highlighted: Names of the highlighted nodes, or None without ``highlight``.
         focus: The glob that selects the nodes, or None.
         size: Number of visible nodes and boxes.
+        scale: Numbers on nodes, whose colours replace those of precision; None without.
     """
 
     graph: nx.DiGraph
@@ -117,6 +119,7 @@ class Picture:
     neighbours: list[str]
     highlighted: frozenset[str] | None
     focus: str | None
+    scale: ColourScale | None = None
 
     @property
     def size(self) -> int:

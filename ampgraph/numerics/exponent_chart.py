@@ -76,7 +76,7 @@ def svg_chart(counts: Mapping[int, int], dtype: str, title: str) -> str:
     least = min([*counts, limits.least]) - 1
     most = max([*counts, limits.most]) + 1
     step, height, left, top = 14, 220, 64, 58
-    width = max(left + step * (most - least + 1) + 20, 420)
+    width = max(left + step * (most - least + 1) + 20, 560)
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{top + height + 84}" '
         f'viewBox="0 0 {width} {top + height + 84}" font-family="Helvetica, Arial, sans-serif" '
@@ -133,7 +133,7 @@ def _legend(counts: Mapping[int, int], limits: Range, dtype: str, left: int, top
     for row, place in enumerate(("normal", "subnormal", "zero", "beyond")):
         count = sum(n for e, n in counts.items() if limits.place(e) == place)
         share = f"{count / total:.3%}" if total else "0 %"
-        at = left + 215 * (row // 2), top + 18 * (row % 2)
+        at = left + 250 * (row // 2), top + 18 * (row % 2)
         yield f'<rect x="{at[0]}" y="{at[1]}" width="11" height="11" fill="{_COLOURS[place]}"/>'
         words = f"{_WORDS[place].format(dtype=dtype)}: {share}"
         yield f'<text x="{at[0] + 16}" y="{at[1] + 10}">{words}</text>'

@@ -11,7 +11,9 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from ..drawing import draw
 from ..errors import AmpGraphError, did_you_mean
+from ..module import AmpModule
 from ..report.tables import Column, Section
 from .exponent_chart import svg_chart, text_chart
 
@@ -165,6 +167,35 @@ class NumericComparison:
         _check_direction(direction)
         rows = [r for r in self.rows if r.direction == direction and r.graph == graph]
         return {row.node: _value(row, by) for row in rows}
+
+    def draw(
+        self,
+        amp: AmpModule,
+        path: str | PathLike[str],
+        by: str = "own",
+        direction: str = "forward",
+        graph: int = 1,
+        **options: Any,
+    ) -> Path:
+        """Draws the converted model, coloured by one column.
+
+        Args:
+            amp: The model that was compared.
+            path: Where to write, as for `ampgraph.draw`.
+            by: The column, see `worst`.
+            direction: ``"forward"`` or ``"backward"``.
+            graph: Which graph of the call.
+            **options: What `ampgraph.draw` takes: ``depth``, ``focus`` and others.
+
+        Raises:
+            AmpGraphError: The model has no such graph, or `ampgraph.draw` raises it.
+        """
+        values = self.values(by, direction, graph)
+        for graph_module in amp.graph_modules:
+            if values and values.keys() <= {node.name for node in graph_module.graph.nodes}:
+                drawn = amp if graph_module is amp.graph_module else graph_module
+                return draw(drawn, Path(path), values=values, **options)
+        raise AmpGraphError(f"draw: {self.model} has no graph with the {direction} rows of graph {graph}.")
 
     def exponents(
         self, node: str | None = None, direction: str = "forward", graph: int = 1

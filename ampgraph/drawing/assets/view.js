@@ -134,14 +134,14 @@ function toggle(parent, box, x, y, sign) {
 function drawFolded(box, parent) {
   const group = make(parent, "g", {class: "folded", "data-key": box.key});
   const x = box.ax, y = box.ay, share = box.ops ? box.low / box.ops : 0;
-  const plain = !box.ops || box.kind === "plumbing" ? data.colours.other : share ? data.colours.low : data.colours.fp32;
+  const plain = box.fill ? box.fill : !box.ops || box.kind === "plumbing" ? data.colours.other : share ? data.colours.low : data.colours.fp32;
   make(group, "rect", {class: "shape", x, y, width: box.w, height: box.h, fill: plain});
-  if (share > 0 && share < 1) {
+  if (!box.fill && share > 0 && share < 1) {
     make(group, "rect", {x: x + box.w * share, y, width: box.w * (1 - share), height: box.h, fill: data.colours.fp32});
     make(group, "rect", {class: "shape", x, y, width: box.w, height: box.h, fill: "none"});
   }
   make(group, "rect", {class: "inner", x: x + 3, y: y + 3, width: box.w - 6, height: box.h - 6, fill: "none", stroke: "#666", "stroke-width": .7});
-  drawText(group, [box.label, ...box.counts], x + box.w / 2 + 8, y + 6);
+  drawText(group, [box.label, ...box.counts], x + box.w / 2 + 8, y + 6, box.ink);
   make(group, "title", {}, `${box.key}\n${box.counts.join("\n")}`);
   toggle(group, box, x + 7, y + 7, "+");
   group.addEventListener("click", () => pick(box));
@@ -152,14 +152,14 @@ function drawFolded(box, parent) {
 function drawNode(node, parent) {
   const group = make(parent, "g", {class: `node ${node.kind}${node.neighbour ? " neighbour" : ""}`, "data-name": node.name});
   drawShape(group, node, node.ax, node.ay, node.w, node.h);
-  drawText(group, node.lines, node.ax + node.w / 2, node.ay + 4);
+  drawText(group, node.lines, node.ax + node.w / 2, node.ay + 4, node.ink);
   make(group, "title", {}, node.tooltip);
   group.addEventListener("click", () => pick(node));
   drawn.set(node, group);
 }
 
 function drawShape(parent, node, x, y, w, h) {
-  const fill = node.neighbour || node.plain ? "#fff" : node.boundary ? data.colours.boundary
+  const fill = node.fill ? node.fill : node.neighbour || node.plain ? "#fff" : node.boundary ? data.colours.boundary
     : node.kind === "cast" || node.kind === "clamp" ? data.colours.cast : data.colours[node.precision];
   const attributes = {class: "shape", fill};
   const points = {
@@ -171,9 +171,11 @@ function drawShape(parent, node, x, y, w, h) {
   return make(parent, "rect", {...attributes, x, y, width: w, height: h, rx: round});
 }
 
-function drawText(parent, textLines, x, y) {
-  textLines.forEach((line, i) => make(parent, "text",
-    {class: i ? "small" : "first", x, y: y + LINE * i + 11, "text-anchor": "middle"}, line));
+function drawText(parent, textLines, x, y, ink) {
+  textLines.forEach((line, i) => {
+    const text = make(parent, "text", {class: i ? "small" : "first", x, y: y + LINE * i + 11, "text-anchor": "middle"}, line);
+    if (ink) text.style.fill = ink;
+  });
 }
 
 // Lines that end at one leaf get places of their own along its upper edge, in the order they come from.
