@@ -1,10 +1,10 @@
-"""Finds out, for every node, what the op lists say of it and how it reads each of its tensors.
+"""Finds the op class of every node and the rule of each of its operands.
 
-Analysis only. The result, `Facts`, is what `PropagatePrecision` and `PlaceCasts` reason about:
+Analysis only. `PropagatePrecision` and `PlaceCasts` use the result, `Facts`:
 
-- a node is *managed* when it produces a float32 or low tensor; its label (low or float32) is to be decided;
-- an *operand* is one argument through which a node reads a managed tensor, with the `OperandRule` that says
-  which dtypes the kernel takes there.
+- a node is *managed* if it produces a float32 or low tensor; later passes decide its label (low or float32);
+- an *operand* is one argument through which a node reads a managed tensor. Its `OperandRule` gives the dtypes
+  that the kernel accepts.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ from .base import Pass, workspace
 _CASTS_LIKE = (torch.ops.aten.type_as.default, torch.ops.aten.to.other)
 
 
-# Where the label of the node decides what it reads.
+# The rules under which the node's label decides the dtype of the operand.
 _DECIDED = (OperandRule.NODE_DTYPE, OperandRule.PROMOTED, OperandRule.DTYPE_ARG)
 
 
 class _Shared(NamedTuple):
-    """Memory that others see: see the attributes of `NodeFacts`."""
+    """Memory that other code can see: see the attributes of `NodeFacts`."""
 
     written: set[Node]
     strided: set[Node]
@@ -85,7 +85,7 @@ class ClassifyOps(Pass):
         fact = NodeFacts(self._dtype(node), node, elements=_elements(node, self.low_dtype))
         fact.mutated, fact.reads_whole_storage, fact.returned_input_view = shared.of(node)
         if node.target is operator.getitem and isinstance(node.args[0], Node) and _is_sequence(node.args[0]):
-            # An op that yields both float32 and low tensors keeps them all: each is then its own owner,
+            # An op that returns float32 and low tensors keeps them all. Each is then its own dtype source,
             # as is what stays float32 beside low results.
             whole = facts[node.args[0]]
             if whole.dtype and node.args[1] not in whole.wide_results:
@@ -110,7 +110,7 @@ class ClassifyOps(Pass):
         return fact
 
     def _note_low_limits(self, node: Node, fact: NodeFacts) -> None:
-        """Notes what the op cannot do low, or leaves float32, when it reads low where it may."""
+        """Records whether the op refuses low operands, and which of its results stay float32."""
         if (
             fact.dtype_source is not node
             or fact.dtype != torch.float32
@@ -178,9 +178,9 @@ class ClassifyOps(Pass):
         return OperandRule.NODE_DTYPE
 
     def _mixes(self, node: Node, fact: NodeFacts, path: tuple[int | str, ...], tensor: Node) -> bool:
-        """Whether the source itself reads a float32 tensor here and yields low: the kernel takes both.
+        """Whether the source reads a float32 tensor here and returns low: the kernel accepts both.
 
-        Matrix products never do, whatever FakeTensor lets pass.
+        Matrix products never accept both, although FakeTensor may.
         """
         if fact.op_class is OpClass.WHITE or kernels.wants_one_dtype(node.target):  # type: ignore[arg-type]
             return False
@@ -188,7 +188,7 @@ class ClassifyOps(Pass):
         return wide and not _is_bystander(node, path, tensor)
 
     def _only_tells(self, node: Node, fact: NodeFacts) -> bool:
-        """Whether the op answers with integers or booleans and takes its operands in any dtype."""
+        """Whether the op returns integers or booleans and accepts operands of any dtype."""
         if fact.op_class is None or not has_kernel(node, self.low_dtype):
             return False
         if any(v.dtype.is_floating_point or v.dtype.is_complex for v in tensors(node)):
@@ -198,7 +198,7 @@ class ClassifyOps(Pass):
 
 
 def _holds_statistics(node: Node, name: str, tensor: Node) -> bool:
-    """Whether an argument of a CPU norm stays float32 beside a low input; CUDA's kernels want one dtype."""
+    """Whether an argument of a CPU norm stays float32 beside a low input; CUDA's kernels need one dtype."""
     if name not in kernels.statistics_slots(node.target) or not _is_on_cpu(node):  # type: ignore[arg-type]
         return False
     return tensors(tensor)[0].dtype == torch.float32
@@ -214,7 +214,7 @@ def _is_parameter(node: Node, facts: Facts) -> bool:
 
 
 def _dtype_giver(node: Node, facts: Facts) -> Node:
-    """Returns the node whose label decides: for ``x.type_as(other)`` it is that of ``other``."""
+    """Returns the node whose label decides: ``other`` for ``x.type_as(other)``."""
     if node.target not in _CASTS_LIKE:
         return node
     other = facts[node.args[1]]  # type: ignore[index]
@@ -229,7 +229,7 @@ def _explicit_dtype(node: Node) -> torch.dtype | None:
 def _is_bystander(node: Node, path: tuple[int | str, ...], tensor: Node) -> bool:
     """0-dim operands do not take part in type promotion beside floating operands that have dimensions.
 
-    Those of a list (``column_stack``) do: they are given dimensions first.
+    Operands in a list (``column_stack``) take part, because they get dimensions first.
     """
     if tensor.meta["val"].dim() > 0 or len(path) > 1:
         return False

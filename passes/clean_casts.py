@@ -1,7 +1,7 @@
-"""Removes what insertion left over; never a cast that the user wrote.
+"""Removes redundant casts and clones after insertion; never a cast that the user wrote.
 
-- A cast that undoes a widening (low -> float32 -> low) becomes the low tensor itself: nothing was lost.
-- The clones by which `Normalize` isolated written memory fold into whatever made the memory.
+- A cast that undoes a widening (low -> float32 -> low) becomes the low tensor, which has the same values.
+- The clones with which `Normalize` isolated written memory fold into the node that made the memory.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def _drop_undone_widenings(graph: Graph, facts: Facts) -> bool:
             continue
         origin = widening.args[0]
         if any(n in facts and facts[n].mutated for n in (origin, widening)):
-            continue  # the memory of one no longer holds what is in the other's
+            continue  # the two memories no longer hold the same values
         if origin.meta["val"].dtype != node.meta["val"].dtype or widening.meta["val"].dtype != torch.float32:
             continue
         node.replace_all_uses_with(origin)
@@ -54,6 +54,6 @@ def _drop_storage_nodes(graph: Graph) -> bool:
     for node in storages:
         made_by: Node = node.args[0]
         node.replace_all_uses_with(made_by)
-        made_by.meta["val"] = node.meta["val"]  # fake tensors of the same memory tell what shares it
+        made_by.meta["val"] = node.meta["val"]  # fake tensors show which nodes share memory
         graph.erase_node(node)
     return bool(storages)

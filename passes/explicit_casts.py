@@ -1,4 +1,4 @@
-"""Writes out what kernels convert by themselves, for runtimes whose operators take operands of one dtype."""
+"""Writes conversions inside kernels as casts, for runtimes whose operators take operands of one dtype."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from .insert_casts import after, insert_cast, is_inserted_cast, refresh_metadata
 
 @dataclass(frozen=True)
 class ExplicitCasts(Pass):
-    """Gives every op that reads both dtypes, or widens by a ``dtype`` argument, float32 operands.
+    """Casts the operands of every op that reads both dtypes, or widens by a ``dtype`` argument, to float32.
 
     Such ops (additions of both widths, a softmax in float32 of low values, a norm with float32 weights)
-    compute in float32 anyhow, so values stay the same; where the result was low it is cast back. Ops that
-    return several tensors, or write into a low one, stay as they are.
+    already compute in float32, so values do not change. A low result is cast back. Ops that return several
+    tensors, or write into a low one, do not change.
 
     Attributes:
         low_dtype: The low dtype.

@@ -1,11 +1,11 @@
-"""Makes one flat graph: regions that capture wraps in sub-graphs are inlined.
+"""Inlines the regions that a capture wraps in sub-graphs, into one flat graph.
 
 ``torch.export`` turns ``with torch.no_grad()`` and ``with torch.autocast(...)`` in model code into
 higher-order ops with a sub-graph; ``torch.compile`` leaves pairs of enter and exit calls. After this
 pass a grad-mode region is a pair of ``_set_grad_enabled`` calls around its nodes, and an autocast
 region is a guard on its nodes: ``enabled=False`` forces float32, ``enabled=True`` lets the op lists
-decide. Where such a region names another low dtype than the policy's, its values are captured in that dtype:
-inside, ops read float32 again for the lists to decide on; what leaves is cast to the dtype it had.
+decide. If such a region names another low dtype than the policy's, its values are captured in that dtype.
+Then ops inside read float32 again, so that the lists can decide, and results of the region are cast back.
 """
 
 from __future__ import annotations
@@ -99,15 +99,15 @@ def _inline(graph_module: GraphModule, region: Node, low_dtype: torch.dtype) -> 
 
 
 def _is_of_other_dtype(region: Node, low_dtype: torch.dtype) -> bool:
-    """Whether an autocast region, a sub-graph or the call that enters it, names another low dtype."""
+    """Whether an autocast region (a sub-graph or its entering call) names another low dtype."""
     device, dtype, enabled = region.args[:3]
     return bool(enabled) and (dtype or torch.get_autocast_dtype(str(device))) != low_dtype
 
 
 def _widen(nodes: Sequence[Node]) -> None:
-    """Lets the ops of a region read float32 in place of low dtypes, and casts what leaves the region back.
+    """Makes the ops of a region read float32 instead of low, and casts results of the region back.
 
-    Casts that the model makes itself, checks, and whatever has a sub-graph read what they were captured with.
+    The model's casts, checks, and ops with a sub-graph keep their captured dtypes.
     """
     inside, recorded = set(nodes), dict[Node, Any]()
     for node in nodes:
@@ -117,14 +117,14 @@ def _widen(nodes: Sequence[Node]) -> None:
         _read_wide(node)
         with torch.no_grad():  # a leaf that requires a gradient may be written without one
             value = evaluate(node, fake_mode_of(node.graph))
-        if dtypes_of(value) != dtypes_of(recorded[node]):  # what stays tells with whom it shares memory
+        if dtypes_of(value) != dtypes_of(recorded[node]):  # the fake tensor shows shared memory
             node.meta["val"] = value
     for node, value in recorded.items():
         if not isinstance(value, torch.Tensor) or node.meta["val"].dtype == value.dtype:
             continue
         readers = [user for user in node.users if user not in recorded]
         within = [reader for reader in readers if reader in inside]
-        # Each where it is read, or the region could write in between; outside the copy is what is written.
+        # Cast at each read, because the region could write in between; outside, the copy is written.
         for group in (*([reader] for reader in within), [r for r in readers if r not in inside]):
             _cast_for(group, node, value.dtype)
 
@@ -144,7 +144,7 @@ def _cast_for(readers: list[Node], node: Node, dtype: torch.dtype) -> None:
 
 
 def _read_wide(node: Node) -> None:
-    """Casts low arguments to float32, but for what has to be the very tensor: what is written or viewed.
+    """Casts low arguments to float32, except tensors that are written or viewed.
 
     An in-place op that takes both dtypes may read the memory that it writes.
     """
@@ -170,7 +170,7 @@ def _cast(value: Node, dtype: torch.dtype) -> Node:
 
 
 def _enter_grad_mode(graph: Graph, enabled: bool) -> Node:
-    """Sets the grad mode and returns the one before: the caller of the model may have turned it off."""
+    """Sets the grad mode and returns the earlier one, because the caller may have turned it off."""
     before = graph.call_function(torch.is_grad_enabled)
     before.meta["val"] = not enabled
     graph.call_function(SET_GRAD_ENABLED, (enabled,)).meta["val"] = None
@@ -179,7 +179,7 @@ def _enter_grad_mode(graph: Graph, enabled: bool) -> Node:
 
 def _guard(values: dict[Node, Node], guard: str) -> None:
     calls = [(n, new) for n, new in values.items() if n.op == "call_function"]
-    # A guard on only some of the nodes was entered inside the region; one on all of them, around it.
+    # A guard on some of the nodes was entered inside the region; a guard on all nodes, around it.
     has_inner_guard = len({guard_of(n) for n, _ in calls}) > 1
     for node, new in calls:
         if not (has_inner_guard and guard_of(node)):
@@ -220,7 +220,7 @@ def _autocast_calls_to_guards(graph: Graph, low_dtype: torch.dtype) -> bool:
             open_regions[-1][1].append(node)
     for enter, inside in regions:
         for node in inside:
-            # A mark that the region's own entry does not bear was made inside the region.
+            # A mark that the region's entry does not have was made inside the region.
             if guard_of(node) == guard_of(enter):
                 set_guard(node, LISTS if enter.args[2] else FP32)
         if _is_of_other_dtype(enter, low_dtype):

@@ -1,8 +1,8 @@
-"""Makes flat ops of the transforms of ``torch.func`` that a model uses itself.
+"""Replaces the transforms of ``torch.func`` inside a model by flat ops.
 
 Capture writes ``torch.vmap(f)(x)`` as calls that enter and leave the transform, with the ops of ``f`` on one
-sample between them. What the transform makes of those ops shows below autograd only, so each outermost
-region is traced there, by itself, and the ATen ops found take its place.
+sample between them. The transformed ops are visible only below autograd. So each outermost region is traced
+there separately, and the resulting ATen ops replace it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class InlineTransforms(Pass):
     """See the module docstring.
 
     Attributes:
-        value: Where nodes keep their fake value: "val" in an ATen graph, "example_value" in Dynamo's.
+        value: The meta key of fake values: "val" in an ATen graph, "example_value" in Dynamo's.
     """
 
     value: str = "val"
@@ -93,7 +93,7 @@ def _body(root: GraphModule, region: list[Node], inputs: list[Node], outputs: li
 
 
 def _lower(body: GraphModule, fakes: list[Any]) -> GraphModule:
-    # A gradient taken inside needs gradients on, whatever the mode that the conversion runs in.
+    # A gradient inside the transform needs grad mode, also if the conversion runs without it.
     with fx_traceback.preserve_node_meta(), torch.enable_grad(), no_ambient_autocast():
         lowered = make_fx(Interpreter(body).run, tracing_mode="real", _allow_non_fake_inputs=True)(*fakes)
     lowered.graph.eliminate_dead_code()

@@ -1,4 +1,4 @@
-"""Carries out a plan: inserts its casts, sets its dtype arguments, keeps metadata true. Decides nothing."""
+"""Applies a plan: inserts its casts, sets its dtype arguments, updates metadata. Decides nothing."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class InsertCasts(Pass):
         graph = graph_module.graph
         nodes = {n.name: n for n in graph.nodes}
         order = {n.name: i for i, n in enumerate(graph.nodes)}
-        # A cast shared across grad modes must be made in its producer's.
+        # A cast shared across grad modes must use the grad mode of its producer.
         beside_producer = any(n.target is SET_GRAD_ENABLED for n in graph.nodes)
         edited: set[Node] = set()
         for cast in plan.casts:
@@ -64,7 +64,7 @@ class InsertCasts(Pass):
 
 
 def insert_cast(graph: Graph, tensor: Node, cast: Cast, before: Node, user: Node, author: str) -> Node:
-    """Inserts one cast, the only place where ampgraph makes one; `refresh_metadata` gives its value."""
+    """Inserts one cast. All casts are created here; `refresh_metadata` computes their fake values."""
     with graph.inserting_before(before):
         value = _saturated(graph, tensor, cast, author) if cast.saturates else tensor
         node = graph.call_function(aten.to.dtype, (value, cast.dst))
@@ -84,17 +84,17 @@ def _saturated(graph: Graph, tensor: Node, cast: Cast, author: str) -> Node:
 
 
 def is_inserted_cast(node: Node) -> bool:
-    """Whether ampgraph made this cast."""
+    """Whether ampgraph inserted this cast."""
     return mark_of(node, CastMark) is not None
 
 
 def is_inserted(node: Node) -> bool:
-    """Whether ampgraph made this node: a cast, or the clamp before one."""
+    """Whether ampgraph inserted this node: a cast, or the clamp before one."""
     return is_inserted_cast(node) or mark_of(node, ClampMark) is not None
 
 
 def refresh_metadata(graph: Graph, edited: Iterable[Node]) -> None:
-    """Recomputes ``meta["val"]`` of the edited nodes and of everything whose dtype changes after them."""
+    """Recomputes ``meta["val"]`` of the edited nodes and of later nodes whose dtype changes."""
     mode = fake_mode_of(graph)
     dirty = set(edited)
     for node in graph.nodes:
@@ -110,21 +110,21 @@ def refresh_metadata(graph: Graph, edited: Iterable[Node]) -> None:
 
 
 def _stays_as_it_was(node: Node) -> bool:
-    """Whether the node reads and returns the source's dtypes whatever the plan."""
+    """Whether the node reads and returns the source's dtypes under every plan."""
     if isinstance(node.target, HigherOrderOperator):
         return True
     return isinstance(node.target, OpOverload) and kernels.is_opaque(node.target)
 
 
 def after(graph: Graph, node: Node) -> Node:
-    """Returns the node before which to insert what belongs right behind ``node``."""
+    """Returns the node before which to insert a node that directly follows ``node``."""
     if node.op in ("placeholder", "get_attr"):
         return next(n for n in graph.nodes if n.op not in ("placeholder", "get_attr"))
     return node.next
 
 
 def set_argument(node: Node, path: tuple[int | str, ...], value: Node) -> None:
-    """Lets ``node`` read ``value`` at a path as in `tensor_arguments`."""
+    """Makes ``node`` read ``value`` at a path as in `tensor_arguments`."""
     first, rest = path[0], path[1:]
     if isinstance(first, str):
         node.update_kwarg(first, _replaced(node.kwargs[first], rest, value))

@@ -1,10 +1,10 @@
-"""Brings a captured graph into the one form that analysis expects.
+"""Brings a captured graph into the form that analysis expects.
 
-- ``aten._assert_tensor_metadata`` nodes go: they assert the dtypes that this compiler changes.
-- Casts that copy memory which is written say so, for when a plan leaves them nothing to convert.
-- In-place ops become functional where nobody can tell the difference. Where somebody can (a write
-  through a view, a slice assignment), the written memory gets a node of its own (a clone that
-  `CleanCasts` removes again), so that a cast before it never splits it in two.
+- It removes ``aten._assert_tensor_metadata`` nodes, because they assert dtypes that this compiler changes.
+- It sets ``copy=True`` on casts of written memory, because a plan may make the two dtypes equal.
+- It makes in-place ops functional if the result is the same. Otherwise (a write through a view, a slice
+  assignment) the written memory gets a separate node, a clone that `CleanCasts` removes again. So a cast
+  before it never splits the memory in two.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def _functionalize(graph: Graph) -> bool:
 
 
 def _keep_gradients(graph: Graph) -> set[Node]:
-    """Returns the calls without gradients that write what has some: it keeps them, a new result would not."""
+    """Returns the calls in no-grad mode that write a tensor with gradients; a new result would lose them."""
     without, keeping = without_gradients(graph), set[Node]()
     for node in graph.nodes:
         if node in without and any(t not in without or t in keeping for t in written_args(node)):
@@ -79,7 +79,7 @@ def _keep_gradients(graph: Graph) -> set[Node]:
 
 
 def _refresh_memory(modified: list[Node], aliases: AliasSets, mode: FakeTensorMode | None) -> None:
-    """Gives the results of functional ops, and what shares their memory, memory of their own."""
+    """Gives the results of functional ops, and the nodes that share their memory, new memory."""
     for root in {aliases.root(node) for node in modified}:
         members = aliases.of(root)
         first = next(i for i, n in enumerate(members) if n in modified)
@@ -104,7 +104,7 @@ def _functional(node: Node) -> OpOverload | None:
 
 
 def _keeps_dtype(node: Node, mode: FakeTensorMode | None) -> bool:
-    """Whether the functional form yields the dtype of the memory that the in-place form writes."""
+    """Whether the functional form returns the dtype of the memory that the in-place form writes."""
     before, node.target = node.target, _functional(node)  # type: ignore[assignment]
     try:
         return result_dtypes(node, mode) == (node.meta["val"].dtype,)
@@ -117,7 +117,7 @@ def _names(op: OpOverload) -> set[str]:
 
 
 def _only_seen_through(node: Node, target: Node, aliases: AliasSets, order: dict[Node, int]) -> bool:
-    """Whether, after ``node`` has written ``target``, nothing reads that memory by another name or index."""
+    """Whether, after ``node`` has written ``target``, no other node reads that memory."""
     value = node.meta["val"]
     if not isinstance(value, torch.Tensor) or not value.is_floating_point():
         return False
@@ -133,9 +133,9 @@ def _only_seen_through(node: Node, target: Node, aliases: AliasSets, order: dict
 
 
 def _let_casts_copy(graph: Graph) -> bool:
-    """Lets casts copy by themselves where one of the two tensors is written.
+    """Sets ``copy=True`` on casts if one of the two tensors is written.
 
-    In the source they do, as the dtypes differ; under the plan they may be the same.
+    In the source they copy, because the dtypes differ. Under the plan the dtypes may be equal.
     """
     written = written_memory(graph)
     casts = [

@@ -54,12 +54,12 @@ def default_pipeline(
     """Returns the pipeline that `ampgraph.convert` runs on a captured graph.
 
     Args:
-        policy: What the user wants.
+        policy: The policy.
         low_dtype: ``torch.float16`` or ``torch.bfloat16``.
         modules: Module paths of the source model, which rules may name.
         check_rules: Whether a rule that matches nothing is an error.
         pins: See `PropagatePrecision`.
-        edits: Whether anything may go low; else the graph is planned, for the reasons, and stays as it is.
+        edits: Whether any node may go low; if not, the graph is planned for its reasons and does not change.
     """
     analysis = (
         ClassifyOps(policy.ops, low_dtype, policy.keep_io_dtypes),
@@ -88,14 +88,14 @@ def rewrite(
     hook: Hook | None = None,
     pins: Pins = (),
 ) -> Plan:
-    """Plans and inserts casts in place, in the bodies of ``torch.cond`` and its kind too.
+    """Plans and inserts casts in place, also in the bodies of ``torch.cond`` and similar ops.
 
-    A body keeps the dtypes of its inputs and outputs, so each is planned by itself.
-    A graph for which nothing is to be done (level O0, an all-black list) stays node for node as it came.
+    A body keeps the dtypes of its inputs and outputs, so each body is planned separately. A graph without
+    casts (level O0, an all-black list) stays equal to the captured graph, node for node.
 
     Args:
         graph_module: A captured graph; edited in place.
-        policy: What the user wants.
+        policy: The policy.
         low_dtype: The low dtype.
         modules: Module paths that rules may name.
         check_rules: Whether a rule that matches nothing is an error.
@@ -122,14 +122,14 @@ def rewrite(
     space = workspace(graph_module)
     if space.plan is None:
         raise PassError("the pipeline ended without a plan.")
-    # Analysis results point at nodes; the plan alone stays.
+    # Analysis results refer to nodes; only the plan stays.
     graph_module.meta[META_KEY] = Workspace(plan=space.plan, seconds=space.seconds, policy=asked)
     _leave_reasons(graph_module.graph, space.plan)
     return space.plan
 
 
 def _leave_reasons(graph: fx.Graph, plan: Plan) -> None:
-    """Leaves each decision on its node, for ``print_readable(additional_meta=["ampgraph"])``."""
+    """Stores each decision on its node, for ``print_readable(additional_meta=["ampgraph"])``."""
     for node in graph.nodes:
         decision = plan.decisions.get(node.name)
         if decision and mark_of(node, Mark) is None:
@@ -137,7 +137,7 @@ def _leave_reasons(graph: fx.Graph, plan: Plan) -> None:
 
 
 def may_go_low(graph: fx.Graph, policy: Policy, low_dtype: torch.dtype) -> bool:
-    """Whether anything in the graph could be low; if not, there is nothing to normalize, plan or insert."""
+    """Whether any node in the graph could run low; otherwise the pipeline has nothing to do."""
     if policy.level == "O0":
         return False
     if "low" in policy.rules.values():

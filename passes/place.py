@@ -1,8 +1,8 @@
 """Chooses the dtype of every free node so that the fewest bytes move: an exact minimum cut.
 
-`cut_network` says what becomes a vertex, an arc and a choice, `CutNetwork` cuts, and `Search` decides the
-few choices that a cut leaves open; `place_within` keeps to a bound on cast bytes. Here the objective is
-chosen and the result frozen into a `Plan`.
+`cut_network` builds the vertices, arcs and choices. `CutNetwork` cuts, and `Search` decides the few choices
+that a cut leaves open. `place_within` respects a bound on cast bytes. This file selects the objective and
+freezes the result into a `Plan`.
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ class PlaceCasts(Pass):
 
 
 def _cast_before(problem: Problem) -> int:
-    """Returns the activation bytes that ampgraph's own casts move already, in a graph that it rewrote before.
+    """Returns the activation bytes of ampgraph's casts in a graph that it rewrote before.
 
-    The bound is for all that it inserts: rewriting again must not spend it once more.
+    The bound covers all inserted casts, so a second rewrite must count the casts of the first.
     """
     casts = (mark_of(node, CastMark) for node in problem.facts)
     return sum(cast.bytes for cast in casts if cast is not None and not cast.is_parameter)
@@ -71,7 +71,7 @@ def _place_few(problem: Problem, objective: str) -> Placement:
     placement = place_optimally(problem, _weigher(problem, objective))
     if placement.optimal:
         return placement
-    # Only bytes make a gap in bytes; that a tie is broken as well as can be matters to no objective.
+    # The gap counts bytes of the objective; the quality of a tie-break does not matter.
     above = -(-(placement.gap or 0) // scale_above_traffic(problem))
     return replace(placement, gap=above if objective == "cast_bytes" else None)
 

@@ -1,1 +1,1 @@
-"""What is known of ATen: the op lists and the facts about kernels."""
+"""Knowledge of ATen: the op lists and the facts about kernels."""

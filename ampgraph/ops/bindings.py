@@ -33,7 +33,7 @@ _OTHERS: dict[str, Callable] = {
 }
 
 
-# As many positional arguments as the binding takes; the overload takes more.
+# The number of positional arguments of the binding; the overload takes more.
 MOST_POSITIONAL = {torch.ops.aten.to.dtype: 4}
 
 

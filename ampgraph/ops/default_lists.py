@@ -1,9 +1,9 @@
 """The default op lists, as data: which ATen ops run low, in float32, follow their inputs or move values.
 
 Names are those of ``torch.ops.aten`` before dispatch: ``softmax`` is every overload of the packet,
-``softmax.int`` one overload, which wins over its packet. In-place forms resolve to their functional name.
+``softmax.int`` is one overload, which overrides its packet. In-place forms resolve to their functional name.
 
-The start is torch's CUDA autocast (torch 2.13); where the default differs, the reason says so. "fp32 inside"
+The lists start from torch's CUDA autocast (torch 2.13). If a row differs, its reason says so. "fp32 inside"
 means that the kernel accumulates in float32 and rounds only its result.
 """
 
@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 
 class Rows(NamedTuple):
-    """Ops that share one rule; ``when`` names a predicate, ``otherwise`` is the class when it fails."""
+    """Ops that share one rule. ``when`` names a predicate; ``otherwise`` is the class if it is false."""
 
     cls: str
     reason: str

@@ -1,4 +1,4 @@
-"""What the equation of an ``einsum`` sums over."""
+"""The dimensions that the equation of an ``einsum`` sums over."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ _ELLIPSIS = "..."
 
 
 def summed(equation: str, shapes: Sequence[Sequence[int]]) -> dict[str, list[int]]:
-    """Returns the dimensions that the result lacks, each with its size in every operand that has it.
+    """Returns the summed dimensions, each with its size in every operand that has it.
 
-    Without ``->`` the result has what stands before it only once, and the dimensions of ``...``.
+    Without ``->`` the result has the dimensions that occur once, and the dimensions of ``...``.
     """
     inputs, arrow, output = equation.replace(" ", "").partition("->")
     if not arrow:

@@ -1,7 +1,7 @@
-"""Facts about ATen kernels as tables: the same for every policy, whatever class an op is in.
+"""Facts about ATen kernels as tables. They hold for every policy and every op class.
 
-They name ops below ``aten.``, a packet or one overload; an overload's row wins over its packet's, and an
-in-place op falls back to its functional form. `ampgraph.ops.kernels` looks ops up in them.
+Names are those below ``aten.``: a packet or one overload. An overload's row overrides its packet's row, and
+an in-place op falls back to its functional form. `ampgraph.ops.kernels` looks ops up in these tables.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ def _names(text: str) -> frozenset[str]:
 
 _NORM_STATE = ("weight", "bias", "running_mean", "running_var")
 
-# Arguments that stay float32 whatever dtype the op runs in: the kernel takes a low input beside them.
+# Arguments that always stay float32: the kernel accepts a low input beside them.
 FP32_SLOTS: Mapping[str, tuple[str, ...]] = {
     "batch_norm": _NORM_STATE,
     "native_batch_norm": _NORM_STATE,
@@ -60,7 +60,7 @@ PROMOTES = _names(
     le gt ge logical_and logical_or logical_xor l1_loss smooth_l1_loss
     """
 )
-# Before torch 2.13 its backward wants both operands in one dtype.
+# Before torch 2.13 its backward needs both operands in one dtype.
 PROMOTES_SINCE_2_13 = _names("mse_loss")
 
 # The dtype argument that makes an op read a low input and compute and return float32. linalg_norm and
@@ -76,31 +76,31 @@ DTYPE_ARG: Mapping[str, str] = dict.fromkeys(
     "dtype",
 )
 
-# With other values of this argument the backward raises the low input to a power in the input's dtype.
+# With other values of this argument the backward computes a power of the input in the low dtype.
 DTYPE_ARG_NEEDS: Mapping[str, tuple[str, tuple[object, ...]]] = {
     "linalg_vector_norm": ("ord", (None, 0, 1, 2, math.inf, -math.inf)),
 }
 
-# These take only sizes (and a default dtype) from their tensor; with a dtype argument it may be anything.
+# These read only sizes and a default dtype of their tensor; with a dtype argument it may have any dtype.
 LIKES: frozenset[str] = _names(
     """empty_like zeros_like ones_like full_like rand_like randn_like
     new_empty new_zeros new_ones new_full new_empty_strided"""
 )
 
-# On CPU these take float32 weights beside a low input, and save their statistics for the backward in the
+# On a CPU these accept float32 weights beside a low input and save their statistics for the backward in the
 # dtype of the weights. On CUDA all must have one dtype.
 STATISTICS_SLOTS: Mapping[str, tuple[str, ...]] = dict.fromkeys(
     ("layer_norm", "group_norm"), ("weight", "bias")
 )
 
-# With this argument set, the gradient of the weight is sparse, and a cast has no backward for that.
+# With this argument the gradient of the weight is sparse, and a cast has no backward for sparse gradients.
 SPARSE_GRADIENT: Mapping[str, str] = {
     "embedding": "sparse",
     "embedding_bag": "sparse",
     "_embedding_bag": "sparse",
 }
 
-# Additive masks: what is too large for the low dtype only says "hidden", so it may be clamped on its way.
+# Additive masks: a value too large for the low dtype only means "hidden", so it may be clamped before a cast.
 MASK_SLOTS: Mapping[str, tuple[str, ...]] = {"scaled_dot_product_attention": ("attn_mask",)}
 
 # The low kernel computes in float32 and rounds only its result: op(low) == round(op(float32(low))), bit for
@@ -142,7 +142,7 @@ FP32_ONLY = _names(
     """
 )
 
-# Neither kernel on this device alone.
+# No float16 and no bfloat16 kernel on this device.
 FP32_ONLY_ON: Mapping[str, frozenset[str]] = {
     "cpu": _names(
         """
@@ -154,8 +154,8 @@ FP32_ONLY_ON: Mapping[str, frozenset[str]] = {
     "cuda": _names("angle histc igamma igammac"),  # as declared in torch's own op tests; not run here
 }
 
-# There is a low kernel on this device, but it returns garbage, or there is none for its backward. That of
-# grid_sample computes positions low: it returns noise or NaN at sizes beyond about 64 (seen in torch 2.13).
+# The low kernel on this device returns wrong values, or has no backward. The kernel of grid_sample computes
+# positions low: it returns noise or NaN at sizes beyond about 64 (seen in torch 2.13).
 BROKEN_ON: Mapping[str, frozenset[str]] = {
     "cpu": _names(
         """
@@ -165,24 +165,24 @@ BROKEN_ON: Mapping[str, frozenset[str]] = {
     ),
 }
 
-# They return their very input outside training and for p=0; the schema does not say so.
+# They return their input itself outside training and for p=0; the schema does not declare this.
 DROPOUTS = _names("dropout feature_dropout alpha_dropout feature_alpha_dropout")
 
-# No kernel for one of the two dtypes alone.
+# No kernel for one of the two low dtypes on this device.
 FP32_ONLY_FOR: Mapping[tuple[str, torch.dtype], frozenset[str]] = {
     ("cpu", torch.float16): _names("rrelu rrelu_with_noise rrelu_with_noise_functional"),
 }
 
-# FakeTensor runs these while capturing and cannot run them again: they read values.
+# FakeTensor runs these during a capture but cannot run them again, because they read values.
 OPAQUE = _names("tensor_split.tensor_indices_or_sections narrow.Tensor")
 
-# FakeTensor lets these read float32 beside low; their kernels do not.
+# FakeTensor accepts float32 beside low operands here; the kernels do not.
 ONE_DTYPE = _names("index_put _index_put_impl _unsafe_index_put")
 
 # In-place ops whose functional form autograd cannot differentiate.
 IN_PLACE_ONLY = _names("copy_")
 
-# Arguments that take any floating dtype and have no say in the result's dtype.
+# Arguments that accept any floating dtype and do not affect the result's dtype.
 ANY_SLOTS: Mapping[str, tuple[str, ...]] = {
     "copy_": ("src",),
     "copy": ("src",),
@@ -195,13 +195,13 @@ ANY_SLOTS: Mapping[str, tuple[str, ...]] = {
     "masked_fill.Tensor": ("value",),
 }
 
-# May copy instead of aliasing, but moves no values around for its own sake; or lacks the alias annotation.
+# These only copy where a view is impossible, or lack the alias annotation.
 VIEW_LIKE = _names("_unsafe_view unsafe_split unsafe_split_with_sizes unsafe_chunk _reshape_alias")
 STRIDED = _names("as_strided as_strided_copy")
-# They may return their input (the schema of some says so), yet they can change the dtype.
+# They may return their input (some schemas declare it), but they can also change the dtype.
 CONVERTING = _names("to type_as _autocast_to_reduced_precision _autocast_to_full_precision")
 
-# They read nothing of a tensor but its sizes, strides, dtype or device.
+# They read only sizes, strides, dtype or device of a tensor.
 SHAPE_ONLY = _names(
     """sym_size sym_numel sym_stride sym_storage_offset size numel stride dim is_contiguous
     _assert_tensor_metadata randint_like"""
@@ -214,7 +214,7 @@ SHAPE_SLOTS: Mapping[str, tuple[str, ...]] = {
     "to.other": ("other",),
 }
 
-# Matrix products: the places of arguments and their dimensions that are summed over.
+# Matrix products: positions of arguments and the dimensions that are summed over.
 CONTRACTED: Mapping[str, tuple[tuple[int, int], ...]] = {
     **dict.fromkeys(("matmul", "mm", "bmm", "mv", "linear", "inner", "linalg_matmul"), ((0, -1),)),
     **dict.fromkeys(("addmm", "addmv", "baddbmm"), ((1, -1),)),
@@ -222,11 +222,11 @@ CONTRACTED: Mapping[str, tuple[tuple[int, int], ...]] = {
     "bilinear": ((0, -1), (1, -1)),
 }
 
-# A small error of the argument may change the result as a whole. Division has a rounding mode for that.
+# A small error of the argument may cause a jump of the result. Division jumps only with a rounding mode.
 STEPS = _names(
     """round special_round floor ceil trunc fix frac floor_divide remainder fmod sign sgn heaviside
     fake_quantize_per_tensor_affine fake_quantize_per_channel_affine"""
 )
 
-# Of large angles the relative error of a low dtype is a whole turn.
+# For large angles the relative error of a low dtype is a whole turn.
 PERIODIC = _names("sin cos tan sinc special_sinc")

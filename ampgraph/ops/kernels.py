@@ -1,4 +1,4 @@
-"""What the passes ask about ATen kernels; the answers are in `ampgraph.ops.kernel_tables`."""
+"""Queries about ATen kernels for the passes; the data is in `ampgraph.ops.kernel_tables`."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ T = TypeVar("T")
 
 @cache
 def is_composite(target: OpOverload) -> bool:
-    """Whether the op is made of others, so that what its schema says of aliases is not checked by torch."""
+    """Whether the op is composed of others, so that torch does not check the aliases in its schema."""
     return target.has_kernel_for_dispatch_key(torch.DispatchKey.CompositeImplicitAutograd)
 
 
 @cache
 def is_dropout(target: OpOverload) -> bool:
-    """Whether the op is a dropout, which may have nothing to do and returns its input then."""
+    """Whether the op is a dropout, which returns its input if it drops nothing."""
     return _listed(kernel_tables.DROPOUTS, target)
 
 
 @cache
 def reads_strides(target: OpOverload) -> bool:
-    """Whether the op reads its input's memory by strides of its own, beyond the input itself."""
+    """Whether the op reads its input's memory with explicit strides, beyond the input itself."""
     return _listed(kernel_tables.STRIDED, target)
 
 
 @cache
 def may_convert(target: OpOverload) -> bool:
-    """Whether the op changes its input's dtype, or returns it where there is nothing to change."""
+    """Whether the op changes its input's dtype, or returns the input if the dtype is equal."""
     return _listed(kernel_tables.CONVERTING, target)
 
 
@@ -116,7 +116,7 @@ def follow_slots(target: OpOverload) -> tuple[str, ...] | None:
 
 @cache
 def any_slots(target: OpOverload) -> tuple[str, ...]:
-    """Returns the arguments that take any floating dtype without a say in the result's."""
+    """Returns the arguments that accept any floating dtype and do not affect the result's dtype."""
     return _row(kernel_tables.ANY_SLOTS, target) or ()
 
 
@@ -152,8 +152,8 @@ def fp32_only(target: OpOverload, device_type: str = "", low_dtype: torch.dtype 
 
     Args:
         target: The op.
-        device_type: Where; ``""`` asks whether there is none on any device.
-        low_dtype: For which dtype; None asks whether there is none for both.
+        device_type: The device; ``""`` asks for all devices.
+        low_dtype: The dtype; None asks for both.
     """
     names = kernel_tables.FP32_ONLY | kernel_tables.FP32_ONLY_ON.get(device_type, frozenset())
     names |= kernel_tables.BROKEN_ON.get(device_type, frozenset())
@@ -176,7 +176,7 @@ def is_opaque(target: OpOverload) -> bool:
 
 @cache
 def has_functional_form(target: OpOverload) -> bool:
-    """Whether autograd differentiates the functional form of an in-place op as it does the op itself."""
+    """Whether autograd differentiates the functional form of an in-place op like the op itself."""
     functional = target._schema.name.split("::")[1].removesuffix("_")
     overload = getattr(getattr(torch.ops.aten, functional, None), target._overloadname, None)
     if overload is None or _listed(kernel_tables.IN_PLACE_ONLY, target):
@@ -225,17 +225,17 @@ def shape_slots(target: OpOverload) -> tuple[str, ...]:
 
 @cache
 def contracted(target: OpOverload) -> tuple[tuple[int, int], ...] | None:
-    """Returns (argument, dimension) of what a matrix product sums over; None for other ops."""
+    """Returns the (argument, dimension) pairs that a matrix product sums over; None for other ops."""
     return _row(kernel_tables.CONTRACTED, target)
 
 
 @cache
 def is_step(target: OpOverload) -> bool:
-    """Whether the op's floating result jumps where its input passes some value."""
+    """Whether the op's floating result jumps at some value of its input."""
     return _listed(kernel_tables.STEPS, target)
 
 
 @cache
 def is_periodic(target: OpOverload) -> bool:
-    """Whether the op's argument is an angle: what counts is its absolute error, not its relative one."""
+    """Whether the op's argument is an angle, whose absolute error matters, not its relative error."""
     return _listed(kernel_tables.PERIODIC, target)

@@ -1,11 +1,11 @@
-"""Op lists: which operators run low, which in float32, which follow their inputs, which only move values.
+"""Op lists: the operators that run low, run in float32, follow their inputs, or only move values.
 
 ``OpLists`` is an immutable value. Start from a preset and move single ops:
 
     ops = OpLists.default().with_black("aten.gelu").with_white("mylib.fused_mlp")
 
-Ops are written ``"aten.softmax"`` (every overload) or ``"aten.softmax.int"`` (one overload, which wins over
-its packet); ``torch.ops`` objects are taken too. An op in no list has no class and runs in float32.
+Write ``"aten.softmax"`` for every overload or ``"aten.softmax.int"`` for one overload, which overrides its
+packet. ``torch.ops`` objects work too. An op in no list has no class and runs in float32.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ OpName: TypeAlias = "str | OpOverload | OpOverloadPacket"
 
 
 class OpClass(str, Enum):
-    """What an op list says about an op.
+    """The class of an op in the op lists.
 
     Attributes:
         WHITE: Runs in the low dtype.
         BLACK: Runs in float32.
-        GRAY: Arithmetic that is safe in low if its inputs already are low.
+        GRAY: Arithmetic that is safe in the low dtype if its inputs are low.
         CLEAR: Moves or selects values, exact in either dtype.
     """
 
@@ -58,9 +58,9 @@ class OpRule:
 
     Attributes:
         cls: The class.
-        reason: Why, in a few words.
+        reason: The reason, in a few words.
         when: Name of a predicate on the node (see ``op_predicates``), or an empty string.
-        otherwise: The class when the predicate does not hold.
+        otherwise: The class if the predicate is false.
     """
 
     cls: OpClass
@@ -79,7 +79,7 @@ class OpLists:
         clear: Ops that only move or select values.
 
     Attributes:
-        preset_name: The preset that it started from, see `preset`; ``""`` for none.
+        preset_name: The preset that it started from, see `preset`; ``""`` without a preset.
 
     Raises:
         PolicyError: An op does not exist, or is given in two classes.
@@ -119,12 +119,12 @@ class OpLists:
 
     @classmethod
     def default(cls) -> OpLists:
-        """The lists ampgraph recommends: torch's, corrected where kernels are safer or less safe."""
+        """The recommended lists: torch's, corrected for kernels that are safer or less safe."""
         return _make(_from_rows(default_lists.DEFAULT), "OpLists.default()", "default")
 
     @classmethod
     def torch(cls) -> OpLists:
-        """Exactly torch's CUDA autocast; what it does not list follows its inputs."""
+        """Exactly the lists of torch's CUDA autocast; unlisted ops follow their inputs."""
         rules = _with_unlisted(peer_lists.TORCH, peer_lists.TORCH_UNLISTED)
         return _make(rules, "OpLists.torch()", "torch")
 
