@@ -80,10 +80,21 @@ def step_unless_bad(
         kwargs: Keyword arguments of that step.
 
     Returns:
-        The result of ``take``, or None for a skipped step.
+        The result of ``take``, or None for a skipped step. A step that raises may be called again.
     """
     for scaler in scalers:
         scaler.guard.begin(optimizer)
+    try:
+        return _step(scalers, optimizer, take, args, kwargs)
+    except BaseException:
+        for scaler in scalers:
+            scaler.guard.cancel(optimizer)
+        raise
+
+
+def _step(
+    scalers: Sequence[Scaler], optimizer: Optimizer, take: Callable, args: tuple, kwargs: dict[str, Any]
+) -> Any:
     closure = args[0] if args else kwargs.get("closure")
     if not callable(closure):
         return _step_once(scalers, optimizer, take, args, kwargs)

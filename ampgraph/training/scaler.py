@@ -228,7 +228,7 @@ class LossScaler:
                 counters = torch.where(is_known, self._counters, counters)
             self.state.set(scale)
             self._counters = counters
-        self.guard.reset()
+        self.guard.end_round()
         partners, self._partners = self._partners, []
         for scaler in partners:
             scaler.update()

@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from torch.nn.parallel import DistributedDataParallel
 
 
+_ROUNDS_OF_A_TURN = 2
+
+
 class Verdict(NamedTuple):
     """The result of a check of the gradients of an optimizer.
 
@@ -65,10 +68,16 @@ class StepGuard:
         self._wrapper: weakref.ref[DistributedDataParallel] | None = None
         self.steps = 0
         self._attached: list[weakref.ref[Optimizer]] = []
+        self._rounds, self._is_called = 0, False
+        self._forget_rests()
         self.reset()
 
+    def _forget_rests(self) -> None:
+        self._resting: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._last_round: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+
     def reset(self) -> None:
-        """Begins a round."""
+        """Begins a round; what was found so far is forgotten."""
         self.found = torch.zeros((), dtype=torch.float32, device=self._state.scale.device)
         self.has_judged = False
         self._stepped: list[Optimizer] = []
@@ -76,8 +85,13 @@ class StepGuard:
 
     def __getstate__(self) -> dict[str, object]:
         # A copy has no optimizers and no peers yet.
-        nothing: dict[str, list] = {"_attached": [], "_stepped": [], "_unscaled": []}
-        return {**vars(self), **nothing, "process_groups": None, "_wrapper": None}
+        lists: dict[str, list] = {"_attached": [], "_stepped": [], "_unscaled": []}
+        nothing = dict.fromkeys(("process_groups", "_wrapper", "_resting", "_last_round"))
+        return {**vars(self), **lists, **nothing}
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        vars(self).update(state)
+        self._forget_rests()
 
     # -- rounds ----------------------------------------------------------------------------------
 
@@ -96,8 +110,41 @@ class StepGuard:
         return any(ref() is outermost(optimizer) for ref in self._attached)
 
     def is_end_of_round(self) -> bool:
-        """Whether every attached optimizer has stepped since the last update."""
-        return all(self.has_stepped(o) for ref in self._attached if (o := ref()) is not None)
+        """Whether every attached optimizer has stepped since the last update, except those that rest.
+
+        An optimizer rests after a round without it. Its next step is a round by itself.
+        """
+        waited_for = [o for o in self._live() if o not in self._resting]
+        return self._is_comeback() or all(self.has_stepped(o) for o in waited_for)
+
+    def _live(self) -> list[Optimizer]:
+        return [o for ref in self._attached if (o := ref()) is not None]
+
+    def _is_comeback(self) -> bool:
+        return len(self._stepped) == 1 and self._stepped[0] in self._resting
+
+    def end_round(self) -> None:
+        """Begins the next round, and records which attached optimizers did not step in this one."""
+        if self._stepped:
+            is_comeback = self._is_comeback()
+            for optimizer in self._live():
+                if self.has_stepped(optimizer):
+                    if not is_comeback or self._takes_turns(optimizer):
+                        self._resting.discard(optimizer)
+                    self._last_round[optimizer] = self._rounds + 1
+                elif not is_comeback:
+                    self._resting.add(optimizer)
+            self._rounds += 1
+        self._is_called = False
+        self.reset()
+
+    def _takes_turns(self, optimizer: Optimizer) -> bool:
+        """Whether an optimizer that rested steps in every other round now; so it is waited for again."""
+        return self._rounds + 1 - self._last_round.get(optimizer, 0) <= _ROUNDS_OF_A_TURN
+
+    def cancel(self, optimizer: Optimizer) -> None:
+        """Removes the record of a step that raised."""
+        self._stepped = [s for s in self._stepped if s is not outermost(optimizer)]
 
     def has_stepped(self, optimizer: Optimizer) -> bool:
         """Whether the optimizer has stepped since the last update."""
@@ -106,6 +153,9 @@ class StepGuard:
     def begin(self, optimizer: Optimizer) -> None:
         """Records that an optimizer is about to step."""
         self._stepped.append(outermost(optimizer))
+        # The model was called since the last round: other optimizers step after this one.
+        if self._is_comeback() and self._is_called and self._takes_turns(self._stepped[0]):
+            self._resting.discard(self._stepped[0])
         self._flags.watch.asked()
 
     def before_call(self) -> None:
@@ -114,6 +164,7 @@ class StepGuard:
 
     def note_call(self) -> None:
         """Notes the scale that the model reads now."""
+        self._is_called = True
         self._flags.untaken.scale = self._state.scale
 
     def left_out(self) -> list[LeftOut]:
