@@ -1,9 +1,9 @@
-"""Hugging Face Accelerate: a converted model is prepared, accumulated, clipped and checkpointed as any other.
+"""Hugging Face Accelerate: prepares, accumulates, clips and checkpoints a converted model like any other.
 
     python examples/accelerate_loop.py
 
-Leave Accelerate's ``mixed_precision`` at "no"; `attach` before `prepare` is the line more. Registering the
-scaler puts the loss scale into Accelerate's checkpoints.
+Leave Accelerate's ``mixed_precision`` at "no". The only extra line is `attach`, before `prepare`. Register
+the scaler to put the loss scale into Accelerate's checkpoints.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Activation checkpointing with `torch.utils.checkpoint`: which way of converting keeps the saving.
+"""Activation checkpointing with `torch.utils.checkpoint`: the ways of converting that keep the saving.
 
     python examples/checkpointing.py
 
-Ahead of time the checkpointed regions are inlined: right gradients, nothing saved. Two ways keep the saving:
-`convert_blocks`, where the model's own code calls `checkpoint` around converted blocks, on any backend; and
-converting just in time for a backend on AOTAutograd (``"aot_eager"``, ``"inductor"``), which recomputes.
+A capture ahead of time inlines checkpointed regions: gradients are right, but no memory is saved. Two ways
+keep the saving. With `convert_blocks` the model's code calls `checkpoint` around converted blocks, on any backend.
+Just in time, a backend on AOTAutograd (``"aot_eager"``, ``"inductor"``) recomputes the regions.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Network(nn.Module):
 
 
 def measured(model: nn.Module, parameters: list[nn.Parameter]) -> tuple[int, torch.Tensor]:
-    """Returns the bytes of activations kept for the backward, and the gradients, as one vector."""
+    """Returns the bytes of activations saved for the backward, and the gradients as one vector."""
     x = torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(1))
     kept: dict[int, int] = {}
     skip = {t.untyped_storage().data_ptr() for t in (x, *parameters)}
@@ -69,7 +69,7 @@ WAYS = ("float32, no checkpoints", "float32", "ahead of time", "just in time, ao
 
 
 def main() -> dict[str, tuple[int, float]]:
-    """Returns the bytes kept and the relative error of the gradients, by way."""
+    """Returns the saved bytes and the relative error of the gradients, for each way of converting."""
     figures, exact = {}, None
     for how in WAYS:
         model, parameters = build(how)

@@ -3,8 +3,8 @@
     python examples/ema.py
 
 Both copy the model once and average its float32 parameters. A copy of a converted model is converted too, so
-the averaged model runs in mixed precision; its low copies of the weights (level O2) follow the averages. Give
-`update_bn` the copy's source: it changes the momentum of batch norms, which a captured graph does not notice.
+the averaged model runs in mixed precision. Its low copies of the weights (level O2) follow the averages. Pass
+the copy's ``.source`` to `update_bn`, to compute the batch statistics in float32.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def train() -> tuple[ampgraph.AmpModule, dict[str, nn.Module], list[torch.Tensor]]:
-    """Returns the model, its averages by who made them, and the average computed by hand."""
+    """Returns the model, its averages by library, and the average computed by hand."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 128), nn.BatchNorm1d(128), nn.GELU(), nn.Linear(128, 1))
     amp = ampgraph.convert(model, batch(0)[:1], policy=POLICY)

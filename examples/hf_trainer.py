@@ -1,10 +1,10 @@
-"""Hugging Face's Trainer with a converted BERT: two lines more, and a callback for the scaler's state.
+"""Hugging Face's Trainer with a converted BERT: two extra lines, and a callback for the scaler's state.
 
     python examples/hf_trainer.py
 
-The Trainer asks for the model's class when it saves. Hence `convert_blocks(model, "")`, which works in place:
-the model stays a PreTrainedModel and `from_pretrained` reads its checkpoints. The Trainer's own ``fp16`` and
-``bf16`` stay off. Only the loss scale has to be put beside its checkpoints.
+The Trainer checks the model's class when it saves. `convert_blocks(model, "")` converts in place, so the
+model stays a PreTrainedModel and `from_pretrained` reads its checkpoints. Leave the Trainer's ``fp16`` and ``bf16``
+off. The callback saves the loss scale beside the checkpoints.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ POLICY = ampgraph.Policy(dtype=torch.float16, loss_scale=SCALE)
 
 
 def made_up_data() -> list[dict]:
-    """Sentences of class 0 are of words from the first half of the vocabulary, of class 1 from the second."""
+    """Returns sentences; class 0 uses the first half of the vocabulary, class 1 the second half."""
     generator = torch.Generator().manual_seed(0)
     words = torch.randint(0, WORDS // 2, (64, LENGTH), generator=generator)
     return [{"input_ids": ids + WORDS // 2 * (i % 2), "labels": i % 2} for i, ids in enumerate(words)]

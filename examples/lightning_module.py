@@ -1,4 +1,4 @@
-"""Lightning's Trainer with the precision plugin: the LightningModule stays as it is.
+"""Lightning's Trainer with the precision plugin: the LightningModule does not change.
 
     python examples/lightning_module.py
 

@@ -1,9 +1,9 @@
-"""Gradients per sample with `torch.func`, clipped one by one as differentially private training does.
+"""Per-sample gradients with `torch.func`, each clipped separately, as in differentially private training.
 
     python examples/per_sample_gradients.py
 
-Inside the transforms of `torch.func` a converted model runs what it has captured before, so convert it with a
-batch of one sample. Loss scaling plays no part there: use bfloat16, or scale the loss yourself as here.
+Inside the transforms of `torch.func` a converted model runs only graphs that it captured before, so convert
+it with a batch of one sample. There is no loss scaling there: use bfloat16, or scale the loss by hand as here.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def build() -> nn.Module:
 
 
 def per_sample(model: nn.Module, scale: float = 1.0) -> Gradients:
-    """Returns the gradient of each sample's loss: one more dimension, in front."""
+    """Returns the gradient of each sample's loss, with the sample as the first dimension."""
 
     def loss(parameters: Gradients, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return scale * F.cross_entropy(functional_call(model, parameters, (x[None],)), y[None])

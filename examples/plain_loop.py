@@ -2,9 +2,9 @@
 
     python examples/plain_loop.py
 
-Between float32 and float16 two lines differ, both in `build`: `convert`, and `attach` for the loss scale that
-float16 needs. Gradients are true float32 gradients, so accumulating and clipping them is that of any loop. A
-checkpoint has one more entry, the scaler's.
+Float32 and float16 differ in two lines of `build`: `convert`, and `attach` for the loss scale that float16
+needs. Gradients are unscaled float32 gradients, so accumulation and clipping work as in any loop. A
+checkpoint has one extra entry, the scaler's.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""A small inference server with the standard library alone: JSON in and out, a thread per request.
+"""A small inference server that uses only the standard library: JSON in and out, a thread per request.
 
     python examples/server.py                 # serves a few requests to itself, and stops
     python examples/server.py --port 8000     # serves until interrupted
     curl -d '{"rows": [[0, 0, 0, 0, 0, 0, 0, 0]]}' localhost:8000
 
-No TorchScript is needed: the converted model is called from every thread. It is captured once for the first
-batch size, once more with that dimension dynamic, and once for a batch of one; `build` does so beforehand.
+It needs no TorchScript: every thread calls the converted model. `build` captures the model three times before
+the server starts: for the first batch size, with that dimension dynamic, and for a batch of one.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ FEATURES, SIZES, CLIENTS = 8, (1, 7, 2, 33, 4, 12, 3, 64), 4
 
 
 def build() -> ampgraph.AmpModule:
-    """Level O3 stores the weights in bfloat16; the answers are float32 all the same."""
+    """Level O3 stores the weights in bfloat16; the answers stay float32."""
     torch.manual_seed(0)
     body = (nn.Linear(FEATURES, 64), nn.LayerNorm(64), nn.GELU())
     model = nn.Sequential(*body, nn.Linear(64, 3), nn.Softmax(-1)).eval()

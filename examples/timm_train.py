@@ -1,10 +1,10 @@
-"""What timm's training script does with ``--torchcompile ampgraph``: the model is compiled by that name.
+"""The steps of timm's training script with ``--torchcompile ampgraph``, which names the backend.
 
     python train.py DATA --model test_vit --opt adamw --sched cosine --model-ema --torchcompile ampgraph
     python examples/timm_train.py    # the same steps, on made-up images
 
-bfloat16 needs no loss scale. For float16 (ampgraph's choice on CUDA) run the script with ``--amp``: its
-NativeScaler scales the loss, and its ``torch.autocast`` has no say in the compiled graph but names the dtype.
+bfloat16 needs no loss scale. For float16 (ampgraph's default on CUDA) run the script with ``--amp``. Its
+NativeScaler scales the loss, and its ``torch.autocast`` only sets the dtype of the compiled graph.
 """
 
 from __future__ import annotations

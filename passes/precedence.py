@@ -4,7 +4,8 @@ Two facts take precedence over every preference: an op without a low-precision k
 low dtype cannot hold. Guards, rules, hazards and op lists follow. `PlaceCasts` chooses the dtype of nodes
 that the last rule leaves free.
 
-A rule may assume that all rules above it did not apply: below "not an ATen op", a target is an ATen op.
+A rule may assume that no rule above it applied: below "a call that is not an ATen op", each target is an ATen
+op.
 """
 
 from __future__ import annotations
@@ -209,7 +210,7 @@ ABOVE_HAZARDS = (
         lambda n, f, c: f.mutated,
     ),
     _keep(
-        "memory that `as_strided` reads beyond a view of it",
+        "memory that `as_strided` reads beyond a view",
         "alias",
         "as_strided reads its memory beyond a view of it",
         lambda n, f, c: f.reads_whole_storage,
@@ -221,13 +222,13 @@ ABOVE_HAZARDS = (
         lambda n, f, c: f.returned_input_view,
     ),
     _keep(
-        "a result whose dtype does not depend on the op's",
+        "a result whose dtype does not depend on the op's precision",
         "kernel",
-        "a result in a dtype of its own, whatever the op runs in",
+        "this result has one dtype at any precision of the op",
         lambda n, f, c: n.target is operator.getitem,
     ),
     _keep(
-        "what is not an ATen op",
+        "a call that is not an ATen op",
         "kernel",
         "not an ATen op",
         lambda n, f, c: not isinstance(n.target, OpOverload),
@@ -241,13 +242,13 @@ ABOVE_HAZARDS = (
     _keep(
         "an op that reads the other low dtype",
         "kernel",
-        "reads another low dtype, with which this one widens",
+        "reads another low dtype; the two promote to float32",
         lambda n, f, c: f.reads_other_low,
     ),
     _keep(
-        "an op whose results in another dtype FakeTensor cannot tell",
+        "an op that FakeTensor cannot run again",
         "kernel",
-        "FakeTensor cannot tell what it yields from other dtypes",
+        "FakeTensor cannot run it again in other dtypes",
         lambda n, f, c: kernels.is_opaque(n.target),
     ),
     _fp32(
@@ -255,7 +256,7 @@ ABOVE_HAZARDS = (
         "kernel",
         lambda n, f, c: None if has_kernel(n, c.low_dtype) else "no low-precision kernel",
     ),
-    _fp32("an op that fails or widens when it is tried low", "kernel", lambda n, f, c: f.refuses_low),
+    _fp32("an op that fails or widens with low operands", "kernel", lambda n, f, c: f.refuses_low),
     _keep(
         "an op whose weight gets a sparse gradient",
         "kernel",
@@ -278,7 +279,7 @@ ABOVE_HAZARDS = (
     _low("inside `fp16_guard`", "guard", _fp16_guard),
     _fp32("outside every `fp16_guard`, in a model that has one", "guard", _outside_guards),
     Rule(
-        "what a rule of the policy names: the node, else its innermost module",
+        "a node that a rule names, by its name or by its innermost module",
         "rule",
         "the rule's",
         _by_rules,

@@ -1,4 +1,4 @@
-"""What a call of a converted model checks before its graph runs: microseconds, for models of growing size.
+"""Measures the checks of a call before its graph runs, in microseconds, for models of growing size.
 
 Usage:
     python tools/bench_calls.py                              # this checkout
@@ -35,7 +35,7 @@ TITLE = "# What a call checks"
 
 
 class _Checkout(importlib.abc.MetaPathFinder):
-    """Imports ampgraph from a checkout, whichever is installed."""
+    """Imports ampgraph from a checkout, not from the installation."""
 
     def __init__(self, root: Path) -> None:
         self._homes = {"ampgraph": root / "ampgraph", "ampgraph.passes": root / "passes"}

@@ -1,10 +1,10 @@
-"""How long conversion takes after capture: on synthetic graphs of growing size, and on whole models.
+"""Measures the conversion time after capture, on synthetic graphs of growing size and on whole models.
 
 Usage:
     python tools/bench_convert.py                       # prints two Markdown tables
     python tools/bench_convert.py --output docs/results/conversion.md
 
-Seconds are CPU seconds of this process (one thread): the wall clock of a shared machine says little.
+Seconds are CPU seconds of this process (one thread), because wall time on a shared machine is unreliable.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ Usage:
     python tools/breadth.py --names 'transformers/*' --modes eval
     python tools/breadth.py --names own/vae --ways ahead
 
-A record is made per model and mode and appended to ``--records`` (JSON lines), so an interrupted run goes on
-where it stopped. What fails is tried without ampgraph as well, to tell whose failure it is.
+The tool appends one record per model and mode to ``--records`` (JSON lines), so an interrupted run continues
+where it stopped. It also tries a failing model without ampgraph, to find the cause of the failure.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Unfit(Exception):
 
 
 class Kernel(Exception):
-    """The error is that of a CPU kernel of torch's; with what its CUDA kernel does it is within the bound."""
+    """A CPU kernel of torch causes the error; with its CUDA kernel it would be within the bound."""
 
 
 class Slow(Exception):
@@ -92,7 +92,7 @@ def measure(job: tuple[str, str], ways: tuple[str, ...] = WAYS) -> Record:
 
 
 def _way(subject: Subject, way: str) -> Record:
-    """What came of one way of capture: an outcome, its cause, and figures for each level that ran."""
+    """The result of one way of capture: an outcome, its cause, and figures for each level that ran."""
     assert subject.reference.is_finite
     record: Record = {"outcome": "ok"}
     try:
@@ -246,7 +246,7 @@ def _too_slow(*_: object) -> None:
 def _measured(
     jobs: list[tuple[str, str]], ways: tuple[str, ...], processes: int
 ) -> Iterator[Iterator[Record]]:
-    """Measures in processes of their own, renewed now and then: captures leave memory behind."""
+    """Measures in separate processes that are restarted regularly, because captures leak memory."""
     context = multiprocessing.get_context("spawn")
     with context.Pool(processes, maxtasksperchild=40) as pool:
         yield pool.imap_unordered(partial(measure, ways=ways), jobs)

@@ -85,7 +85,7 @@ def train(model: nn.Module, training: TensorDataset, test: TensorDataset, epochs
 
 @torch.no_grad()
 def accuracy(model: nn.Module, test: TensorDataset) -> float:
-    """Returns the share of test images that the model names rightly."""
+    """Returns the share of test images that the model classifies correctly."""
     model.eval()
     images, labels = test.tensors
     return (model(images).argmax(1) == labels).float().mean().item()
@@ -122,7 +122,7 @@ def main() -> None:
 
 
 def summary(results: dict[str, float], explanation: Explanation) -> str:
-    """Returns the accuracies side by side, and what the casts of one training forward cost."""
+    """Returns the accuracies side by side, and the cost of the casts of one training forward."""
     totals, autocast = explanation.totals, explanation.baselines["autocast"]
     rows = [f"accuracy  {name:<9} {value:.2%}" for name, value in results.items()]
     for name, found in (("here", totals), ("autocast", autocast)):
