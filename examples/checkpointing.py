@@ -3,8 +3,8 @@
     python examples/checkpointing.py
 
 A capture ahead of time inlines checkpointed regions: gradients are right, but no memory is saved. Two ways
-keep the saving. With `convert_blocks` the model's code calls `checkpoint` around converted blocks, on any backend.
-Just in time, a backend on AOTAutograd (``"aot_eager"``, ``"inductor"``) recomputes the regions.
+keep the saving. With `convert_blocks` the model's code calls `checkpoint` around converted blocks, on any
+backend. Just in time, a backend on AOTAutograd (``"aot_eager"``, ``"inductor"``) recomputes the regions.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
     python examples/hf_trainer.py
 
 The Trainer checks the model's class when it saves. `convert_blocks(model, "")` converts in place, so the
-model stays a PreTrainedModel and `from_pretrained` reads its checkpoints. Leave the Trainer's ``fp16`` and ``bf16``
-off. The callback saves the loss scale beside the checkpoints.
+model stays a PreTrainedModel and `from_pretrained` reads its checkpoints. Leave the Trainer's ``fp16`` and
+``bf16`` off. The callback saves the loss scale beside the checkpoints.
 """
 
 from __future__ import annotations

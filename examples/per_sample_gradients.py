@@ -3,7 +3,7 @@
     python examples/per_sample_gradients.py
 
 Inside the transforms of `torch.func` a converted model runs only graphs that it captured before, so convert
-it with a batch of one sample. There is no loss scaling there: use bfloat16, or scale the loss by hand as here.
+it with a batch of one sample. There is no loss scaling there: use bfloat16, or scale the loss as here.
 """
 
 from __future__ import annotations
