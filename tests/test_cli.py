@@ -418,3 +418,41 @@ def test_runs_as_a_module() -> None:
     command = [sys.executable, "-m", "ampgraph", "explain", OURS + "with_inputs", "--casts-only"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert "proven optimal" in done.stdout
+
+
+def test_compare_ranks_draws_and_counts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = [OURS + "with_inputs", "--level", "O2", "--dtype", "float16", "--backward", "--top", "3"]
+    assert main(["compare", *argv, "--by", "headroom", "--draw", "x.dot", "--histogram", "x.svg"]) == 0
+    out, err = capsys.readouterr()
+    title, _, heading, _, *rows = out.splitlines()
+    assert "in float16 beside float32" in title
+    assert "gradients times 65536" in title
+    assert heading.split()[-2:] == ["accumulated", "headroom"]
+    assert len(rows) == 3
+    headrooms = [float(row.split()[-1]) for row in rows]
+    assert headrooms == sorted(headrooms, reverse=True)
+    assert "wrote x.dot" in err
+    assert (tmp_path / "x.dot").read_text().startswith("digraph")
+    assert "float32 gradients" in (tmp_path / "x.svg").read_text()
+
+
+def test_compare_writes_json(tmp_path: Path) -> None:
+    assert main(["compare", OURS + "with_inputs", "-o", "x.json"]) == 0
+    found = ampgraph.NumericComparison.from_json((tmp_path / "x.json").read_text())
+    assert {row.direction for row in found.rows} == {"forward"}
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--by", "owm"], "Did you mean 'own'"),
+        (["--draw", "x.xyz"], "'.xyz' is no format"),
+        (["--histogram", "x.png"], "ends in .svg or .txt"),
+        (["--json", "--top", "3"], "json is always complete"),
+    ],
+)
+def test_compare_refuses_wrong_options(
+    argv: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["compare", OURS + "with_inputs", *argv]) == 2
+    assert message in capsys.readouterr().err

@@ -20,7 +20,9 @@ from ..drawing.draw import format_suffix
 from ..errors import AmpGraphError, did_you_mean
 from ..module import AmpModule
 from ..numerics.check import check_numerics
+from ..numerics.compare import compare
 from ..numerics.finding import Finding
+from ..numerics.numeric_comparison import NumericComparison
 from ..policy.plain_data import read_text
 from ..policy.policy import Policy
 from ..report.comparison import compare_policies
@@ -120,18 +122,58 @@ def run_check(options: argparse.Namespace, notes: Notes) -> int:
     return FOUND if found is not None and found.settles_at is None else 0
 
 
+def run_numerics(options: argparse.Namespace, notes: Notes) -> None:
+    """``ampgraph compare``."""
+    form = _form(options)
+    if form != "text" and options.top:
+        raise UsageError(f"--top chooses rows of the text; {form} is always complete.")
+    if options.draw:
+        with given(f"--draw {options.draw}"):
+            format_suffix(Path(options.draw))
+    amp, args, kwargs = _built(options, policy_of(options), notes)
+    loss = _mean_square if options.backward else None
+    found = notes.timed("comparing", lambda: compare(amp, args, kwargs, loss=loss))
+    _write(_Ranked(found, options.by, options.top), form, options, notes)
+    direction = "backward" if options.backward else "forward"
+    if options.draw:
+        with given(f"--draw {options.draw}", reads=False):
+            found.draw(amp, options.draw, by=options.by, direction=direction)
+        notes.say(f"wrote {options.draw}")
+    if options.histogram:
+        with given(f"--histogram {options.histogram}", reads=False):
+            found.histogram(options.histogram, direction=direction)
+        notes.say(f"wrote {options.histogram}")
+
+
 def _mean_square(result: Any) -> torch.Tensor:
-    """The loss of ``check --backward``: the mean squares of all floating results together."""
+    """The loss of ``--backward``: the mean squares of all floating results together."""
     tensors = [t for t in tree_leaves(result) if isinstance(t, torch.Tensor) and t.is_floating_point()]
     return torch.stack([t.float().square().mean() for t in tensors]).sum()
 
 
 COMMANDS: Mapping[str, Callable[[argparse.Namespace, Notes], int | None]] = {
     "check": run_check,
+    "compare": run_numerics,
     "explain": run_explain,
     "draw": run_draw,
     "compare-policies": run_compare,
 }
+
+
+class _Ranked:
+    """A comparison whose text lists the rows that are worst in one column."""
+
+    def __init__(self, comparison: NumericComparison, by: str, top: int | None) -> None:
+        self._comparison, self._by, self._top = comparison, by, top
+
+    def __str__(self) -> str:
+        return self._comparison.table(self._top, self._by)
+
+    def to_markdown(self) -> str:
+        return self._comparison.to_markdown()
+
+    def to_json(self) -> str:
+        return self._comparison.to_json(indent=2)
 
 
 class _Whole:

@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 import torch
 
 from ..errors import AmpGraphError, did_you_mean
+from ..numerics.numeric_comparison import COLUMNS
 from ..ops.lists import PRESETS, OpClass, OpLists
 from ..policy.policy import DTYPE_NAMES, LEVELS, OBJECTIVES, PLACEMENTS, RULE_VALUES, Policy
 from ..runtime.options import AUTO, CAPTURES
@@ -52,6 +53,10 @@ _CHECK_EXAMPLES = """\
   ampgraph check my_package.models:build --dtype float16 --level O2
   ampgraph check my_package.models:build --dtype float16 --train --backward --save-policy cured.json
   ampgraph check my_package.models:build --policy cured.json"""
+_NUMERICS_EXAMPLES = """\
+  ampgraph compare my_package.models:build --dtype float16 --level O2
+  ampgraph compare torchvision:resnet18 --input 8x3x224x224 --train --backward --by headroom --top 5
+  ampgraph compare my_package.models:build --draw errors.svg --histogram exponents.svg"""
 _DRAW_EXAMPLES = """\
   ampgraph draw torchvision:resnet18 --input 8x3x224x224 -o resnet18.svg --depth 2
   ampgraph draw transformers:gpt2 --input input_ids=2x16:int64 -o gpt2.svg --focus 'h.0.*'"""
@@ -89,6 +94,7 @@ def parser() -> argparse.ArgumentParser:
     _explain(commands)
     _check(commands)
     _draw(commands)
+    _numerics(commands)
     _compare(commands)
     return main
 
@@ -138,6 +144,29 @@ def _check(commands: Any) -> None:
         help="gradients too; the loss is the mean square of the results",
     )
     command.add_argument("--save-policy", metavar="FILE", help="write the policy, cured, as JSON")
+
+
+def _numerics(commands: Any) -> None:
+    command = _command(
+        commands,
+        "compare",
+        "measure each node's error against float32",
+        "Converts a model and runs it beside float32, node by node.",
+        _NUMERICS_EXAMPLES,
+    )
+    _policy_options(command)
+    _report_options(command)
+    command.add_argument(
+        "--backward",
+        action="store_true",
+        help="gradients too; the loss is the mean square of the results",
+    )
+    command.add_argument(
+        "--by", choices=COLUMNS, default=COLUMNS[0], help="what rows are ranked and coloured by; default: own"
+    )
+    command.add_argument("--top", type=_rows, metavar="N", help="the N worst rows; default: 20")
+    command.add_argument("--draw", metavar="FILE", help="draw the model, coloured by the column")
+    command.add_argument("--histogram", metavar="FILE", help="write the exponents as .svg or .txt")
 
 
 def _draw(commands: Any) -> None:

@@ -24,11 +24,11 @@ class Key(NamedTuple):
 
     Attributes:
         node: The node's name.
-        index: The tensor's place among the leaves of what the node returns.
+        place: The tensor's place among the leaves of what the node returns.
     """
 
     node: str
-    index: int
+    place: int
 
 
 Edges = dict[Key, GradientEdge]
@@ -136,7 +136,7 @@ class GradientTape:
         """Adds to the gradients of tensors."""
         for key, gradient in gradients.items():
             known = self._gradients[key.node]
-            known[key.index] = known[key.index] + gradient if key.index in known else gradient
+            known[key.place] = known[key.place] + gradient if key.place in known else gradient
 
     def take(self, name: str) -> dict[Key, Tensor]:
         """Returns the gradients of what a node returned, and forgets them."""

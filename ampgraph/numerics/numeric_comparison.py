@@ -111,8 +111,12 @@ class NumericComparison:
     rows: tuple[ComparedNode, ...]
 
     def __str__(self) -> str:
+        return self.table()
+
+    def table(self, n: int | None = None, by: str = "own") -> str:
+        """Returns the worst rows as text; see `worst`. Default: 20 rows."""
         title = f"{self.model} in {self.low_dtype} beside float32: {self._summary()}"
-        return "\n\n".join((title, self._section(self.worst(LISTED)).text()))
+        return f"{title}\n\n{self._section(self.worst(LISTED if n is None else n, by)).text()}"
 
     def __getitem__(self, node: str) -> ComparedNode:
         """Returns the first forward row of a node.
@@ -269,7 +273,9 @@ class NumericComparison:
         """
         try:
             data = json.loads(text)
-            loss = None if data["loss"] is None else tuple(x if x is None else float(x) for x in data["loss"])
+            loss = data["loss"]
+            if loss is not None:
+                loss = float(loss[0]), None if loss[1] is None else float(loss[1])
             rows = tuple(_row_from_dict(row) for row in data["rows"])
             plain = {name: data[name] for name in ("model", "policy", "low_dtype", "scale")}
         except (KeyError, TypeError, ValueError, AttributeError) as error:
