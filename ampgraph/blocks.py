@@ -103,13 +103,13 @@ def convert_blocks(
     backend, mode = choose_backend(backend, mode, device)
     check_capture(capture)
     policy = Policy.of(policy, dtype)
-    policy = policy.replace(dtype=policy.low_dtype(device))
+    policy = policy.resolved(device)
     policy.check_outputs("convert_blocks")
     policies = _by_block(policy, model, paths)
     scaler = LossScaler(policy.active_loss_scale(), model, device)
     forwards = []
     for path in paths:
-        options = Options(policies[path], policy.low_dtype(), backend, mode, None, capture, path)
+        options = Options(policies[path], backend, mode, None, capture, path)
         forwards.append(BlockForward(_inside_wrappers(model, path), path, options, scaler))
     for forward in forwards:
         forward.install()

@@ -100,7 +100,7 @@ def convert(
     check_capture(capture)
     check_wrappers(source, capture == JUST_IN_TIME)
     device = device_of(source, device_of_tensors((args, dict(kwargs or {}))))
-    policy = policy.replace(dtype=policy.low_dtype(device))
+    policy = policy.resolved(device)
     policy.check_outputs("convert")
     backend, mode = choose_backend(backend, mode, device)
     args = _as_tuple(args)
@@ -109,7 +109,7 @@ def convert(
             "dynamic_shapes is for a capture ahead of time: pass example inputs, "
             'convert(model, args, dynamic_shapes=...), or capture="ahead of time".'
         )
-    amp = AmpModule(source, Options(policy, policy.low_dtype(), backend, mode, dynamic_shapes, capture))
+    amp = AmpModule(source, Options(policy, backend, mode, dynamic_shapes, capture))
     if has_examples and capture != JUST_IN_TIME:
         amp._capture_now(args or (), dict(kwargs or {}))
     return amp

@@ -85,20 +85,20 @@ def convert_program(
         explicit_casts: As for `export`.
         stores_low: Whether the new program stores each parameter low that no op reads in float32.
     """
-    low_dtype = policy.low_dtype(device_of_tensors(dict(program.state_dict)))
+    policy = policy.resolved(device_of_tensors(dict(program.state_dict)))
     graph_module = copy.deepcopy(program.graph_module)
     for old, new in zip(program.graph.nodes, graph_module.graph.nodes, strict=True):
         new.name = old.name  # a copy renames nodes that shadow a builtin ("input"); the signature does not
     signature = copy.deepcopy(program.graph_signature)
     _mark_parameters(graph_module, program)
     modules = sorted({p for e in program.module_call_graph for p in [e.fqn]})
-    rewrite(graph_module, policy.replace(dtype=low_dtype), low_dtype, modules)
+    rewrite(graph_module, policy, modules)
     state = dict(program.state_dict)
     if stores_low:
-        state |= _store_low(graph_module, signature.inputs_to_parameters, state, low_dtype)
+        state |= _store_low(graph_module, signature.inputs_to_parameters, state, policy.low_dtype)
     for part in [m for m in graph_module.modules() if isinstance(m, torch.fx.GraphModule)]:
         if explicit_casts:
-            run_passes(part, (ExplicitCasts(low_dtype),))
+            run_passes(part, (ExplicitCasts(policy.low_dtype),))
         _fix_grad_modes(part.graph)
     for node in graph_module.graph.nodes:
         drop_input_mark(node)

@@ -20,8 +20,8 @@ from torch.fx import GraphModule, Node
 from ampgraph._compat import OpOverload, size_hint
 from ampgraph.marks import input_mark
 from ampgraph.ops import kernels
-from ampgraph.ops.lists import OpClass, OpLists
-from ampgraph.policy.policy import LOW_DTYPES
+from ampgraph.ops.lists import OpClass
+from ampgraph.policy.policy import LOW_DTYPES, Policy
 
 from .analysis.alias import returned_views, strided_memory, viewed, written_args, written_memory
 from .analysis.arguments import argument, argument_name, tensor_arguments
@@ -62,14 +62,10 @@ class ClassifyOps(Pass):
     """Looks every op up in the op lists and every argument up in the kernel facts.
 
     Attributes:
-        ops: The op lists.
-        low_dtype: The policy's low dtype.
-        keep_io_dtypes: Whether graph outputs read their tensors in the source's dtype.
+        policy: Op lists, low dtype, and whether graph outputs read their tensors in the source's dtype.
     """
 
-    ops: OpLists
-    low_dtype: torch.dtype
-    keep_io_dtypes: bool = True
+    policy: Policy
     name: ClassVar[str] = "classify"
     edits: ClassVar[bool] = False
 
@@ -82,7 +78,7 @@ class ClassifyOps(Pass):
         return False
 
     def _facts(self, node: Node, facts: Facts, shared: _Shared) -> NodeFacts:
-        fact = NodeFacts(self._dtype(node), node, elements=_elements(node, self.low_dtype))
+        fact = NodeFacts(self._dtype(node), node, elements=_elements(node, self.policy.low_dtype))
         fact.mutated, fact.reads_whole_storage, fact.returned_input_view = shared.of(node)
         if node.target is operator.getitem and isinstance(node.args[0], Node) and _is_sequence(node.args[0]):
             # An op that returns float32 and low tensors keeps them all. Each is then its own dtype source,
@@ -96,9 +92,9 @@ class ClassifyOps(Pass):
         fact.is_parameter = _is_parameter(node, facts)
         read = [t for n in node.all_input_nodes for t in tensors(n)]
         fact.reads_sparse = not all(map(is_dense, read))
-        fact.reads_other_low = any(t.dtype in LOW_DTYPES and t.dtype != self.low_dtype for t in read)
+        fact.reads_other_low = any(t.dtype in LOW_DTYPES and t.dtype != self.policy.low_dtype for t in read)
         if isinstance(node.target, OpOverload):
-            fact.op_class, fact.class_reason = self.ops.classify(node, self.low_dtype)
+            fact.op_class, fact.class_reason = self.policy.ops.classify(node, self.policy.low_dtype)
             fact.fixed_dtype = _explicit_dtype(node)
             fact.moves_data = not viewed(node)
         fact.operands = [
@@ -118,17 +114,17 @@ class ClassifyOps(Pass):
             or not fact.moves_data
         ):
             return
-        if kernels.is_opaque(node.target) or not has_kernel(node, self.low_dtype):  # type: ignore[arg-type]
+        if kernels.is_opaque(node.target) or not has_kernel(node, self.policy.low_dtype):  # type: ignore[arg-type]
             return
         operands = (operand.tensor for operand in fact.operands if operand.rule in _DECIDED)
-        fact.refuses_low, fact.wide_results = probe_low_dtype(node, operands, self.low_dtype)
+        fact.refuses_low, fact.wide_results = probe_low_dtype(node, operands, self.policy.low_dtype)
         fact.elements -= sum(_elements_of(node.meta["val"][i]) for i in fact.wide_results)
 
     def _dtype(self, node: Node) -> torch.dtype | None:
         if not all(map(is_dense, tensors(node))) or _is_nested(node):
             return None
         dtypes = {v.dtype for v in tensors(node)}
-        managed = dtypes & {torch.float32, self.low_dtype}
+        managed = dtypes & {torch.float32, self.policy.low_dtype}
         if len(managed) != 1 or any(d.is_floating_point or d.is_complex for d in dtypes - managed):
             return None
         return managed.pop()
@@ -143,7 +139,7 @@ class ClassifyOps(Pass):
     def _rule(self, node: Node, fact: NodeFacts, path: tuple[int | str, ...], tensor: Node) -> OperandRule:
         target = node.target
         if node.op == "output":
-            return OperandRule.SOURCE_DTYPE if self.keep_io_dtypes else OperandRule.EITHER
+            return OperandRule.SOURCE_DTYPE if self.policy.keep_io_dtypes else OperandRule.EITHER
         if not isinstance(target, OpOverload) or _is_sequence(tensor) or fact.reads_sparse:
             return OperandRule.SOURCE_DTYPE
         if kernels.is_opaque(target):
@@ -184,12 +180,12 @@ class ClassifyOps(Pass):
         """
         if fact.op_class is OpClass.WHITE or kernels.wants_one_dtype(node.target):  # type: ignore[arg-type]
             return False
-        wide = tensor.meta["val"].dtype == torch.float32 and fact.dtype == self.low_dtype
+        wide = tensor.meta["val"].dtype == torch.float32 and fact.dtype == self.policy.low_dtype
         return wide and not _is_bystander(node, path, tensor)
 
     def _only_tells(self, node: Node, fact: NodeFacts) -> bool:
         """Whether the op returns integers or booleans and accepts operands of any dtype."""
-        if fact.op_class is None or not has_kernel(node, self.low_dtype):
+        if fact.op_class is None or not has_kernel(node, self.policy.low_dtype):
             return False
         if any(v.dtype.is_floating_point or v.dtype.is_complex for v in tensors(node)):
             return False

@@ -30,7 +30,7 @@ from ampgraph._compat import (
 )
 from ampgraph.guards import FP32, LISTS, guard_of, set_guard
 from ampgraph.ops.kernels import may_convert, promotes
-from ampgraph.policy.policy import LOW_DTYPES
+from ampgraph.policy.policy import LOW_DTYPES, Policy
 
 from .analysis.alias import viewed, written_args
 from .base import Pass
@@ -43,18 +43,18 @@ class InlineRegions(Pass):
     """Inlines ``wrap_with_set_grad_enabled`` and ``wrap_with_autocast``; see the module docstring.
 
     Attributes:
-        low_dtype: The policy's low dtype.
+        policy: The policy; its low dtype counts.
     """
 
-    low_dtype: torch.dtype
+    policy: Policy
     name: ClassVar[str] = "inline_regions"
 
     def run(self, graph_module: GraphModule) -> bool:
         modified = False
         while region := _next_region(graph_module.graph):
-            _inline(graph_module, region, self.low_dtype)
+            _inline(graph_module, region, self.policy.low_dtype)
             modified = True
-        return _autocast_calls_to_guards(graph_module.graph, self.low_dtype) or modified
+        return _autocast_calls_to_guards(graph_module.graph, self.policy.low_dtype) or modified
 
 
 def _next_region(graph: Graph) -> Node | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-import torch
 from torch import fx
 
 from ampgraph._compat import HigherOrderOperator, OpOverload
@@ -45,7 +44,6 @@ _WITH_BODIES = ("cond", "while_loop", "map_impl", "scan", "associative_scan", "i
 
 def default_pipeline(
     policy: Policy,
-    low_dtype: torch.dtype,
     modules: tuple[str, ...] = (),
     check_rules: bool = True,
     pins: Pins = (),
@@ -54,22 +52,21 @@ def default_pipeline(
     """Returns the pipeline that `ampgraph.convert` runs on a captured graph.
 
     Args:
-        policy: The policy.
-        low_dtype: ``torch.float16`` or ``torch.bfloat16``.
+        policy: The policy, with its dtype set.
         modules: Module paths of the source model, which rules may name.
         check_rules: Whether a rule that matches nothing is an error.
         pins: See `PropagatePrecision`.
         edits: Whether any node may go low; if not, the graph is planned for its reasons and does not change.
     """
     analysis = (
-        ClassifyOps(policy.ops, low_dtype, policy.keep_io_dtypes),
-        PropagatePrecision(policy, low_dtype, modules, check_rules, pins),
-        PlaceCasts(policy, low_dtype),
+        ClassifyOps(policy),
+        PropagatePrecision(policy, modules, check_rules, pins),
+        PlaceCasts(policy),
     )
     if policy.level == "O0" or not edits:
         return analysis
     return (
-        InlineRegions(low_dtype),
+        InlineRegions(policy),
         InlineTransforms(),
         Normalize(),
         *analysis,
@@ -82,7 +79,6 @@ def default_pipeline(
 def rewrite(
     graph_module: fx.GraphModule,
     policy: Policy,
-    low_dtype: torch.dtype,
     modules: Iterable[str] = (),
     check_rules: bool = True,
     hook: Hook | None = None,
@@ -95,8 +91,7 @@ def rewrite(
 
     Args:
         graph_module: A captured graph; edited in place.
-        policy: The policy.
-        low_dtype: The low dtype.
+        policy: The policy, with its dtype set.
         modules: Module paths that rules may name.
         check_rules: Whether a rule that matches nothing is an error.
         hook: See `run_passes`.
@@ -113,12 +108,10 @@ def rewrite(
     modules = tuple(modules)
     for body, operands in _bodies(graph_module):
         _mark_parameters(graph_module, body, operands)
-        rewrite(body, policy, low_dtype, modules, check_rules=False)
+        rewrite(body, policy, modules, check_rules=False)
     graph_module.meta[META_KEY] = Workspace()
-    edits = any(asked is Precision.LOW for _, asked in pins) or may_go_low(
-        graph_module.graph, policy, low_dtype
-    )
-    run_passes(graph_module, default_pipeline(policy, low_dtype, modules, check_rules, pins, edits), hook)
+    edits = any(asked is Precision.LOW for _, asked in pins) or may_go_low(graph_module.graph, policy)
+    run_passes(graph_module, default_pipeline(policy, modules, check_rules, pins, edits), hook)
     space = workspace(graph_module)
     if space.plan is None:
         raise PassError("the pipeline ended without a plan.")
@@ -136,17 +129,17 @@ def _leave_reasons(graph: fx.Graph, plan: Plan) -> None:
             set_mark(node, DecisionMark(decision.by, decision.reason))
 
 
-def may_go_low(graph: fx.Graph, policy: Policy, low_dtype: torch.dtype) -> bool:
+def may_go_low(graph: fx.Graph, policy: Policy) -> bool:
     """Whether any node in the graph could run low; otherwise the pipeline has nothing to do."""
     if policy.level == "O0":
         return False
     if "low" in policy.rules.values():
         return True
-    return any(_may_go_low(node, policy, low_dtype) for node in graph.nodes)
+    return any(_may_go_low(node, policy) for node in graph.nodes)
 
 
-def _may_go_low(node: fx.Node, policy: Policy, low_dtype: torch.dtype) -> bool:
-    if guard_of(node) == FP16 or any(t.dtype == low_dtype for t in tensors(node)):
+def _may_go_low(node: fx.Node, policy: Policy) -> bool:
+    if guard_of(node) == FP16 or any(t.dtype == policy.low_dtype for t in tensors(node)):
         return True
     if isinstance(node.target, HigherOrderOperator):
         return True

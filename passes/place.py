@@ -10,7 +10,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-import torch
 from torch.fx import GraphModule
 
 from ampgraph.marks import CastMark, mark_of
@@ -32,11 +31,9 @@ class PlaceCasts(Pass):
 
     Attributes:
         policy: Placement strategy and objective.
-        low_dtype: The policy's low dtype.
     """
 
     policy: Policy
-    low_dtype: torch.dtype
     name: ClassVar[str] = "place"
     edits: ClassVar[bool] = False
 

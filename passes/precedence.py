@@ -14,7 +14,6 @@ import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-import torch
 from torch.fx import GraphModule, Node
 
 from ampgraph._compat import OpOverload
@@ -38,7 +37,6 @@ class Case:
 
     Attributes:
         policy: Level, lists and guards; ``use_fp16_guard`` is settled (see `settle_guard_scope`).
-        low_dtype: The policy's low dtype.
         rules: The policy's rules, for this model.
         ranges: For each op that the low dtype's range keeps in float32, the reason.
         flips: Labels by node name, for what-if questions.
@@ -46,7 +44,6 @@ class Case:
     """
 
     policy: Policy
-    low_dtype: torch.dtype
     rules: RuleBook
     ranges: Mapping[Node, str] = field(default_factory=dict)
     flips: Mapping[str, Precision] = field(default_factory=dict)
@@ -125,7 +122,7 @@ def _low(name: str, by: str, why: Callable[[Node, NodeFacts, Case], str | None])
 
 
 def _source(fact: NodeFacts, case: Case) -> Precision:
-    return Precision.of(fact.dtype, case.low_dtype)
+    return Precision.of(fact.dtype, case.policy.low_dtype)
 
 
 def _of_source(node: Node, fact: NodeFacts, case: Case) -> Variable | None:
@@ -254,7 +251,7 @@ ABOVE_HAZARDS = (
     _fp32(
         "an op without a low-precision kernel",
         "kernel",
-        lambda n, f, c: None if has_kernel(n, c.low_dtype) else "no low-precision kernel",
+        lambda n, f, c: None if has_kernel(n, c.policy.low_dtype) else "no low-precision kernel",
     ),
     _fp32("an op that fails or widens with low operands", "kernel", lambda n, f, c: f.refuses_low),
     _keep(

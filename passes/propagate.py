@@ -15,7 +15,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
 from torch.fx import GraphModule, Node
 
 from ampgraph._compat import OpOverload
@@ -40,13 +39,11 @@ class PropagatePrecision(Pass):
 
     Attributes:
         policy: Level, lists, rules and guards.
-        low_dtype: The policy's low dtype.
         modules: Module paths of the source model, for rules; checked when ``check_rules``.
         pins: Labels by node name that override guards, rules and lists, for what-if questions.
     """
 
     policy: Policy
-    low_dtype: torch.dtype
     modules: tuple[str, ...] = ()
     check_rules: bool = True
     pins: Pins = ()
@@ -62,10 +59,10 @@ class PropagatePrecision(Pass):
         space = workspace(graph_module)
         assert space.facts is not None
         facts = space.facts
-        problem = Problem({}, facts, self.low_dtype)
-        ranges, problem.out_of_range = find_range_pins(graph_module, facts, self.low_dtype)
+        problem = Problem({}, facts, self.policy.low_dtype)
+        ranges, problem.out_of_range = find_range_pins(graph_module, facts, self.policy.low_dtype)
         policy = settle_guard_scope(graph_module, self.policy)
-        case = Case(policy, self.low_dtype, self._rules(graph_module), ranges, dict(self.pins))
+        case = Case(policy, self._rules(graph_module), ranges, dict(self.pins))
         decided = [(n, f) for n, f in facts.items() if f.dtype is not None and f.dtype_source is n]
         above = {n: settle_by(ABOVE_HAZARDS, n, f, case) for n, f in decided}
         fixed = {n: variable for n, variable in above.items() if variable is not None}
@@ -86,7 +83,7 @@ class PropagatePrecision(Pass):
         if not self.policy.hazards or self.policy.level == "O0":
             return {}
         low = {node: v.pinned is Precision.LOW for node, v in fixed.items() if v.pinned is not None}
-        return find_hazards(graph_module, facts, low, self.low_dtype)
+        return find_hazards(graph_module, facts, low, self.policy.low_dtype)
 
     def _rules(self, graph_module: GraphModule) -> RuleBook:
         """Returns the rules; without a known model, the modules come from the graph."""

@@ -211,9 +211,9 @@ def check_again_changes_nothing(captured: Captured, level: str) -> None:
     """The pipeline on its own output changes nothing."""
     program, graph_module = captured.program, captured.copy()
     policy = policy_of(program, level)
-    rewrite(graph_module, policy, program.low)
+    rewrite(graph_module, policy)
     once = graph_lines(graph_module)
-    plan = rewrite(graph_module, policy, program.low)
+    plan = rewrite(graph_module, policy)
     assert plan.casts == (), f"the second time casts {plan.casts}"
     assert graph_lines(graph_module) == once
 
@@ -221,7 +221,7 @@ def check_again_changes_nothing(captured: Captured, level: str) -> None:
 def check_against_autocast(captured: Captured) -> None:
     """At O1: never less precise than the autocast rule, never more bytes."""
     program, graph_module = captured.program, captured.copy()
-    run_passes(graph_module, [InlineRegions(program.low)])
+    run_passes(graph_module, [InlineRegions(policy_of(program, "O1"))])
     problem = problem_of(graph_module, policy_of(program, "O1"), program.low)
     placed = place_within(problem, autocast_bytes(problem))
     assert violations(problem, placed.labels) == []

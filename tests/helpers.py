@@ -81,10 +81,11 @@ def sample_inputs(graph_module: GraphModule) -> list[torch.Tensor]:
 
 def problem_of(graph_module: GraphModule, policy: Policy, low_dtype: torch.dtype = LOW) -> Problem:
     """Runs the analysis up to the free variables."""
+    policy = policy.replace(dtype=low_dtype)
     steps = [
         Normalize(),
-        ClassifyOps(policy.ops, low_dtype, policy.keep_io_dtypes),
-        PropagatePrecision(policy, low_dtype, check_rules=False),
+        ClassifyOps(policy),
+        PropagatePrecision(policy, check_rules=False),
     ]
     run_passes(graph_module, steps)
     problem = workspace(graph_module).problem

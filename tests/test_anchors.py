@@ -54,9 +54,9 @@ class Builder:
 
 def problem_of(graph, level, keep_io_dtypes=False):
     graph_module = fx.GraphModule(torch.nn.Module(), graph)
-    policy = Policy(level, dtype=LOW)
-    ClassifyOps(policy.ops, LOW, keep_io_dtypes)(graph_module)
-    PropagatePrecision(policy, LOW)(graph_module)
+    policy = Policy(level, dtype=LOW, keep_io_dtypes=keep_io_dtypes)
+    ClassifyOps(policy)(graph_module)
+    PropagatePrecision(policy)(graph_module)
     return workspace(graph_module).problem
 
 

@@ -103,9 +103,9 @@ def test_planned_only(entry: Entry, placement: str):
     graph_module = hand_written(entry)
     wanted = policy(CUDA_LISTS, placement, entry.low)
     analysis = (
-        ClassifyOps(CUDA_LISTS, entry.low, keep_io_dtypes=False),
-        PropagatePrecision(wanted, entry.low),
-        PlaceCasts(wanted, entry.low),
+        ClassifyOps(wanted.replace(keep_io_dtypes=False)),
+        PropagatePrecision(wanted),
+        PlaceCasts(wanted),
     )
     run_passes(graph_module, analysis)
     plan = workspace(graph_module).plan

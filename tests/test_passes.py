@@ -67,7 +67,7 @@ def flat(result) -> list[torch.Tensor]:
 
 
 def pipeline(policy: Policy | None = None) -> tuple[Pass, ...]:
-    return default_pipeline(policy or Policy(dtype=LOW), LOW, check_rules=False)
+    return default_pipeline((policy or Policy()).replace(dtype=LOW), check_rules=False)
 
 
 def up_to(step: type[Pass], policy: Policy | None = None) -> tuple[tuple[Pass, ...], Pass]:
@@ -191,9 +191,9 @@ def test_pipeline_on_its_own_output_changes_nothing(name, level):
     model, args = MODELS[name]
     graph_module = captured(model, *args)
     policy = Policy(level=level, dtype=LOW)
-    rewrite(graph_module, policy, LOW)
+    rewrite(graph_module, policy)
     once = lines(graph_module)
-    plan = rewrite(graph_module, policy, LOW)
+    plan = rewrite(graph_module, policy)
     assert plan.casts == ()
     assert lines(graph_module) == once
 
@@ -204,9 +204,9 @@ def test_pipeline_on_its_own_output_changes_nothing_random(level, block):
     for seed in range(block * 30, block * 30 + 30):
         graph_module = RandomGraph(seed, steps=8).graph_module
         policy = Policy(level=level, dtype=LOW)
-        rewrite(graph_module, policy, LOW)
+        rewrite(graph_module, policy)
         once = lines(graph_module)
-        rewrite(graph_module, policy, LOW)
+        rewrite(graph_module, policy)
         assert lines(graph_module) == once, f"seed {seed}"
 
 
@@ -226,7 +226,7 @@ def test_rewriting_again_does_not_spend_the_bound_on_casts_once_more():
     graph_module, policy = amp.graph_module, amp.policy
     assert amp.plan.cost.activation_cast_bytes == 192
     assert amp.plan.baselines["autocast"].activation_cast_bytes == 384
-    assert rewrite(graph_module, policy, torch.bfloat16).casts == ()
+    assert rewrite(graph_module, policy).casts == ()
 
 
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
@@ -236,7 +236,7 @@ def test_random_graphs_run_in_the_planned_dtypes(level, block):
     for seed in range(block * 30, block * 30 + 30):
         graph_module = RandomGraph(seed, steps=8).graph_module
         args = tuple(sample_inputs(graph_module))
-        plan = rewrite(graph_module, Policy(level=level, dtype=LOW), LOW)
+        plan = rewrite(graph_module, Policy(level=level, dtype=LOW))
         seen = dtypes_seen(graph_module, args)
         for node in graph_module.graph.nodes:
             if node.op == "call_function":
@@ -258,7 +258,7 @@ def test_nothing_low_means_equal_node_for_node_and_bitwise(name, policy):
     model = copy.deepcopy(model)
     plain = captured(model, *args)
     graph_module = captured(model, *args)
-    rewrite(graph_module, policy.replace(dtype=LOW), LOW, check_rules=False)
+    rewrite(graph_module, policy.replace(dtype=LOW), check_rules=False)
     if policy.level == "O0" or (not policy.ops.rules() and name != "regions"):  # regions are inlined
         assert lines(graph_module) == lines(plain)
     assert inserted(graph_module) == []
@@ -269,14 +269,14 @@ def test_nothing_low_means_equal_node_for_node_and_bitwise(name, policy):
 def test_all_black_list_equals_the_source():
     ops = OpLists.default().with_black(*(f"aten.{n}" for n in ("linear", "layer_norm", "gelu", "softmax")))
     plain, graph_module = captured(LAYERS, X), captured(LAYERS, X)
-    rewrite(graph_module, Policy(ops=ops, dtype=LOW), LOW)
+    rewrite(graph_module, Policy(ops=ops, dtype=LOW))
     assert lines(graph_module) == lines(plain)
     assert torch.equal(flat(graph_module(X))[0], flat(plain(X))[0])
 
 
 def test_casts_say_who_and_why_and_inherit_their_users_place():
     graph_module = captured(LAYERS, X)
-    rewrite(graph_module, Policy(dtype=LOW), LOW)
+    rewrite(graph_module, Policy(dtype=LOW))
     for cast in inserted(graph_module):
         assert cast.target == aten.to.dtype
         assert cast.meta[META_KEY]["inserted"] == "insert_casts"
@@ -290,7 +290,7 @@ def test_casts_say_who_and_why_and_inherit_their_users_place():
 def test_golden_plan():
     """One block, as people read it."""
     graph_module = captured(nn.Sequential(nn.Linear(8, 8), nn.Softmax(-1)), X)
-    plan = rewrite(graph_module, Policy(dtype=LOW), LOW)
+    plan = rewrite(graph_module, Policy(dtype=LOW))
     short = {torch.float32: "f32", torch.bfloat16: "bf16", None: "-"}
     assert [f"{n}: {short[d.dtype]} by {d.by}" for n, d in plan.decisions.items()] == [
         "_0_weight: f32 by source",
@@ -312,7 +312,7 @@ def test_golden_plan():
 def test_casts_that_the_user_undoes_are_kept():
     """A user's widening and narrowing in a row stay, although they change nothing."""
     graph_module = captured(Fn(lambda x: torch.relu((x @ x.t()).to(LOW).float().to(LOW))), X)
-    rewrite(graph_module, Policy(dtype=LOW), LOW)
+    rewrite(graph_module, Policy(dtype=LOW))
     kept = [n.args[1] for n in nodes_of(graph_module, "to") if n not in inserted(graph_module)]
     assert kept == [LOW, torch.float32, LOW]
 
@@ -509,7 +509,7 @@ def test_analysis_that_edits_is_named(silent):
 
 
 @pytest.mark.parametrize(
-    "step", [InsertCasts(), PlaceCasts(Policy(dtype=LOW), LOW), Verify()], ids=lambda p: p.name
+    "step", [InsertCasts(), PlaceCasts(Policy(dtype=LOW)), Verify()], ids=lambda p: p.name
 )
 def test_a_pass_out_of_order_is_named(step):
     with pytest.raises(PassError, match=step.name):

@@ -118,9 +118,11 @@ def test_dtype_beside_a_policy_fills_in_or_contradicts():
 
 
 def test_low_dtype_follows_the_device():
-    assert Policy().low_dtype("cpu") == BF16
-    assert Policy().low_dtype("cuda:0") == FP16
-    assert Policy(dtype=BF16).low_dtype("cuda") == BF16
+    assert Policy().resolved("cpu").low_dtype == BF16
+    assert Policy().resolved("cuda:0").low_dtype == FP16
+    assert Policy(dtype=BF16).resolved("cuda").low_dtype == BF16
+    with pytest.raises(PolicyError, match="resolved"):
+        _ = Policy().low_dtype
 
 
 def test_op_lists_are_checked_when_built():

@@ -106,6 +106,6 @@ def test_what_a_norm_saves_depends_on_the_device(device, statistics):
     graph_module = build.finish(
         build.call(aten.mm.default, y, weight), build.call(aten.mul.Tensor, mean, 2.0)
     )
-    rewrite(graph_module, Policy(), F16, ())
+    rewrite(graph_module, Policy(dtype=F16))
     assert [t.dtype for t in norm.meta["val"]] == [F16, statistics, statistics]
     assert mean.meta["val"].dtype == statistics

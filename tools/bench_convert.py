@@ -95,7 +95,9 @@ def seconds_by_pass(nodes: int, level: str) -> dict[str, float]:
     start = time.process_time()
     with mock.patch.object(time, "perf_counter", time.process_time):
         rewrite(
-            graph_module, Policy(level), torch.float16, hook=lambda step, *_: found.update({step.name: _[-1]})
+            graph_module,
+            Policy(level, dtype=torch.float16),
+            hook=lambda step, *_: found.update({step.name: _[-1]}),
         )
     return {"total": time.process_time() - start, **found}
 
@@ -124,7 +126,7 @@ def model_rows() -> Iterable[list[str]]:
             gc.collect()
             clean = time.process_time()
             graph_module, _ = unlift(program, model)
-            plan = rewrite(graph_module, Policy(level), torch.float16)
+            plan = rewrite(graph_module, Policy(level, dtype=torch.float16))
             ended = time.process_time()
             cells += [f"{ended - clean:.2f}", f"{(ended - clean) / (captured - start):.0%}"]
         yield [name, str(len(plan.decisions)), f"{captured - start:.2f}", *cells]

@@ -44,7 +44,7 @@ def problem_of(model: nn.Module, x: Tensor) -> Problem:
     """Returns the placement problem of the model at O2 in float16, before anything is decided."""
     policy = Policy(level="O2", dtype=torch.float16)
     graph_module, _ = unlift(capture_program(model, (x,)), model)
-    passes = default_pipeline(policy, torch.float16)
+    passes = default_pipeline(policy)
     before = passes[: next(i for i, p in enumerate(passes) if isinstance(p, PlaceCasts))]
     run_passes(graph_module, before)
     problem = workspace(graph_module).problem

@@ -46,7 +46,7 @@ def _compiled_apart(model: Module, backend: str | Callable, **given: Any) -> Cal
         before = set(model.__dict__)
         compiled = torch.compile(model, backend=backend, **apart, **given)  # type: ignore[call-overload]
         # Attributes set on the result are stored on the model: torch's mark, Lightning's arguments (with the
-# backend, which cannot be pickled).
+        # backend, which cannot be pickled).
         for name in set(model.__dict__) - before:
             del model.__dict__[name]
         return _guarding(_hook_guards, compiled)

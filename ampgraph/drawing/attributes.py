@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch.fx import GraphModule, Node
@@ -28,7 +29,7 @@ def node_attributes(node: Node, plan: Plan | None) -> dict[str, Any]:
     """
     kind = _kind(node, plan)
     decision = plan.decisions.get(node.name) if plan else None
-    meta = (mark_of(node, Mark) or {}) if kind in ("cast", "clamp") else {}
+    meta: Mapping[str, Any] = (mark_of(node, Mark) or {}) if kind in ("cast", "clamp") else {}
     returns = kind != "output"
     dtype = view.dtype_of(node) if returns else ""
     return {

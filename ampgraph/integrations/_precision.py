@@ -60,7 +60,7 @@ class PrecisionMixin:
     def convert_module(self, module: Any) -> Any:
         """Converts in place, because some strategies ignore the return value."""
         device = module.trainer.strategy.root_device  # the module is moved there only later
-        policy = self.policy.replace(dtype=self.policy.low_dtype(device))
+        policy = self.policy.resolved(device)
         which = networks(module) if self.which is None else self.which
         if not which and which != "":
             raise PolicyError(

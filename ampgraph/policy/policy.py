@@ -209,11 +209,23 @@ class Policy:
         """
         return cls.from_dict(json_object(text))  # type: ignore[arg-type]  # checked there
 
-    def low_dtype(self, device: torch.device | str = "cpu") -> torch.dtype:
-        """Returns the low dtype; the device selects it if the policy does not set one."""
+    def resolved(self, device: torch.device | str = "cpu") -> Policy:
+        """Returns the policy with its dtype set; the device selects it if the policy does not."""
         if self.dtype is not None:
-            return self.dtype
-        return torch.float16 if torch.device(device).type == "cuda" else torch.bfloat16
+            return self
+        on_cuda = torch.device(device).type == "cuda"
+        return self.replace(dtype=torch.float16 if on_cuda else torch.bfloat16)
+
+    @property
+    def low_dtype(self) -> torch.dtype:
+        """The low dtype of a policy that names one.
+
+        Raises:
+            PolicyError: It names none; see `resolved`.
+        """
+        if self.dtype is None:
+            raise PolicyError("Policy: dtype=None is not settled yet; resolved(device) fills it in.")
+        return self.dtype
 
     def active_loss_scale(self) -> LossScale:
         """Returns the loss scale; the dtype selects it if the policy does not set one."""

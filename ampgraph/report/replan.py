@@ -32,15 +32,15 @@ def replanned(
         policy: The new policy; where it names no dtype, the low dtype stays.
         modules: Module paths that rules may name.
         check_rules: Whether a rule that matches nothing is an error.
-        pins: Labels by node name (True: low) that stand above guards, rules and lists.
+        pins: Precisions by node name that stand above guards, rules and lists.
         stores_low: Whether level O3 stores parameters low, as it does of models in evaluation mode.
 
     Raises:
         PolicyError: The rules do not fit the model.
     """
     source = without_casts(graph_module, plan)
-    low_dtype = policy.dtype or plan.low_dtype
-    new = rewrite(source, policy, low_dtype, modules, check_rules, pins=pins)
+    policy = policy.replace(dtype=policy.dtype or plan.low_dtype)
+    new = rewrite(source, policy, modules, check_rules, pins=pins)
     if policy.level == "O3" and stores_low:
         new = read_stored(source, new, read_low_alone(source))
     return source, new

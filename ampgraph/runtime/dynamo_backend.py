@@ -79,7 +79,7 @@ def make_backend(
             captured = time.perf_counter()
             if modules:
                 _check_rules(options.policy, modules, lowered)
-            plan = rewrite(lowered, options.policy, options.low_dtype, modules, check_rules=False)
+            plan = rewrite(lowered, options.policy, modules, check_rules=False)
         except (CaptureError, PassError) as error:
             warn_user(f"ampgraph: {options.named('a part of the model runs in its own dtypes')}: {error}")
             return _next_backend(options.backend, options.mode)(graph_module, inputs)
@@ -197,7 +197,7 @@ def ampgraph_backend(graph_module: fx.GraphModule, inputs: list, **given: Any) -
     device = device_of_tensors(inputs)
     if policy.dtype is None:
         policy = policy.replace(dtype=_autocast_dtype(device))
-    options = Options(policy, policy.low_dtype(device), *choose_backend(backend, mode, device))
+    options = Options(policy.resolved(device), *choose_backend(backend, mode, device))
     shadows = ShadowWeights(None, options.low_dtype) if policy.level in ("O2", "O3") else None
     with no_ambient_autocast():
         compiled = make_backend(options, shadows=shadows)(graph_module, inputs)

@@ -247,7 +247,7 @@ class GraphCache:
         graph_module, constants = unlift(program, self._source)
         modules = [name for name, _ in self._source.named_modules()]
         # A rule for a node that the first graph has may match none in another mode.
-        plan = rewrite(graph_module, options.policy, options.low_dtype, modules, check_rules=not self._graphs)
+        plan = rewrite(graph_module, options.policy, modules, check_rules=not self._graphs)
         shapes = accepted_shapes(graph_module)
         timing = Timing(capture_seconds, time.perf_counter() - start)
         return CapturedGraph(

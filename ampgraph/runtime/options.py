@@ -20,7 +20,6 @@ class Options:
 
     Attributes:
         policy: The policy, with its dtype filled in.
-        low_dtype: That dtype, float16 or bfloat16.
         backend: A name or function that ``torch.compile`` takes; ``"eager"`` runs the graph as it is.
         mode: The backend's mode.
         dynamic_shapes: As for ``torch.export.export``; ahead of time only.
@@ -29,7 +28,6 @@ class Options:
     """
 
     policy: Policy
-    low_dtype: torch.dtype
     backend: str | Callable = "eager"
     mode: str | None = None
     dynamic_shapes: Any = None
@@ -39,6 +37,11 @@ class Options:
     def named(self, message: str) -> str:
         """Returns a message for the user with the block's path in front."""
         return f"{self.block}: {message}" if self.block else message
+
+    @property
+    def low_dtype(self) -> torch.dtype:
+        """The policy's low dtype."""
+        return self.policy.low_dtype
 
     @property
     def just_in_time(self) -> bool:
