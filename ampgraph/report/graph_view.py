@@ -84,12 +84,12 @@ def kind_of(node: Node) -> str:
 
 
 def inserted_casts(graph_module: GraphModule) -> list[Node]:
-    """Returns the casts that ampgraph inserted and that are still there, in graph order."""
+    """Returns the inserted casts that remain in the graph, in graph order."""
     return [node for node in graph_module.graph.nodes if is_inserted_cast(node)]
 
 
 def cast_source(node: Node) -> Node:
-    """Returns the tensor that an inserted cast is for: what it reads, or what a clamp before it reads."""
+    """Returns the tensor that an inserted cast reads, directly or through a clamp."""
     source: Node = node.args[0]  # type: ignore[assignment]
     return source.args[0] if kind_of(source) == "clamp" else source  # type: ignore[return-value]
 
@@ -118,14 +118,14 @@ def is_parameter_cast(node: Node) -> bool:
 
 
 def is_item(node: Node) -> bool:
-    """Whether the node only picks one result of an op with several."""
+    """Whether the node is a `getitem` on an op with several results."""
     if node.target is not operator.getitem or not isinstance(node.args[0], Node):
         return False
     return isinstance(node.args[0].meta.get("val"), (list, tuple))
 
 
 def operands(node: Node) -> Iterator[tuple[ArgumentPath, Node]]:
-    """Yields (path, node) for everything that a node reads; paths as in `Plan.widened`."""
+    """Yields (path, node) for each node that a node reads; paths as in `Plan.widened`."""
     return tensor_arguments(node)
 
 
@@ -176,7 +176,7 @@ def type_of(node: Node) -> str:
 
 
 def label_of(node: Node) -> str:
-    """Returns how people know a node: a parameter's path, ``split[0]`` for one of several, or its name."""
+    """Returns a readable name of a node: a parameter's path, ``split[0]`` for one result, or its name."""
     if node.op == "get_attr":
         return str(node.target)
     if is_item(node):

@@ -1,4 +1,4 @@
-"""Reads a rewritten graph into `ExplanationData`, and plans it again in other ways."""
+"""Reads a rewritten graph into `ExplanationData`, and plans it again for what-if questions."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .explanation_data import ExplanationData
 from .replan import replanned
 from .rows import CastRow, NodeRow, Totals
 
-# What no guard, rule or list can change.
+# Decisions that no guard, rule or list can change.
 _UNFLIPPABLE = ("source", "user cast", "alias", "kernel", "range")
 _PEERS = {
     "torch": OpLists.torch,
@@ -50,16 +50,16 @@ def source_of(amp: object) -> tuple[Source, str]:
 
 @dataclass(frozen=True)
 class Source:
-    """A rewritten graph with what it takes to plan it again.
+    """A rewritten graph with the data to plan it again.
 
     Attributes:
         graph_module: The graph; read, never changed.
         plan: Its plan.
-        policy: What the plan was asked for.
+        policy: The policy of the plan.
         model: Name of the model that it came from.
         modules: Module paths that rules may name.
         stores_low: Whether level O3 stores its parameters low.
-        coverage: How much of the model the graphs hold.
+        coverage: The share of the model inside its graphs.
     """
 
     graph_module: GraphModule
@@ -154,7 +154,7 @@ def _position(amp: Converted) -> str:
 
 
 def _widened(graph_module: GraphModule, plan: Plan) -> dict[str, list[str]]:
-    """Returns, by node, the operands that are really low in the graph and widened by the kernel."""
+    """Returns, by node, the operands that are low in the graph and that the kernel widens."""
     nodes = {node.name: node for node in graph_module.graph.nodes}
     found: dict[str, list[str]] = {}
     for use in plan.widened:
@@ -165,7 +165,7 @@ def _widened(graph_module: GraphModule, plan: Plan) -> dict[str, list[str]]:
 
 
 def _modules(graph_module: GraphModule) -> dict[Node, str]:
-    """Returns the innermost module of every node; what ampgraph inserted stands beside its users."""
+    """Returns the innermost module of every node; an inserted node takes the module of its users."""
     nodes = list(graph_module.graph.nodes)
     moved = [node for node in nodes if view.kind_of(node) in ("cast", "clamp")]
     stacks = {node: module_stack(node) for node in nodes}

@@ -1,4 +1,4 @@
-"""Plans a rewritten graph again, under another policy or with one node the other way; captures nothing."""
+"""Plans a rewritten graph again, under another policy or with one node flipped, without a capture."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def replanned(
     Args:
         graph_module: A rewritten graph; not changed. The copy shares its tensors.
         plan: Its plan.
-        policy: The new policy; where it names no dtype, the low dtype stays.
+        policy: The new policy; if it sets no dtype, the low dtype stays.
         modules: Module paths that rules may name.
         check_rules: Whether a rule that matches nothing is an error.
         pins: Precisions by node name that stand above guards, rules and lists.

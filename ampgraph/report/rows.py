@@ -15,7 +15,7 @@ class NodeRow:
 
     Attributes:
         name: The node's name in the graph.
-        label: How people know it: a parameter's path, ``split[0]``, else the name.
+        label: Its readable name: a parameter's path, ``split[0]``, else the name.
         kind: ``"input"``, ``"parameter"``, ``"op"``, ``"clamp"`` (inserted, before the cast of a mask),
             ``"graph"`` (the body of a higher-order op) or ``"output"``.
         op: ``"aten.conv2d"``.
@@ -23,11 +23,11 @@ class NodeRow:
         dtype: The dtype of its result (several, joined by commas).
         shape: ``"2x8x16"``.
         op_class: ``"white"``, ``"black"``, ``"gray"``, ``"clear"`` or ``""``.
-        by: Who decided, see `Decision`.
-        reason: Why, in one sentence.
+        by: The rule that decided, see `Decision`.
+        reason: The reason, in one sentence.
         line: ``file:line`` of the code that made it, outside torch.
         reads_cast: Names of the inserted casts that it reads.
-        widens: Labels of the low operands that its kernel widens itself.
+        widens: Labels of the low operands that its kernel widens.
         because: Names of the nodes whose dtype is the reason.
     """
 
@@ -48,7 +48,7 @@ class NodeRow:
 
     @property
     def is_float_op(self) -> bool:
-        """Whether it is an op whose dtype ampgraph decides; the picking of one of several results is none."""
+        """Whether it is an op whose dtype ampgraph decides; `getitem` does not count."""
         return is_float_op(self.kind, self.op, self.dtype)
 
     def is_low(self, low_dtype: str) -> bool:
@@ -57,7 +57,7 @@ class NodeRow:
 
 
 def is_float_op(kind: str, op: str, dtype: str) -> bool:
-    """Whether ampgraph decides the dtype of what a node returns, or of one of several results.
+    """Whether ampgraph decides the dtype of a node's result, or of one of its results.
 
     Args:
         kind: As in `NodeRow.kind`.
@@ -81,8 +81,8 @@ class CastRow:
         is_parameter: Whether the tensor is a parameter, buffer or constant.
         clamped: Whether it is a mask, clamped into the low dtype's range before the cast.
         users: Labels of the nodes that share the cast.
-        src_reason: Why the tensor has the dtype it has.
-        dst_reason: Why the first user needs the other one.
+        src_reason: The reason for the tensor's dtype.
+        dst_reason: The reason for the other dtype in the first user.
         module: Path of the innermost module around all users; ``""`` for a cast of an output.
     """
 
@@ -102,14 +102,14 @@ class CastRow:
 
 @dataclass(frozen=True)
 class ModuleRow:
-    """What is inside one module, its submodules included.
+    """Counts of one module, including its submodules.
 
     Attributes:
         path: As in ``named_modules()``.
         ops: Ops whose dtype ampgraph decides.
-        low: Those of them that run low.
+        low: The ops that run low.
         casts: Inserted casts.
-        cast_bytes: Bytes that those read and write.
+        cast_bytes: Bytes that these casts read and write.
     """
 
     path: str
@@ -125,11 +125,11 @@ class Totals:
 
     Attributes:
         casts: Inserted casts.
-        activation_casts: Those of activations.
-        parameter_casts: Those of parameters, buffers and constants.
+        activation_casts: Casts of activations.
+        parameter_casts: Casts of parameters, buffers and constants.
         cast_bytes: Bytes that all casts read and write.
-        activation_cast_bytes: Those of activation casts.
-        parameter_cast_bytes: Those of parameter casts.
+        activation_cast_bytes: Bytes that casts of activations read and write.
+        parameter_cast_bytes: Bytes that casts of parameters read and write.
         traffic: Modelled bytes that all kernels and casts read and write.
     """
 
