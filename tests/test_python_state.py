@@ -1,10 +1,12 @@
 """What forward reads from Python: a change after the capture is captured again, or told."""
 
 import contextlib
+import random
 import threading
 import types
 from dataclasses import dataclass, field
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -305,3 +307,30 @@ def test_many_captures_name_what_changed(caplog):
         model.config.scale = float(step)
         amp(X)
     assert "(config.scale)" in caplog.text
+
+
+DRAWS = {"random": lambda: random.random(), "numpy.random": lambda: float(numpy.random.random())}
+
+
+class Draws(nn.Module):
+    def __init__(self, draw):
+        super().__init__()
+        self.fc, self.draw = nn.Linear(4, 4), draw
+
+    def forward(self, x):
+        return self.fc(x) * (0.0 if self.draw() < 0.5 else 2.0)
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_random_numbers_of_python_are_drawn_at_each_call(name):
+    model = Draws(DRAWS[name])
+    before = random.getstate()
+    with pytest.raises(
+        ampgraph.CaptureError, match=f"Draws: forward draws from {name}, which a graph cannot"
+    ):
+        ampgraph.convert(model, (X,), capture="ahead of time", **LOW)
+    with pytest.warns(UserWarning, match=f"Draws: forward draws from {name}, which a graph cannot; it is"):
+        amp = ampgraph.convert(model, (X,), **LOW)
+    assert random.getstate() == before
+    means = {float(amp(X).abs().mean()) > 0 for _ in range(30)}
+    assert means == {True, False}

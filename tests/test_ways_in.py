@@ -58,6 +58,45 @@ def test_auto_falls_back_with_one_line_that_says_why(recwarn, caplog, capfd):
     assert "def forward" not in "".join(capfd.readouterr())
 
 
+class Packed(nn.Module):
+    """A recurrent layer over packed sequences; it sets attributes of its own when it is called."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.rnn, self.head = nn.Linear(8, 8), nn.GRU(8, 8, batch_first=True), nn.Linear(8, 4)
+
+    def forward(self, x, lengths):
+        pack, unpack = nn.utils.rnn.pack_padded_sequence, nn.utils.rnn.pad_packed_sequence
+        packed = pack(self.embed(x), lengths, batch_first=True, enforce_sorted=False)
+        return self.head(unpack(self.rnn(packed)[0], batch_first=True)[0])
+
+
+def test_packed_sequences_fall_back_with_one_line(recwarn):
+    model, x, lengths = Packed().eval(), torch.randn(3, 7, 8), torch.tensor([7, 4, 5])
+    amp = ampgraph.convert(model, (x, lengths), dtype=BF16)
+    (told,) = [str(w.message) for w in recwarn]
+    assert told.startswith("Packed could not be captured at ")
+    assert "just in time instead" in told
+    torch.testing.assert_close(amp(x, lengths), model(x, lengths), rtol=0.05, atol=0.05)
+
+
+def test_an_output_of_an_unknown_class_falls_back_with_one_line(recwarn):
+    class Cache:
+        def __init__(self, value):
+            self.value = value
+
+    class Caches(nn.Linear):
+        def forward(self, x):
+            return super().forward(x), Cache(x * 2)
+
+    model = Caches(8, 8)
+    amp = ampgraph.convert(model, (X,), dtype=BF16)
+    (out, cache), wanted = amp(X), model(X)
+    assert len(recwarn) == 1
+    torch.testing.assert_close(out, wanted[0], rtol=0.05, atol=0.05)
+    torch.testing.assert_close(cache.value, wanted[1].value)
+
+
 def test_a_failed_capture_leaves_torchs_log_and_output_as_they_were(capfd):
     known = {n: log for n, log in logging.root.manager.loggerDict.items() if isinstance(log, logging.Logger)}
     before = {name: list(log.filters) for name, log in known.items()}

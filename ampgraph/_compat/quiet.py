@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import types
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -36,9 +38,14 @@ def never_log_raised_errors(is_here: Callable[[], bool]) -> None:
 def quiet_export(is_here: Callable[[], bool]) -> Iterator[None]:
     """Stops ``torch.export`` from logging warnings and errors, and from printing a failed graph.
 
+    Its warnings about attributes that forward sets appear if it succeeds.
+
     Logs that a user turned on, for example with ``TORCH_LOGS``, are below the warning level and still appear.
     """
+    from torch._functorch._aot_autograd import frontend_utils
     from torch.export import _trace
+
+    told: list[str] = []
 
     def keep(record: logging.LogRecord) -> bool:
         return record.levelno < logging.WARNING or not is_here()
@@ -47,14 +54,24 @@ def quiet_export(is_here: Callable[[], bool]) -> Iterator[None]:
         if not is_here():
             print(*args, **kwargs)
 
+    def warn_later(message: str, *args: Any, **kwargs: Any) -> None:
+        if is_here():
+            told.append(message)
+        else:
+            warnings.warn(message, *args, **kwargs)
+
     known = list(logging.root.manager.loggerDict.items())
     loggers = [log for name, log in known if name.startswith("torch") and isinstance(log, logging.Logger)]
     _trace.print = print_elsewhere  # type: ignore[attr-defined]
+    frontend_utils.warnings = types.SimpleNamespace(warn=warn_later)  # type: ignore[assignment]
     try:
         with _filtered(loggers, keep):
             yield
     finally:
+        frontend_utils.warnings = warnings
         vars(_trace).pop("print", None)
+    for message in told:
+        warnings.warn(message, stacklevel=2)
 
 
 _fake_tensor_log = logging.getLogger(fake_tensor.__name__)

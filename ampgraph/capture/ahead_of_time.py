@@ -28,6 +28,7 @@ from .batch_norm import with_cumulative_average
 from .distinct import distinct
 from .inference_mode import traced_as_no_grad
 from .lost import LOST_KEY, noting_lost_backwards
+from .python_random import noting_random_numbers
 from .reads import Reads, recorded
 from .side_effects import noting_written_containers, without_new_state
 from .user_code import user_line
@@ -125,6 +126,7 @@ def capture_program(
             watching as lost,
             without_new_state(model),
             noting_written_containers(model) as written,
+            noting_random_numbers() as random_numbers,
             recorded(reads, is_capturing_here),
         ):
             program = torch.export.export(model, args, kwargs, dynamic_shapes=dynamic_shapes, strict=False)
@@ -132,6 +134,7 @@ def capture_program(
         _check_arguments(model, args, kwargs, error)
         raise AheadOfTimeError(_explain(model, error)).because(is_known=bool(_hint(error))) from error
     _check_written(model, written)
+    _check_random_numbers(model, random_numbers)
     if reads is not None:
         reads.note_program(program)
     program.graph_module.meta[LOST_KEY] = tuple(lost)
@@ -150,6 +153,15 @@ def _check_written(model: nn.Module, written: list[str]) -> None:
         f"{type(model).__name__}: forward changes what its {noun} {names} holds, which a graph cannot\n"
         f"Return the new values, write to tensors in place, {_JUST_IN_TIME}."
     ).because(is_known=True)
+
+
+def _check_random_numbers(model: nn.Module, generators: list[str]) -> None:
+    """Raises where forward draws numbers that tracing does not see: every call would have the same."""
+    if generators:
+        raise AheadOfTimeError(
+            f"{type(model).__name__}: forward draws from {' and '.join(generators)}, which a graph cannot\n"
+            f"Draw with torch, {_JUST_IN_TIME}."
+        ).because(is_known=True)
 
 
 def _complete_users(graph: fx.Graph) -> None:
