@@ -34,7 +34,7 @@ class Layouts:
         layouts = [_layout(t) for t in self._tensors(args, kwargs)]
         return layouts == self._seen and self._offsets == self._offsets_of(args, kwargs)
 
-    def _offsets_of(self, args: tuple, kwargs: dict[str, Any]) -> list[int]:
+    def _offsets_of(self, args: tuple, kwargs: dict[str, Any]) -> list[int | torch.SymInt]:
         tensors = self._tensors(args, kwargs) if self._with_offsets else ()
         return [t.storage_offset() for t in tensors if t.layout == torch.strided]
 

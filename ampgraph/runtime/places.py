@@ -17,7 +17,6 @@ _DEPTH = 3  # of objects inside objects: model.config.rope.base
 _MOST_SETTINGS = 256
 _EQUAL_IF_SAME = (FunctionType, BuiltinFunctionType, MethodType, ModuleType, type)
 _NO_SETTINGS = (torch.Tensor, nn.Module)
-_Group = tuple[Callable[[Any], tuple], Any]
 
 
 class Places:
@@ -52,9 +51,12 @@ class Places:
 
     def settle(self) -> None:
         """Takes down what the places hold now."""
-        self._plain_groups, self._seen = _groups(self._plain)
-        self._seen = [copied(values) for values in self._seen]
-        self._object_groups, self._seen_objects = _groups(self._objects)
+        self._plain_groups = [(_getter(places), places[0].holder) for places in self._plain.values()]
+        self._seen = [copied(get(held)) for get, held in self._plain_groups]
+        getters = [
+            (_getter(places, always_tuple=True), places[0].holder) for places in self._objects.values()
+        ]
+        self._object_groups = [(get, held, get(held)) for get, held in getters]
         self._seen_sizes = [*map(len, self._sizes)]
 
     def are_same(self) -> bool:
@@ -62,7 +64,7 @@ class Places:
         try:
             if [get(held) for get, held in self._plain_groups] != self._seen:
                 return False
-            for (get, held), seen in zip(self._object_groups, self._seen_objects, strict=True):
+            for get, held, seen in self._object_groups:
                 if not all(map(is_, get(held), seen)):
                     return False
         # Gone, or an array now, which compares item by item; ValueError is an empty cell's as well.
@@ -70,13 +72,14 @@ class Places:
             return False
         if self._seen_sizes and [*map(len, self._sizes)] != self._seen_sizes:
             return False
-        return all(same(place.value(), seen) for place, seen in self._containers)
+        return not self._containers or all(same(place.value(), seen) for place, seen in self._containers)
 
     def changed(self) -> list[str]:
         """Returns the places that hold something else now, as a user writes them."""
         pairs = [*self._containers]
-        groups = (*self._plain.values(), *self._objects.values())
-        for places, seen in zip(groups, (*self._seen, *self._seen_objects), strict=True):
+        for places, seen in zip(self._plain.values(), self._seen, strict=True):
+            pairs += zip(places, seen if len(places) > 1 else (seen,), strict=True)
+        for places, (_, _, seen) in zip(self._objects.values(), self._object_groups, strict=True):
             pairs += zip(places, seen[: len(places)], strict=True)
         return [place.path for place, seen in pairs if not same(place.value(), seen)]
 
@@ -133,12 +136,9 @@ def _items(container: Any) -> list[tuple[Any, Any]]:
     return [*enumerate(container)]
 
 
-def _groups(places: dict[int, list[Place]]) -> tuple[list[_Group], list[tuple]]:
-    """Returns what reads the places, one call for all of a holder's, and what it reads now."""
-    groups = []
-    for held in places.values():
-        names = [place.name for place in held]
-        getter = itemgetter if isinstance(held[0].holder, dict) else attrgetter
-        # Of a single name it gives no tuple.
-        groups.append((getter(*(names if len(names) > 1 else names * 2)), held[0].holder))
-    return groups, [get(holder) for get, holder in groups]
+def _getter(places: list[Place], always_tuple: bool = False) -> Callable[[Any], Any]:
+    """Returns what reads all places of one holder in one call; of a single place, it gives no tuple."""
+    names = [place.name for place in places]
+    if always_tuple and len(names) == 1:
+        names *= 2
+    return (itemgetter if isinstance(places[0].holder, dict) else attrgetter)(*names)
