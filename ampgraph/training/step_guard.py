@@ -214,7 +214,8 @@ class StepGuard:
         """Returns the verdict on these parameters' gradients; None if there are none on any rank."""
         if not (parameters := list(parameters)):
             return None
-        is_alone = is_distributed() and (self._is_uneven() or self.process_groups == ())
+        has_no_peers = self.process_groups is not None and not self.process_groups
+        is_alone = is_distributed() and (self._is_uneven() or has_no_peers)
         flags = self._flags.of(parameters, with_reports=not is_alone)  # ranks must decide the same
         if is_distributed():
             if flags is None:
