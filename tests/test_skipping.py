@@ -490,3 +490,40 @@ def test_a_step_left_out_after_unscale_backs_off() -> None:
         amp.scaler.update()
         assert amp.scaler.get_scale() == scale
     assert amp.scaler.last_overflow.step == 2
+
+
+@pytest.mark.parametrize("args", [(torch.zeros(4, 8),), None], ids=["ahead of time", "just in time"])
+@pytest.mark.parametrize("fused", [False, True])
+def test_overflow_of_the_forward_is_told_as_such(args, fused, caplog) -> None:
+    """Not as one of the gradients, whose last parameter says nothing."""
+    amp = ampgraph.convert(Net(), args, policy=FLOAT16, backend="eager")
+    optimizer = torch.optim.SGD(amp.parameters(), lr=0.1, fused=fused)
+    amp.scaler.attach(optimizer)
+    with caplog.at_level(logging.WARNING, logger="ampgraph"):
+        for scale in (1.0, 1e6):  # 1e6 does not fit into float16
+            optimizer.zero_grad()
+            amp(batch() * scale).sum().backward()
+            optimizer.step()
+        found = amp.scaler.last_overflow
+    assert (found.step, found.in_forward) == (2, True)
+    assert "outputs are not finite" in caplog.text
+    assert "check_numerics" in caplog.text
+    assert "first in" not in caplog.text
+
+
+def test_overflow_of_the_gradient_is_not_told_as_one_of_the_forward() -> None:
+    amp = convert()
+    optimizer = torch.optim.SGD(amp.parameters(), lr=0.1, fused=True)
+    amp.scaler.attach(optimizer)
+    for factor, bad in ((1e9, None), (1.0, float("inf")), (1.0, None)):
+        optimizer.zero_grad()
+        (amp(batch(bad)) * factor).sum().backward()
+        optimizer.step()
+    # The outputs of later calls say nothing of the step.
+    assert amp.scaler.last_overflow.step == 2
+    assert amp.scaler.last_overflow.in_forward
+    optimizer.zero_grad()
+    (amp(batch()) * 1e9).sum().backward()
+    optimizer.step()
+    assert amp.scaler.last_overflow.step == 4
+    assert not amp.scaler.last_overflow.in_forward

@@ -106,8 +106,10 @@ class CapturedGraph:
         if self.shadows is not None and shadowed:
             self.shadows.refresh()
         outputs = self._runners[kind](*args, **kwargs)
-        if training and self._is_scaled and self.options.backend != "eager":
-            self.scaler.follow(outputs)
+        if training and self._is_scaled:
+            self.scaler.note_outputs(outputs)
+            if self.options.backend != "eager":
+                self.scaler.follow(outputs)
         return outputs
 
     def run_by(self, run: Runner | None) -> None:

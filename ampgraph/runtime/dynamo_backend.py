@@ -98,9 +98,11 @@ def make_backend(
         added = _add_boundary(bounded, inputs, extra, masters)
         warn_about_float16_outputs(bounded.graph, options)
         compiled = compile_next(bounded, [*added, *inputs])
-        if scaling is None or options.backend == "eager":
+        if scaling is None:
             return lambda *args: compiled(*extra.tensors(args), *args)
-        return lambda *args: scaling.follow(compiled(*extra.tensors(args), *args))
+        if options.backend == "eager":
+            return lambda *args: scaling.note_outputs(compiled(*extra.tensors(args), *args))
+        return lambda *args: scaling.follow(scaling.note_outputs(compiled(*extra.tensors(args), *args)))
 
     return backend
 

@@ -310,6 +310,11 @@ class LossScaler:
         self.state.checked.follow(outputs, self.state.probe, self._slots.known)
         return outputs
 
+    def note_outputs(self, outputs: Any) -> Any:
+        """Returns the outputs of a call, and remembers them for `last_overflow`."""
+        self.guard.overflows.note_outputs(outputs)
+        return outputs
+
     def check_loop(self) -> None:
         """Warns once about each optimizer that steps without the active scaler."""
         if self.skips():
