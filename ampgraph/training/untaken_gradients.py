@@ -168,8 +168,7 @@ class UntakenGradients:
         parameters = [p for p in parameters if p.grad is not None]
         found: dict[Backward, list[int]] = {}
         for parameter, slot in zip(parameters, self._slots.of(parameters), strict=True):
-            entry = None if slot is None else self._entries.get(slot)
-            if entry is None or entry.is_taken:
+            if slot is None or (entry := self._entries.get(slot)) is None or entry.is_taken:
                 continue
             if is_distributed() or self._is_gone(parameter, slot):
                 found.setdefault(entry.backward, []).append(slot)
