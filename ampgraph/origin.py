@@ -13,7 +13,8 @@ from torch.fx import Node
 _ITEM = re.compile(r"\[['\"]?([^'\"\]]*)['\"]?\]")
 _SELF = re.compile(r"^L\[['\"]?\w+['\"]?\]\.?|^L__self___?")
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
-_TORCH = str(Path(torch.__file__).parent)
+# Code that is not the user's: torch, ampgraph's own calls during a capture, and generated code.
+_NOT_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parent), "<")
 K = TypeVar("K", bound=Hashable)
 Part = TypeVar("Part")
 
@@ -69,7 +70,7 @@ def clean_path(path: str) -> str:
 
 
 def user_line(node: Node) -> str:
-    """Returns ``file:line`` of the code that made the node, outside torch if possible; or ``""``."""
+    """Returns ``file:line`` of the user's code behind a node, torch's if there is no other, or ``""``."""
     frames = _FRAME.findall(node.meta.get("stack_trace") or "")
-    ours = [frame for frame in frames if not frame[0].startswith((_TORCH, "<"))] or frames
-    return ":".join(ours[-1]) if ours else ""
+    users = [frame for frame in frames if not frame[0].startswith(_NOT_USERS)] or frames
+    return ":".join(users[-1]) if users else ""

@@ -12,6 +12,7 @@ from torch import nn
 
 import ampgraph
 from ampgraph.errors import AmpGraphError, CaptureError
+from ampgraph.origin import user_line
 
 LOW = torch.float16
 
@@ -274,3 +275,19 @@ def test_a_flip_is_no_rule():
     amp = ampgraph.convert(conv(), (torch.randn(2, 3, 8, 8),), policy="O1", dtype=LOW, backend="eager")
     (change, *_) = [c for c in ampgraph.explain(amp).flip("conv2d").dtypes if c.node == "conv2d"]
     assert change.reason == "what if: flipped, to see what changes"
+
+
+def test_the_line_of_a_batch_norm_is_the_models() -> None:
+    """The capture replaces batch norm's forward: its own file is not the user's line."""
+
+    class Normed(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = torch.nn.BatchNorm1d(8, momentum=None)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.norm(x)
+
+    amp = ampgraph.convert(Normed(), (torch.randn(4, 8),))
+    (node,) = (n for n in amp.graph_module.graph.nodes if n.name.startswith("batch_norm"))
+    assert "test_explain.py" in user_line(node)
