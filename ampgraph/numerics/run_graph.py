@@ -193,5 +193,6 @@ def is_random(node: Node) -> bool:
 def is_meant(node: Node) -> bool:
     """Whether infinities are the model's intent: written as such in the code, or kept in a buffer."""
     numbers = [a for a in (*node.args, *node.kwargs.values()) if isinstance(a, float)]
-    is_kept = node.op in SOURCES and is_table(node.graph.owning_module, node)
+    owner = node.graph.owning_module
+    is_kept = node.op in SOURCES and owner is not None and is_table(owner, node)
     return is_kept or any(map(math.isinf, numbers))

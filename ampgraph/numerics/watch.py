@@ -288,6 +288,7 @@ def _behind_boundary(node: Node) -> Node:
         assert isinstance(source, Node)
         if node.target is operator.getitem:
             passed = source.args[len(source.args) - len(source.meta["val"]) :]
-            source = passed[node.args[1]]  # type: ignore[index,assignment]
+            source = passed[int(node.args[1])]  # type: ignore[arg-type]
+            assert isinstance(source, Node)
         node = source
     return node

@@ -34,7 +34,7 @@ _OTHERS: dict[str, Callable] = {
 
 
 # The number of positional arguments of the binding; the overload takes more.
-MOST_POSITIONAL = {torch.ops.aten.to.dtype: 4}
+MOST_POSITIONAL: dict[Any, int] = {torch.ops.aten.to.dtype: 4}
 
 
 def _table() -> dict[Any, Callable]:
