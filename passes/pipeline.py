@@ -24,8 +24,8 @@ from ampgraph.plan import Plan
 from ampgraph.policy.policy import Policy
 
 from .analysis.facts import tensors
-from .analysis.hazards import is_table
 from .analysis.precision import Precision
+from .analysis.ranges import is_table
 from .base import Hook, Pass, Pins, Workspace, run_passes, workspace
 from .classify import ClassifyOps
 from .clean_casts import CleanCasts

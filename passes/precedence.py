@@ -26,9 +26,8 @@ from ampgraph.policy.rules import RuleBook
 
 from .analysis.arguments import argument
 from .analysis.facts import NodeFacts, has_kernel
-from .analysis.hazards import Hazard
 from .analysis.precision import Precision
-from .analysis.problem import Variable
+from .analysis.problem import Hazard, Variable
 
 
 @dataclass
@@ -164,7 +163,8 @@ def _by_hazard(node: Node, fact: NodeFacts, case: Case) -> Variable | None:
         return None
     source, listed = _source(fact, case), settle_by(LISTED, node, fact, case)
     assert listed is not None
-    if listed.pinned is source or (listed.follows and source is Precision.FP32):
+    follows = listed.follows and source is Precision.FP32 and not hazard.fed_low
+    if listed.pinned is source or follows:
         return None
     return Variable(source, "hazard", hazard.reason, because=hazard.because)
 
@@ -284,7 +284,10 @@ ABOVE_HAZARDS = (
 )
 
 HAZARD = Rule(
-    "positions, angles and decisions that rounding would spoil", "hazard", "the source's", _by_hazard
+    "positions, angles and decisions that rounding would spoil, values that may leave the low range",
+    "hazard",
+    "the source's",
+    _by_hazard,
 )
 
 LISTED = (

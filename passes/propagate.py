@@ -25,10 +25,11 @@ from ampgraph.policy.policy import Policy
 from ampgraph.policy.rules import RuleBook
 
 from .analysis.facts import Facts, OperandRule
-from .analysis.hazards import Hazard, find_hazards
+from .analysis.hazards import find_hazards
 from .analysis.precision import Precision
-from .analysis.problem import Problem, Variable, force_followers
-from .analysis.ranges import find_range_pins
+from .analysis.problem import Hazard, Problem, Variable, force_followers
+from .analysis.range_hazards import find_range_hazards
+from .analysis.ranges import Extents, find_range_pins
 from .base import Pass, Pins, workspace
 from .precedence import ABOVE_HAZARDS, HAZARD, LISTED, Case, settle_by, settle_guard_scope
 
@@ -60,13 +61,14 @@ class PropagatePrecision(Pass):
         assert space.facts is not None
         facts = space.facts
         problem = Problem({}, facts, self.policy.low_dtype)
-        ranges, problem.out_of_range = find_range_pins(graph_module, facts, self.policy.low_dtype)
+        extents = Extents(graph_module)
+        ranges, problem.out_of_range = find_range_pins(facts, self.policy.low_dtype, extents)
         policy = settle_guard_scope(graph_module, self.policy)
         case = Case(policy, self._rules(graph_module), ranges, dict(self.pins))
         decided = [(n, f) for n, f in facts.items() if f.dtype is not None and f.dtype_source is n]
         above = {n: settle_by(ABOVE_HAZARDS, n, f, case) for n, f in decided}
         fixed = {n: variable for n, variable in above.items() if variable is not None}
-        case.hazards = self._hazards(graph_module, facts, fixed)
+        case.hazards = self._hazards(graph_module, facts, fixed, extents)
         for node, fact in decided:
             variable = fixed.get(node) or settle_by((HAZARD, *LISTED), node, fact, case)
             assert variable is not None
@@ -78,12 +80,16 @@ class PropagatePrecision(Pass):
         return False
 
     def _hazards(
-        self, graph_module: GraphModule, facts: Facts, fixed: dict[Node, Variable]
+        self, graph_module: GraphModule, facts: Facts, fixed: dict[Node, Variable], extents: Extents
     ) -> dict[Node, Hazard]:
         if not self.policy.hazards or self.policy.level == "O0":
             return {}
         low = {node: v.pinned is Precision.LOW for node, v in fixed.items() if v.pinned is not None}
-        return find_hazards(graph_module, facts, low, self.policy.low_dtype)
+        exact = find_hazards(graph_module, facts, low, self.policy.low_dtype)
+        if self.policy.level == "O3":
+            return exact
+        follows = self.policy.level == "O1"
+        return find_range_hazards(facts, low, self.policy.low_dtype, extents, follows) | exact
 
     def _rules(self, graph_module: GraphModule) -> RuleBook:
         """Returns the rules; without a known model, the modules come from the graph."""

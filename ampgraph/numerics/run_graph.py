@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from .._compat import HigherOrderOperator, OpOverload, flat_inputs
 from ..passes.analysis.alias import SOURCES, written_args, written_memory
-from ..passes.analysis.hazards import is_table
+from ..passes.analysis.ranges import is_table
 
 __all__ = ["Draws", "GraphRun", "flat_inputs", "floats", "is_meant"]
 

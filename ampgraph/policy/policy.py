@@ -89,7 +89,8 @@ class Policy:
         keep_io_dtypes: Whether graph outputs keep the dtypes of the source model. False is illegal with a
             loss scale in float16, because gradients of float16 outputs underflow before they are scaled.
         hazards: Whether positions, angles and values that become integers or booleans stay exact until they
-            depend on a low op. Guards and rules take precedence over hazards, and hazards over op lists.
+            depend on a low op, and, at O1 and O2, whether values that may leave the low range, and the ops
+            that read them, stay float32. Guards and rules come before hazards, and hazards before op lists.
 
     Raises:
         PolicyError: A value is not legal; the message gives the legal ones.

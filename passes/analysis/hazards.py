@@ -19,33 +19,27 @@ import operator
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import reduce
-from typing import NamedTuple
 
 import torch
 from torch.fx import GraphModule, Node
 
 from ampgraph._compat import OpOverload, size_hint
-from ampgraph.marks import input_mark
 from ampgraph.ops import kernels
 from ampgraph.ops.lists import OpClass
 
 from .alias import SOURCES, AliasSets, written_args
-from .arguments import argument, argument_name, tensor_arguments
+from .arguments import argument
 from .facts import Facts, NodeFacts, is_cast, tensors
+from .graph_walk import values_read
+from .problem import Hazard
 from .products import terms
+from .ranges import is_table
 
 # Longer products are not coordinates: the weights of a frozen model may be buffers.
 MOST_TERMS = 8
 
 _DETACH = torch.ops.aten.detach_.default  # it does not write a value
 _FILLS = frozenset(("zeros", "ones", "full", "scalar_tensor", "empty", "empty_strided"))
-
-
-class Hazard(NamedTuple):
-    """The reason why a node must stay exact, and the node that needs it."""
-
-    reason: str
-    because: Node | None = None
 
 
 @dataclass(frozen=True)
@@ -98,17 +92,6 @@ def find_hazards(
         needed[node] = hazard
         waiting += [(n, Hazard(hazard.reason, hazard.because or node)) for n in _floats_read(node, facts)]
     return needed
-
-
-def values_read(node: Node) -> list[Node]:
-    """Returns the nodes whose values, not only whose sizes or dtypes, a node reads."""
-    if not isinstance(node.target, OpOverload):
-        return node.all_input_nodes
-    if kernels.reads_no_values(node.target):
-        return []
-    shape_only = kernels.shape_slots(node.target)
-    read = (tensor for path, tensor in tensor_arguments(node) if argument_name(node, path) not in shape_only)
-    return list(dict.fromkeys(read))
 
 
 def _floats_read(node: Node, facts: Facts) -> list[Node]:
@@ -206,16 +189,6 @@ class _Tracer:
 def is_number(value: torch.Tensor) -> bool:
     """Whether a tensor has a single element; a tensor of data-dependent size counts as larger."""
     return size_hint(value.numel(), fallback=2) == 1
-
-
-def is_table(graph_module: GraphModule, node: Node) -> bool:
-    """Whether the node is a buffer or a constant, which training does not change."""
-    if node.op != "get_attr":
-        return input_mark(node).is_table
-    value: object = graph_module
-    for part in str(node.target).split("."):
-        value = getattr(value, part)
-    return not isinstance(value, torch.nn.Parameter)
 
 
 def is_position_product(node: Node, trace: Trace) -> bool:

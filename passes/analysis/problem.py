@@ -3,12 +3,27 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch.fx import Node
 
 from .facts import Facts
 from .precision import FP32, Precision
+
+
+class Hazard(NamedTuple):
+    """Why rounding would spoil a node.
+
+    Attributes:
+        reason: In words.
+        because: The node for whose sake, or which it reads.
+        fed_low: Whether it must stay as it is although what it reads may be low.
+    """
+
+    reason: str
+    because: Node | None = None
+    fed_low: bool = False
 
 
 @dataclass

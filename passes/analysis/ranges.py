@@ -26,7 +26,7 @@ _NUMBER_TYPES = ("Tensor", "number", "Optional[number]", "Optional[Tensor]")
 
 
 def find_range_pins(
-    graph_module: GraphModule, facts: Facts, low_dtype: torch.dtype
+    facts: Facts, low_dtype: torch.dtype, extents: Extents
 ) -> tuple[dict[Node, str], dict[Node, str]]:
     """Looks for values that the low dtype cannot hold.
 
@@ -43,7 +43,7 @@ def find_range_pins(
                 out_of_range[node] = out_of_range[fact.dtype_source]
             continue
         if node.op in SOURCES and fact.is_parameter and fact.dtype is torch.float32:
-            if (peak := _peak(graph_module, node)) > limits.max:
+            if (peak := extents.peak(node)) > limits.max:
                 out_of_range[node] = f"{node.name!r} holds {peak:.4g}, outside {low_dtype}'s range"
             continue
         if not isinstance(node.target, OpOverload) or fact.dtype is None:
@@ -75,7 +75,7 @@ def _keeps_size(node: Node, op_class: OpClass | None) -> bool:
 def _number_reason(node: Node, limits: torch.finfo, low_dtype: torch.dtype) -> str | None:
     if saves_large_statistics(node, low_dtype) and argument(node, "weight") is None:
         return f"1/sqrt(eps) with eps={argument(node, 'eps'):.4g} is not held by {low_dtype}"
-    for number in _numbers(node):
+    for number in numbers(node):
         if not math.isfinite(number) or number == 0:
             continue
         if abs(number) > limits.max:
@@ -85,7 +85,7 @@ def _number_reason(node: Node, limits: torch.finfo, low_dtype: torch.dtype) -> s
     return None
 
 
-def _numbers(node: Node) -> Iterator[float]:
+def numbers(node: Node) -> Iterator[float]:
     """Yields the Python numbers in arguments that take a tensor or a scalar value."""
     for position, parameter in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
         if str(parameter.type) not in _NUMBER_TYPES:
@@ -95,34 +95,62 @@ def _numbers(node: Node) -> Iterator[float]:
             yield value
 
 
-def _peak(graph_module: GraphModule, node: Node) -> float:
-    """Returns the largest finite magnitude in a parameter, buffer or constant; 0 if unknown."""
-    if node.op == "get_attr":
-        return _largest_finite(_attribute(graph_module, str(node.target)))
-    return input_mark(node).peak
+class Extents:
+    """The least and the largest finite element of each parameter, buffer and constant, looked up once."""
+
+    def __init__(self, graph_module: GraphModule) -> None:
+        self._graph_module = graph_module
+        self._found: dict[Node, tuple[float, float] | None] = {}
+
+    def __getitem__(self, node: Node) -> tuple[float, float] | None:
+        """Returns them; None where they are not known."""
+        if node not in self._found:
+            self._found[node] = self._look_up(node)
+        return self._found[node]
+
+    def peak(self, node: Node) -> float:
+        """Returns the largest magnitude; 0 where it is not known."""
+        return max(map(abs, self[node] or (0.0,)))
+
+    def is_constant(self, node: Node) -> bool:
+        """Whether training leaves it alone, as far as one can tell: a buffer or a constant."""
+        return is_table(self._graph_module, node)
+
+    def _look_up(self, node: Node) -> tuple[float, float] | None:
+        if node.op == "get_attr":
+            return _extent(_attribute(self._graph_module, str(node.target)))
+        peak = input_mark(node).peak
+        return (-peak, peak) if peak else None
 
 
 def peak_of(value: object) -> float:
     """Returns the peak of a float32 tensor for its `InputMark`, which does not keep the tensor."""
     is_float32 = isinstance(value, torch.Tensor) and value.dtype is torch.float32
-    return _largest_finite(value) if is_float32 else 0.0
+    return max(map(abs, (is_float32 and _extent(value)) or (0.0,)))
 
 
-def _largest_finite(tensor: object) -> float:
+def is_table(graph_module: GraphModule, node: Node) -> bool:
+    """Whether the node is a buffer or a constant: what the model reads and training does not change."""
+    if node.op != "get_attr":
+        return input_mark(node).is_table
+    return not isinstance(_attribute(graph_module, str(node.target)), torch.nn.Parameter)
+
+
+def _extent(tensor: object) -> tuple[float, float] | None:
     if (
         not isinstance(tensor, torch.Tensor)
         or isinstance(tensor, FakeTensor)
         or tensor.is_meta
+        or tensor.is_complex()
         or not tensor.numel()
     ):
-        return 0.0
+        return None
     with torch.no_grad():
-        low, high = torch.aminmax(tensor.detach())
-        peak = max(abs(float(low)), abs(float(high)))
-        if math.isfinite(peak):
-            return peak
+        low, high = map(float, torch.aminmax(tensor.detach()))
+        if math.isfinite(low) and math.isfinite(high):
+            return low, high
         finite = tensor[torch.isfinite(tensor)]
-        return float(finite.abs().max()) if finite.numel() else 0.0
+        return tuple(map(float, torch.aminmax(finite))) if finite.numel() else None
 
 
 def _attribute(root: torch.nn.Module, path: str) -> object:

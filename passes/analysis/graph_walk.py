@@ -1,0 +1,105 @@
+"""Small questions about a node: its op's name, what it is a view of, what it is computed from."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+from torch.fx import Node
+
+from ampgraph._compat import OpOverload
+from ampgraph.ops import kernels
+
+from .arguments import argument, argument_name, tensor_arguments
+from .facts import is_cast
+
+# Far enough for any normalisation, and the walk stays short.
+_MOST_ANCESTORS = 64
+_COPIES = frozenset(("clone", "contiguous", "masked_fill", "lift_fresh_copy", "detach", "dropout", "type_as"))
+
+
+def kind(node: Node) -> str:
+    """Returns the op's functional name below ``aten.``; empty for what is no ATen op."""
+    if not isinstance(node.target, OpOverload):
+        return ""
+    return kernels.lookup_names(node.target)[-1].removeprefix("aten.")
+
+
+def operands(node: Node) -> tuple[Any, Any]:
+    """Returns the first two arguments of an ATen call, however they were given; None for what is missing."""
+    names = [parameter.name for parameter in node.target._schema.arguments[:2]]  # type: ignore[union-attr]
+    first, second, *_ = (*(argument(node, name) for name in names), None, None)
+    return first, second
+
+
+def operand(node: Node) -> Any:
+    """Returns the first argument of an ATen call."""
+    return operands(node)[0]
+
+
+def values_read(node: Node) -> list[Node]:
+    """Returns the nodes whose values, not only whose sizes or dtypes, a node reads."""
+    if not isinstance(node.target, OpOverload):
+        return node.all_input_nodes
+    if kernels.reads_no_values(node.target):
+        return []
+    shape_only = kernels.shape_slots(node.target)
+    read = (tensor for path, tensor in tensor_arguments(node) if argument_name(node, path) not in shape_only)
+    return list(dict.fromkeys(read))
+
+
+def root(node: Node) -> Node:
+    """Returns what a node is a view, a copy, a cast or a masked copy of, as far as that leads."""
+    while node.all_input_nodes and _passes_on(node):
+        node = node.all_input_nodes[0]
+    return node
+
+
+def is_same(a: Node, b: Node) -> bool:
+    """Whether two nodes have the same values: one tensor, or one op on the same arguments."""
+    a, b = root(a), root(b)
+    return a is b or (
+        a.op == "call_function" and a.target == b.target and (a.args, a.kwargs) == (b.args, b.kwargs)
+    )
+
+
+def _passes_on(node: Node) -> bool:
+    if node.target is operator.getitem:
+        return not isinstance(node.args[0], Node) or kind(node.args[0]) in ("max", "min")
+    if not isinstance(node.target, OpOverload):
+        return False
+    if kind(node) in (
+        "select",
+        "slice",
+        "split",
+        "chunk",
+        "unbind",
+        "split_with_sizes",
+        "narrow",
+        "diagonal",
+    ):
+        return False  # a part of it
+    return kernels.is_view(node.target) or is_cast(node) or kind(node) in _COPIES
+
+
+def ancestors(node: Node) -> set[Node]:
+    """Returns the nodes that a node is computed from, the nearest ones."""
+    found: set[Node] = set()
+    waiting = [node]
+    while waiting and len(found) < _MOST_ANCESTORS:
+        new = [n for n in waiting.pop(0).all_input_nodes if n not in found]
+        found.update(new)
+        waiting += new
+    return found
+
+
+def scaled_by(user: Node, value: Node, constant: Callable[[object], float | None]) -> float | None:
+    """Returns the number by which ``user`` multiplies ``value``, if it does nothing else."""
+    first, second = operands(user) if kind(user) in ("mul", "div") else (None, None)
+    if kind(user) == "div" and first is value:
+        divisor = constant(second)
+        return 1 / divisor if divisor else None
+    if kind(user) != "mul":
+        return None
+    return next((constant(other) for other in (first, second) if other is not value), None)

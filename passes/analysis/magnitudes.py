@@ -1,0 +1,181 @@
+"""How large, and how small, the values of a node may be.
+
+Analysis only. Activations are taken for moderate: nothing is known of them, and only what makes large
+values of moderate ones counts (a square that is summed, an exponential, a long sum, 1 / eps). Bounds are
+used to acquit: what is proven to fit is not large. `size_rules` says what each op makes of its operands.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple, TypeAlias
+
+import torch
+from torch.fx import Node
+
+from ampgraph._compat import size_hint
+
+from .alias import SOURCES
+from .facts import Facts, tensors
+from .graph_walk import values_read
+from .ranges import Extents, numbers
+
+# A sum of so many moderate values may leave float16's range; a factor as small brings it back.
+LONG_SUM = 64
+
+
+class Size(NamedTuple):
+    """What is known of the values of a node.
+
+    Attributes:
+        low: None is smaller.
+        high: None is larger.
+        large: Why some may leave the low range; empty if nothing says so.
+        grows: Whether they leave it so fast that a matrix product must not read them low either.
+        root: Why the square, or the product with another such value, may leave the range (a norm).
+        eps: The number that keeps them from zero; 0 if there is none.
+    """
+
+    low: float = -math.inf
+    high: float = math.inf
+    large: str = ""
+    grows: bool = False
+    root: str = ""
+    eps: float = 0.0
+
+    @property
+    def peak(self) -> float:
+        """The largest magnitude."""
+        return max(abs(self.low), abs(self.high))
+
+    def marked(self, other: Size) -> Size:
+        """Returns the bounds of this with the marks of another."""
+        return Size(self.low, self.high, other.large, other.grows, other.root, other.eps)
+
+
+UNKNOWN = Size()
+UNIT = Size(0.0, 1.0)
+
+
+class Sizes:
+    """The sizes of all nodes of a graph.
+
+    Args:
+        facts: What is known of its nodes.
+        low_dtype: The low dtype.
+        extents: The least and largest elements of parameters and buffers.
+        rule: Returns the size of what an op makes.
+    """
+
+    def __init__(
+        self, facts: Facts, low_dtype: torch.dtype, extents: Extents, rule: Callable[[Sizes, Node], Size]
+    ) -> None:
+        self.facts, self.extents, self.limits = facts, extents, torch.finfo(low_dtype)
+        self.limit = self.limits.max
+        self.is_narrow = self.limit < torch.finfo(torch.float32).max / 2
+        self._known: dict[Node, Size] = {}
+        for node in facts:
+            if node.op not in (*SOURCES, "output"):
+                self._known[node] = self._fitting(rule(self, node))
+
+    def __getitem__(self, node: Node) -> Size:
+        if node not in self._known:
+            self._known[node] = self._of_source(node) if node.op in SOURCES else UNKNOWN
+        return self._known[node]
+
+    def of(self, value: object) -> Size:
+        """Returns the size of an argument: a node, a number, or nothing."""
+        if isinstance(value, Node):
+            return self[value]
+        if isinstance(value, (int, float)):
+            return Size(float(value), float(value))
+        return UNKNOWN
+
+    def too_large(self, reason: str, *, turn: float | None = None, grows: bool = True) -> Size:
+        """Returns the mark of what may be too large; a dtype with the range of float32 holds it.
+
+        Args:
+            reason: What makes it large.
+            turn: From which value on.
+            grows: See `Size`.
+        """
+        if not self.is_narrow:
+            return UNKNOWN
+        where = "" if turn is None else f" from {turn:.3g} on"
+        return Size(large=f"{reason}: above {self.limit:.6g}{where}", grows=grows)
+
+    def summed_square(self, reason: str, turn: float) -> Size:
+        """Returns the mark of squares that are summed: of a wide dtype it is the precision that counts."""
+        if self.is_narrow:
+            return self.too_large(reason, turn=turn)
+        return Size(large=f"{reason}: {self.limits.dtype} rounds each by up to {self.limits.eps / 2:.2g}")
+
+    def constant(self, value: object) -> float | None:
+        """Returns the number that an argument is, as a number or as a tensor of it."""
+        size = self.of(value)
+        return size.low if size.low == size.high and math.isfinite(size.low) else None
+
+    def hull(self, *sizes: Size) -> Size:
+        """Returns what may be any of them."""
+        large = next((s for s in sizes if s.large), UNKNOWN)
+        return Size(
+            min((s.low for s in sizes), default=-math.inf),
+            max((s.high for s in sizes), default=math.inf),
+            large.large,
+            any(s.grows for s in sizes),
+            next((s.root for s in sizes if s.root), ""),
+            min((s.eps for s in sizes if s.eps), default=0.0),
+        )
+
+    def read(self, node: Node) -> list[Size]:
+        """Returns the sizes of the tensors that a node reads, and of its numbers."""
+        return [*(self[n] for n in values_read(node)), *map(self.of, numbers(node))]
+
+    def _of_source(self, node: Node) -> Size:
+        if all(v.dtype is torch.bool for v in tensors(node)) and tensors(node):
+            return UNIT
+        extent = None if self.facts[node].mutated else self.extents[node]
+        if extent is None:
+            return UNKNOWN
+        return Size(*extent) if self.extents.is_constant(node) else _of_trained(*extent)
+
+    def _fitting(self, size: Size) -> Size:
+        """Drops the mark of what is proven to fit."""
+        if size.large and size.peak <= self.limit:
+            return size._replace(large="", grows=False)
+        return size
+
+
+def _of_trained(low: float, high: float) -> Size:
+    """Training moves a parameter: a few times its size today is taken for its bound."""
+    room = max(4 * max(abs(low), abs(high)), 1.0)
+    return Size(-room, room)
+
+
+Rule: TypeAlias = Callable[[Sizes, Node], Size]
+
+
+def times(a: float, b: float) -> float:
+    """Returns a product in which zero times infinity is zero."""
+    return 0.0 if 0 in (a, b) else a * b
+
+
+def interval_product(a: Size, b: Size) -> Size:
+    """Returns the bounds of a product, without marks."""
+    ends = [times(x, y) for x in (a.low, a.high) for y in (b.low, b.high)]
+    return Size(min(ends), max(ends))
+
+
+def raised(base: float, exponent: float) -> float:
+    """Returns a power of what is not negative; infinity where it does not fit into a float."""
+    try:
+        return base**exponent
+    except (OverflowError, ZeroDivisionError):
+        return math.inf
+
+
+def elements(value: object) -> int:
+    """Returns the number of elements of a node's tensor; 1 for a number."""
+    found = tensors(value) if isinstance(value, Node) else []
+    return math.prod(size_hint(s) for s in found[0].shape) if found else 1

@@ -1,0 +1,100 @@
+"""Finds values that may leave the low range although nothing out of the ordinary goes in, and their readers.
+
+Analysis only, and without data but that of parameters and buffers. `magnitudes` says which values may be
+too large or too small; pinned is what makes such a value and may run low, and what reads one, until the value
+is in range again. A reader that saturates (sigmoid) may read it low: an infinity gives the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch.fx import Node
+
+from ampgraph._compat import OpOverload
+from ampgraph.ops.lists import OpClass
+
+from .cancellation import find_cancellations
+from .facts import Facts, NodeFacts
+from .graph_walk import kind, values_read
+from .magnitudes import Sizes
+from .problem import Hazard
+from .ranges import Extents
+from .size_rules import size_of_op
+
+_SATURATES = ("sigmoid", "special_expit", "hardsigmoid", "tanh", "erf", "hardtanh", "relu6", "sign", "sgn")
+_MAY_RUN_LOW = (OpClass.WHITE, OpClass.GRAY, OpClass.CLEAR)
+
+
+def find_range_hazards(
+    facts: Facts,
+    fixed: Mapping[Node, bool],
+    low_dtype: torch.dtype,
+    extents: Extents,
+    follows: bool,
+) -> dict[Node, Hazard]:
+    """Returns the nodes that must stay float32 for the sake of their values' range.
+
+    Args:
+        facts: What is known of its nodes.
+        fixed: The labels (True: low) that something above the op lists decides.
+        low_dtype: The policy's low dtype.
+        extents: The least and largest elements of parameters and buffers.
+        follows: Whether gray and clear ops follow their inputs; what is float32 anyway is left out then.
+    """
+    limits = torch.finfo(low_dtype)
+    sizes = Sizes(facts, low_dtype, extents, size_of_op)
+    cancelling = find_cancellations(facts, sizes, low_dtype)
+    found: dict[Node, Hazard] = {}
+    for node, fact in facts.items():
+        if node in fixed or fact.dtype is not torch.float32 or fact.dtype_source is not node:
+            continue
+        may_run_low = isinstance(node.target, OpOverload) and fact.op_class in _MAY_RUN_LOW
+        if may_run_low and (hazard := _hazard_of(node, fact, sizes, limits) or cancelling.get(node)):
+            found[node] = hazard
+    return _low_otherwise(found, facts, fixed) if follows else found
+
+
+def _hazard_of(node: Node, fact: NodeFacts, sizes: Sizes, limits: torch.finfo) -> Hazard | None:
+    name = str(limits.dtype)
+    own = sizes[node]
+    read = values_read(node)
+    source = next((n for n in read if sizes[n].large and sizes[n].large in own.large), None)
+    if own.large and source is None:
+        return Hazard(own.large, fed_low=True)
+    if fact.op_class is OpClass.WHITE and not own.large:
+        return None
+    large = None if kind(node) in _SATURATES else next((n for n in read if sizes[n].large), None)
+    if large is not None:
+        return Hazard(f"reads {large.name!r}: {sizes[large].large}", large, fed_low=True)
+    flushed = limits.tiny * limits.eps * 16  # a few of the smallest numbers
+    small = next((n for n in (*read, node) if 0 < sizes[n].eps < flushed and sizes[n].low < flushed), None)
+    if small is None:
+        return None
+    return Hazard(
+        f"{small.name!r} may be as small as {sizes[small].eps:.3g}, which is 0 in {name}", small, fed_low=True
+    )
+
+
+def _low_otherwise(
+    found: Mapping[Node, Hazard], facts: Facts, fixed: Mapping[Node, bool]
+) -> dict[Node, Hazard]:
+    """Leaves out what follows a float32 value anyway."""
+    low: dict[Node, bool] = {}
+    kept: dict[Node, Hazard] = {}
+    for node, fact in facts.items():
+        if fact.dtype is None:
+            continue
+        if fact.dtype_source is not node:
+            low[node] = low[fact.dtype_source]
+            continue
+        if node in fixed:
+            low[node] = fixed[node]
+        elif fact.op_class in (OpClass.GRAY, OpClass.CLEAR):
+            low[node] = all(low[facts[s.tensor].dtype_source] for s in fact.operands if s.follow)
+        else:
+            low[node] = fact.op_class is OpClass.WHITE
+        if low[node] and node in found:
+            kept[node], low[node] = found[node], False
+    return kept
