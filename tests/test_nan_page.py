@@ -55,5 +55,6 @@ def test_python_of_the_page():
 def test_finding_as_json(folder, capsys):
     assert main(["check", "energy:build", "--level", "O2", "--dtype", "float16", "--json", "-q"]) == 3
     data = json.loads(capsys.readouterr().out)
-    assert (data["node"], data["direction"], data["remedy"]) == ("mul_1", "forward", {"node:mul_1": "fp32"})
+    remedy = {"node:mul_1": "fp32", "node:abs_1": "fp32"}
+    assert (data["node"], data["direction"], data["remedy"]) == ("mul_1", "forward", remedy)
     assert data["inputs"][0]["name"] == "mul"
