@@ -147,10 +147,12 @@ def _extent(tensor: object) -> tuple[float, float] | None:
         return None
     with torch.no_grad():
         low, high = map(float, torch.aminmax(tensor.detach()))
-        if math.isfinite(low) and math.isfinite(high):
-            return low, high
-        finite = tensor[torch.isfinite(tensor)]
-        return tuple(map(float, torch.aminmax(finite))) if finite.numel() else None
+        if not (math.isfinite(low) and math.isfinite(high)):
+            finite = tensor[torch.isfinite(tensor)]
+            if not finite.numel():
+                return None
+            low, high = map(float, torch.aminmax(finite))
+        return low, high
 
 
 def _attribute(root: torch.nn.Module, path: str) -> object:
