@@ -265,3 +265,36 @@ def test_a_flop_counter_around_a_converted_model():
             m(X)
         counts.append(counter.get_total_flops())
     assert counts[0] == counts[1] > 0
+
+
+class Held:
+    def __init__(self):
+        self.calls, self.last, self.size = 0, None, 0
+
+
+class KeepsInAnObject(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc, self.state = nn.Linear(8, 8), Held()
+
+    def forward(self, x):
+        y = self.fc(x)
+        self.state.last, self.state.size, self.state.new = y, x.shape[0], [y]
+        return y
+
+
+def test_an_object_that_forward_sets_keeps_no_value_of_a_capture():
+    model = KeepsInAnObject()
+    with pytest.warns(UserWarning, match=r"forward sets state\.last.*state\.new.*sets nothing"):
+        amp = ampgraph.convert(model, (X,), **LOW, dynamic_shapes=({0: torch.export.Dim("n")},))
+    assert (model.state.calls, model.state.last, model.state.size) == (0, None, 0)
+    assert not hasattr(model.state, "new")
+    close(amp(X), model(X))
+    assert model.state.size == 4
+
+
+def test_an_object_that_forward_leaves_alone_is_no_reason_to_warn(recwarn):
+    model = KeepsInAnObject()
+    model.forward = lambda x: model.fc(x) * (1 + model.state.calls)
+    ampgraph.convert(model, (X,), **LOW)
+    assert not [w for w in recwarn if "forward sets" in str(w.message)]

@@ -26,6 +26,7 @@ from .._compat import (
 from ..errors import AheadOfTimeError, CaptureError
 from .batch_norm import with_cumulative_average
 from .distinct import distinct
+from .held_objects import noting_set_attributes
 from .inference_mode import traced_as_no_grad
 from .lost import LOST_KEY, noting_lost_backwards
 from .python_random import noting_random_numbers
@@ -125,6 +126,7 @@ def capture_program(
             _WatchedTensors(reads),
             watching as lost,
             without_new_state(model),
+            noting_set_attributes(model) as set_attributes,
             noting_written_containers(model) as written,
             noting_random_numbers() as random_numbers,
             recorded(reads, is_capturing_here),
@@ -137,6 +139,7 @@ def capture_program(
     _check_random_numbers(model, random_numbers)
     if reads is not None:
         reads.note_program(program)
+        reads.set_in_objects = set_attributes
     program.graph_module.meta[LOST_KEY] = tuple(lost)
     for module in program.graph_module.modules():
         if isinstance(module, fx.GraphModule):

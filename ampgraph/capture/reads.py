@@ -51,6 +51,7 @@ class Reads:
         attributes: What was read before it was set, and a copy of the value where it is plain.
         carried: What was read and then set to something else: state that forward carries from call to call.
         lost: Of that, what is no tensor; torch.export warns of those.
+        set_in_objects: Attributes of objects in modules that forward sets, as paths from the model.
         asks_for_gradients: Whether the model's code read the grad mode, or a tensor's ``requires_grad``.
         asks_for_layout: Whether it asked for strides, or wrote in place to what may be a copy or not.
         asks_for_offset: Whether it asked where in its memory a tensor begins.
@@ -63,6 +64,7 @@ class Reads:
         self.attributes: dict[Key, object] = {}
         self.carried: set[Key] = set()
         self.lost: dict[Key, None] = {}
+        self.set_in_objects: list[str] = []
         self.asks_for_gradients = False
         self.asks_for_layout = False
         self.asks_for_offset = False

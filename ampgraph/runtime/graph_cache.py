@@ -276,6 +276,12 @@ class GraphCache:
         found = [*(paths[key] for key in reads.lost), *(place.path for place in reads.code.changed())]
         lost = [path for path in found if path not in self._told]
         self._told.update(lost)
+        if only_set := [path for path in reads.set_in_objects if path not in self._told]:
+            self._told.update(only_set)
+            warn_user(
+                f"{self._options.named(self._name)}: forward sets {', '.join(only_set)}. "
+                "A captured graph sets nothing: return such values, or convert without example inputs."
+            )
         if lost:
             warn_user(
                 f"{self._options.named(self._name)}: forward reads {', '.join(lost)} and sets it for "

@@ -1,0 +1,75 @@
+"""Objects that modules hold (caches, statistics, settings), and their attributes that forward sets."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from operator import is_
+from types import FunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from .._compat import FakeTensor
+from .code import GONE, is_foreign
+from .containers import is_plain
+
+_DEPTH = 3  # of objects inside objects
+_NO_STATE = (torch.Tensor, nn.Module, type, ModuleType, FunctionType, MethodType)
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+
+
+@contextlib.contextmanager
+def noting_set_attributes(model: nn.Module) -> Iterator[list[str]]:
+    """Yields a list that collects the attributes of held objects that forward sets, as paths from the model.
+
+    Tensors and sizes that a capture sets there hold no data: these attributes get their values back.
+    """
+    before = [(path, held, dict(held)) for path, held in _objects(model)]
+    found: list[str] = []
+    try:
+        yield found
+    finally:
+        for path, held, values in before:
+            names = [n for n in {**values, **held} if not _is_same(held.get(n, GONE), values.get(n, GONE))]
+            found += [f"{path}.{name}" for name in names]
+            for name in names:
+                if _is_of_capture(held.get(name)):
+                    _put_back(held, name, values)
+
+
+def _objects(model: nn.Module) -> Iterator[tuple[str, dict[str, Any]]]:
+    seen: set[int] = set()
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            if name not in _OF_EVERY_MODULE:
+                yield from _inside(value, f"{path}.{name}".lstrip("."), _DEPTH, seen)
+
+
+def _inside(value: object, path: str, depth: int, seen: set[int]) -> Iterator[tuple[str, dict[str, Any]]]:
+    if not depth or id(value) in seen or isinstance(value, _NO_STATE) or not hasattr(value, "__dict__"):
+        return
+    if is_foreign(type(value)):
+        return
+    seen.add(id(value))
+    yield path, vars(value)
+    for name, inner in vars(value).items():
+        yield from _inside(inner, f"{path}.{name}", depth - 1, seen)
+
+
+def _is_same(a: object, b: object) -> bool:
+    return is_(a, b) or (is_plain(a) and type(a) is type(b) and a == b)
+
+
+def _is_of_capture(value: object) -> bool:
+    without_data = (FakeTensor, torch.SymInt, torch.SymFloat, torch.SymBool)
+    return any(isinstance(leaf, without_data) for leaf in tree_leaves(value))
+
+
+def _put_back(held: dict[str, Any], name: str, values: dict[str, Any]) -> None:
+    if name in values:
+        held[name] = values[name]
+    else:
+        del held[name]
