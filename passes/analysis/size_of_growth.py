@@ -26,6 +26,8 @@ _PASSED = frozenset(("add", "sub", "mul", "masked_fill", "where"))
 
 # A matrix product that is divided by half of its terms or more is a mean: of so many terms it may overflow.
 MEAN_TERMS = 16
+# A product of a tensor with itself sums squares: of so many terms it overflows from 45 on in float16.
+OWN_TERMS = 32
 
 
 def exponential(sizes: Sizes, node: Node) -> Size:
@@ -173,7 +175,7 @@ def product(sizes: Sizes, node: Node) -> Size:
 def _mark_of_product(sizes: Sizes, node: Node, added: int, a: Node, b: Node) -> Size:
     if sizes[a].root and sizes[b].root:
         return sizes.too_large(f"a product of two norms ({sizes[a].root})")
-    if root(a) is root(b) and added > 1:
+    if root(a) is root(b) and added >= OWN_TERMS:
         turn = math.sqrt(sizes.limit / added)
         return sizes.too_large(f"a product with itself, which sums {added} squares", turn=turn)
     if added >= MEAN_TERMS and (divisor := _divided_by(sizes, node)) >= added / 2:
