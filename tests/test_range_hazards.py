@@ -237,7 +237,7 @@ def test_nothing_is_pinned_that_needs_nothing(name, level):
 
 
 def test_o1_pins_only_what_would_be_low():
-    """What follows a float32 value needs no reason of its own."""
+    """A node that follows a float32 value is float32 anyway: it gets no hazard."""
     found = pinned(lambda x: low((low(x).exp() * 2 + 1).log()), X, level="O1")
     assert found == {}
     assert set(pinned(lambda x: low((low(x).exp() * 2 + 1).log()), X, level="O2")) == {"mul", "add"}

@@ -59,7 +59,7 @@ def test_auto_falls_back_with_one_line_that_says_why(recwarn, caplog, capfd):
 
 
 class Packed(nn.Module):
-    """A recurrent layer over packed sequences; it sets attributes of its own when it is called."""
+    """A recurrent layer over packed sequences. Each call sets its attributes."""
 
     def __init__(self):
         super().__init__()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from operator import is_
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -14,11 +13,11 @@ from torch.utils._pytree import tree_leaves
 
 from .._compat import FakeTensor
 from .code import GONE, is_foreign
-from .containers import is_plain
+from .containers import same
+from .side_effects import OF_EVERY_MODULE
 
 _DEPTH = 3  # of objects inside objects
 _NO_STATE = (torch.Tensor, nn.Module, type, ModuleType, FunctionType, MethodType)
-_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 
 @contextlib.contextmanager
@@ -33,7 +32,7 @@ def noting_set_attributes(model: nn.Module) -> Iterator[list[str]]:
         yield found
     finally:
         for path, held, values in before:
-            names = [n for n in {**values, **held} if not _is_same(held.get(n, GONE), values.get(n, GONE))]
+            names = [n for n in {**values, **held} if not same(held.get(n, GONE), values.get(n, GONE))]
             found += [f"{path}.{name}" for name in names]
             for name in names:
                 if _is_of_capture(held.get(name)):
@@ -44,7 +43,7 @@ def _objects(model: nn.Module) -> Iterator[tuple[str, dict[str, Any]]]:
     seen: set[int] = set()
     for path, module in model.named_modules():
         for name, value in vars(module).items():
-            if name not in _OF_EVERY_MODULE:
+            if name not in OF_EVERY_MODULE:
                 yield from _inside(value, f"{path}.{name}".lstrip("."), _DEPTH, seen)
 
 
@@ -57,10 +56,6 @@ def _inside(value: object, path: str, depth: int, seen: set[int]) -> Iterator[tu
     yield path, vars(value)
     for name, inner in vars(value).items():
         yield from _inside(inner, f"{path}.{name}", depth - 1, seen)
-
-
-def _is_same(a: object, b: object) -> bool:
-    return is_(a, b) or (is_plain(a) and type(a) is type(b) and a == b)
 
 
 def _is_of_capture(value: object) -> bool:

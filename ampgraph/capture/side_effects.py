@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from ..proxy.module_proxy import ModuleProxy
 from .containers import is_plain
 
-_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 
 class _Seen(NamedTuple):
@@ -67,7 +67,7 @@ def without_new_state(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         for table, names in before:
-            for name in table.keys() - names - _OF_EVERY_MODULE:
+            for name in table.keys() - names - OF_EVERY_MODULE:
                 del table[name]
         for module, attributes in empty:  # a submodule in place of None leaves the attributes
             vars(module).update({k: v for k, v in attributes.items() if not hasattr(module, k)})
@@ -76,7 +76,7 @@ def without_new_state(model: nn.Module) -> Iterator[None]:
 def _tables(module: nn.Module) -> Iterator[dict]:
     """Yields a module's attributes, and its hooks, buffers, parameters and submodules."""
     yield vars(module)
-    yield from (v for k, v in vars(module).items() if k in _OF_EVERY_MODULE and isinstance(v, dict))
+    yield from (v for k, v in vars(module).items() if k in OF_EVERY_MODULE and isinstance(v, dict))
 
 
 def _named(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> list[tuple[str, Any]]:

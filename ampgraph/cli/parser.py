@@ -138,12 +138,16 @@ def _check(commands: Any) -> None:
     )
     _policy_options(command)
     _report_options(command)
+    _backward_option(command)
+    command.add_argument("--save-policy", metavar="FILE", help="write the policy, cured, as JSON")
+
+
+def _backward_option(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--backward",
         action="store_true",
         help="gradients too; the loss is the mean square of the results",
     )
-    command.add_argument("--save-policy", metavar="FILE", help="write the policy, cured, as JSON")
 
 
 def _numerics(commands: Any) -> None:
@@ -156,11 +160,7 @@ def _numerics(commands: Any) -> None:
     )
     _policy_options(command)
     _report_options(command)
-    command.add_argument(
-        "--backward",
-        action="store_true",
-        help="gradients too; the loss is the mean square of the results",
-    )
+    _backward_option(command)
     command.add_argument(
         "--by", choices=COLUMNS, default=COLUMNS[0], help="what rows are ranked and coloured by; default: own"
     )

@@ -90,7 +90,7 @@ class GradientTape:
         return self.cut(Key(name, 0), value)
 
     def key_of(self, value: Any) -> Key | None:
-        """Returns which tensor of the graph this is; None where it has no gradient of its own."""
+        """Returns the key of this tensor in the graph; None if the tape keeps no gradient for it."""
         if not isinstance(value, Tensor) or not value.requires_grad:
             return None
         return self._keys.get(_place(get_gradient_edge(value)))

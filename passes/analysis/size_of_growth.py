@@ -23,10 +23,9 @@ _SUMS = frozenset(f"sum nansum cumsum mean nanmean scatter_add index_add trace {
 
 _PASSED = frozenset(("add", "sub", "mul", "masked_fill", "where"))
 
-
-# A matrix product that is divided by half of its terms or more is a mean: of so many terms it may overflow.
+# A matrix product of so many terms may overflow if it is divided, as in a mean, only afterwards.
 MEAN_TERMS = 16
-# A product of a tensor with itself sums squares: of so many terms it overflows from 45 on in float16.
+# A product of a tensor with itself sums squares. With so many terms, values of 45 overflow float16.
 OWN_TERMS = 32
 
 
