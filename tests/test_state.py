@@ -20,12 +20,15 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import ampgraph
 from ampgraph import DynamicLossScale, Policy
 from ampgraph._compat import fake_tensors
-from ampgraph.runtime import capture_lock, shadow_weights
+from ampgraph.runtime import capture_lock
 from ampgraph.testing import cast_map
+from ampgraph.training import optimizer_steps, scaler
+from ampgraph.training.weak_registry import WeakRegistry
 
 THREADS = 4
 
@@ -243,6 +246,41 @@ def test_an_optimizer_may_step_while_models_convert(switching: None) -> None:
     assert keep
 
 
+def test_a_model_may_be_collected_during_a_step() -> None:
+    """torch iterates over the hooks of all optimizers; a model that goes must leave them as they are."""
+    alive: list[nn.Module] = []
+
+    def let_go(*_: object) -> None:
+        alive.clear()
+        gc.collect()
+
+    hook = register_optimizer_step_post_hook(let_go)  # before the model's, so that torch's iteration goes on
+    try:
+        x = torch.randn(2, 8)
+        alive.append(ampgraph.convert(Net(), (x,), policy="O2", dtype=torch.float16))
+        alive[0](x).sum().backward()
+        gone = weakref.ref(alive[0])
+        parameter = nn.Parameter(torch.zeros(2))
+        parameter.grad = torch.ones(2)
+        torch.optim.SGD([parameter], lr=0.1).step()
+    finally:
+        hook.remove()
+    assert gone() is None
+    assert parameter.tolist() == pytest.approx([-0.1, -0.1])
+
+
+def test_a_registry_may_grow_during_an_iteration() -> None:
+    registry: WeakRegistry[nn.Module] = WeakRegistry()
+    first, second = nn.Linear(1, 1), nn.Linear(1, 1)
+    registry.add(first)
+    for _ in registry:
+        registry.add(second)
+    assert list(registry) == [first, second]
+    del first, _
+    gc.collect()
+    assert list(registry) == [second]
+
+
 # -- exceptions --------------------------------------------------------------------------------------------
 
 
@@ -358,7 +396,8 @@ def test_converted_models_die_with_their_last_reference(just_in_time: bool) -> N
         if number in (5, rounds - 1):
             torch._dynamo.reset()
             gc.collect()
-            kept = (fake_tensors._dtype_cache, shadow_weights._all_shadows, capture_lock._locks)
+            known = (optimizer_steps._listeners, scaler._all_scalers)
+            kept = (fake_tensors._dtype_cache, capture_lock._locks, *known)
             sizes.append(tuple(map(len, kept)))
     # torch.export's tracer of the last capture lives on in torch itself, until the next one.
     ended = alive[: len(alive) * rounds // (rounds + 1)]

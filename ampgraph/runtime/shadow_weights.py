@@ -7,7 +7,6 @@ the copies instead of casting the same parameters in every forward.
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import threading
 import weakref
@@ -16,11 +15,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from .._compat import keep_versions
+from ..training.optimizer_steps import tell_after_steps
 
-_all_shadows: weakref.WeakSet[ShadowWeights] = weakref.WeakSet()
 # Keeps threads from reading a copy during a refresh. One lock for all models, which must stay copyable.
 _lock = threading.RLock()
 
@@ -66,8 +64,6 @@ class ShadowWeights(nn.Module):
         self._numbers = itertools.count()
         self._all_stale = False
         self._mode: bool | None = None
-        with _lock:
-            _all_shadows.add(self)
 
     __hash__ = object.__hash__
 
@@ -96,7 +92,8 @@ class ShadowWeights(nn.Module):
         with _lock:
             shadow = self._shadows.get(id(master))
             if shadow is None or shadow.master() is not master:
-                _watch_optimizers()
+                if not self._shadows:
+                    tell_after_steps(self)
                 shadow = self._shadows[id(master)] = _Shadow(master, f"weight_{next(self._numbers)}")
                 self._copy([(shadow, master)])
             return shadow.name
@@ -125,9 +122,10 @@ class ShadowWeights(nn.Module):
                 stale.append((shadow, master))
         return stale
 
-    def mark_stale(self, parameters: set[int]) -> None:
-        """Records that the parameters with these ids were updated."""
-        self._all_stale = self._all_stale or not parameters.isdisjoint(self._shadows)
+    def after_step(self, optimizer: Optimizer, parameters: set[int]) -> None:
+        """Called after the step of any optimizer."""
+        with _lock:
+            self._all_stale = self._all_stale or not parameters.isdisjoint(self._shadows)
 
     def _copy(self, stale: list[tuple[_Shadow, Tensor]]) -> None:
         # A copy made under inference mode could not be saved for a backward.
@@ -145,18 +143,3 @@ class ShadowWeights(nn.Module):
                 torch._foreach_copy_(copies, [master for _, master in stale])
         for shadow, master in stale:
             shadow.version, shadow.address = master._version, master.data_ptr()
-
-
-def _after_step(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
-    if not _all_shadows:
-        return
-    stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    with _lock:
-        for shadows in _all_shadows:
-            shadows.mark_stale(stepped)
-
-
-@functools.cache
-def _watch_optimizers() -> None:
-    """Hooks the steps of every optimizer of the process, when the first shadow is created."""
-    register_optimizer_step_post_hook(_after_step)

@@ -39,12 +39,13 @@ from .scale_state import ScaleState
 from .step_guard import StepGuard
 from .step_wrappers import note_wrapper_of
 from .unscaled_step_warning import UnscaledStepWarning
+from .weak_registry import WeakRegistry
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 # A scaler that steps an optimizer over several converted models also asks the scalers of the other models.
-_all_scalers: weakref.WeakSet[LossScaler] = weakref.WeakSet()
+_all_scalers: WeakRegistry[LossScaler] = WeakRegistry()
 _numbers = itertools.count()
 
 

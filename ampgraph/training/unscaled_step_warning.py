@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from .._compat import is_scaled_by_grad_scaler
 from ..errors import warn_user
 from .distributed import local
 from .nested_optimizers import is_inside
+from .optimizer_steps import tell_after_steps
 from .parameter_index import ParameterIndex
 
 _CALLS = 10
@@ -35,7 +35,7 @@ class UnscaledStepWarning:
 
     def __init__(self, model: nn.Module, slots: ParameterIndex):
         self._model, self._slots = model, slots
-        self._hook: Any = None
+        self._is_listening = False
         self._values: Tensor | None = None
         self._calls = 0
         self._was_asked = self._saw_backward = self._has_told = self._is_scaled_twice = False
@@ -52,8 +52,9 @@ class UnscaledStepWarning:
 
     def check(self) -> None:
         """Called before the model runs with gradients."""
-        if self._hook is None:
-            self._start()
+        if not self._is_listening:
+            self._is_listening = True
+            tell_after_steps(self)
         if self._was_asked or self._has_told or not self._saw_backward:
             return
         self._calls += 1
@@ -82,23 +83,13 @@ class UnscaledStepWarning:
                 "or convert with Policy(loss_scale=ampgraph.NoLossScale())."
             )
 
-    def _start(self) -> None:
-        this = weakref.ref(self)
-
-        def after_step(optimizer: Optimizer, args: tuple, kwargs: dict[str, Any]) -> None:
-            if (watch := this()) is not None:
-                watch._stepped(optimizer)
-
-        self._hook = register_optimizer_step_post_hook(after_step)
-        weakref.finalize(self, self._hook.remove)
-
-    def _stepped(self, optimizer: Optimizer) -> None:
+    def after_step(self, optimizer: Optimizer, parameters: set[int]) -> None:
+        """Called after the step of any optimizer."""
         if is_inside(optimizer) or not self._saw_backward or self._is_scaled_twice:
             return
         if optimizer in self._told:
             return
-        count = sum(len(group["params"]) for group in optimizer.param_groups)
-        if self._strangers.get(optimizer) == count:
+        if self._strangers.get(optimizer) == len(parameters):
             return
         if self._holds_own(optimizer):
             self._told.add(optimizer)
@@ -108,7 +99,7 @@ class UnscaledStepWarning:
                 "amp.scaler.attach(optimizer)"
             )
         else:
-            self._strangers[optimizer] = count
+            self._strangers[optimizer] = len(parameters)
 
     def _holds_own(self, optimizer: Optimizer) -> bool:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -133,7 +124,7 @@ class UnscaledStepWarning:
         warn_user(message)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_hook": None, "_strangers": None, "_told": None}
+        return {**vars(self), "_is_listening": False, "_strangers": None, "_told": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)

@@ -1,0 +1,47 @@
+"""One hook for the steps of every optimizer of the process, and the objects that it tells.
+
+torch iterates over one dictionary of such hooks during each step, in any thread. A hook that goes when its
+model is collected would change that dictionary under another thread's step, so this hook stays.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, Protocol
+
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from .weak_registry import WeakRegistry
+
+
+class Listener(Protocol):
+    """An object that is told of steps."""
+
+    def after_step(self, optimizer: Optimizer, parameters: set[int]) -> None:
+        """Called after the step of any optimizer, in the thread of the step.
+
+        Args:
+            optimizer: The optimizer.
+            parameters: The ids of its parameters.
+        """
+
+
+_listeners: WeakRegistry[Listener] = WeakRegistry()
+
+
+def tell_after_steps(listener: Listener) -> None:
+    """Calls ``listener.after_step`` after every optimizer step, as long as the listener lives."""
+    _install()
+    _listeners.add(listener)
+
+
+def _after_step(optimizer: Optimizer, args: tuple, kwargs: dict[str, Any]) -> None:
+    parameters = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    for listener in _listeners:
+        listener.after_step(optimizer, parameters)
+
+
+@functools.cache
+def _install() -> None:
+    register_optimizer_step_post_hook(_after_step)
