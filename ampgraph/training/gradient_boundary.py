@@ -17,7 +17,6 @@ divides by the same number, even if the scaler has changed the scale since.
 from __future__ import annotations
 
 import itertools
-import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -111,7 +110,8 @@ def unscaled(grads: list[Tensor], inverse: Tensor) -> Sequence[Tensor]:
     """Returns gradients that leave the graph, unscaled."""
     if _counts_once():
         return _Times.apply(inverse, *grads)
-    if any(g.is_sparse for g in grads) or _is_batched(grads):  # AOTAutograd or vmap have no such kernel
+    # Neither AOTAutograd nor vmap has such a kernel. A compiler fuses a single product with the check.
+    if torch.compiler.is_compiling() or any(g.is_sparse for g in grads) or _is_batched(grads):
         return [g * inverse for g in grads]
     return torch._foreach_mul(grads, inverse)
 
@@ -127,8 +127,7 @@ def non_finite(tensors: Sequence[Tensor], slots: Sequence[int], size: int) -> Te
     if not given:
         return torch.zeros(size, device=tensors[0].device)
     values, slots = [t for t, _ in given], [slot for _, slot in given]
-    peaks = torch.stack(torch._foreach_norm(values, float("inf"))).detach()
-    flags = (~peaks.isfinite()).to(torch.float32)
+    flags = (~_peaks(values).detach().isfinite()).to(torch.float32)
     # Slices and no index, which would have to travel to the device.
     pieces, first, end = [], 0, 0
     for slot, count, length in _runs(slots):
@@ -138,6 +137,26 @@ def non_finite(tensors: Sequence[Tensor], slots: Sequence[int], size: int) -> Te
         first, end = first + length * count, slot + length
     pieces += [flags.new_zeros(size - end)] if size > end else []
     return torch.cat(pieces)
+
+
+def _peaks(tensors: Sequence[Tensor]) -> Tensor:
+    """Returns the largest absolute value of each tensor.
+
+    A compiler fuses each reduction with the product that it reads, and writes its element into the result.
+    It would copy the scalars of ``_foreach_norm`` with one kernel each.
+    """
+    if not torch.compiler.is_compiling():
+        return torch.stack(torch._foreach_norm(tensors, float("inf")))
+    return torch.cat([_in_memory_order(t).abs().reshape(-1).amax(0, keepdim=True) for t in tensors])
+
+
+def _in_memory_order(tensor: Tensor) -> Tensor:
+    """Returns a contiguous view of a tensor in channels-last format, so that flattening copies nothing."""
+    if tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last):
+        return tensor.permute(0, 2, 3, 1)
+    if tensor.dim() == 5 and tensor.is_contiguous(memory_format=torch.channels_last_3d):
+        return tensor.permute(0, 2, 3, 4, 1)
+    return tensor
 
 
 def _is_batched(tensors: Sequence[Tensor]) -> bool:
@@ -173,8 +192,8 @@ def role_of(node: torch.fx.Node) -> str | None:
     if role != "unscale":
         return role
     # A trace of the forward node is the same for all nodes of its backward.
-    product = node.all_input_nodes[0] if node.target is operator.getitem else node
-    return role if product.target is torch.ops.aten._foreach_mul.Tensor else ROLES[non_finite.__name__]
+    is_product = node.target is torch.ops.aten.mul.Tensor and node.meta["val"].dtype != torch.bool
+    return role if is_product else ROLES[non_finite.__name__]
 
 
 def trace_of(function: Callable) -> str:
