@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
@@ -10,10 +11,14 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from ampgraph.marks import BoundaryMark, set_mark
-from ampgraph.training.gradient_boundary import shadow_weight
+from ampgraph.training.gradient_boundary import shadow_weights
 
+from .analysis.gradient_flow import differentiable_outputs, groups, reached_by_gradients
 from .base import Pass
 from .insert_casts import is_inserted_cast
+
+# Weights that one call reads. The gradient of one of them takes the backward of all, so they are few.
+MOST_IN_GROUP = 32
 
 
 @dataclass(frozen=True)
@@ -33,22 +38,38 @@ class ReadShadows(Pass):
         graph = graph_module.graph
         placeholders = {n.name: n for n in graph.find_nodes(op="placeholder")}
         found = {n.name: n for n in graph.nodes if n.name in self.shadows}
+        reads: dict[Node, tuple[Node, Node]] = {}  # cast -> copy, parameter
         for name, holder in self.shadows.items():
             casts = casts_of(found[name])
             shadow = placeholders.get(holder) or _attribute(graph, holder, casts[0])
-            for cast in casts:
-                self._replace(graph, cast, found[name], shadow)
-        return bool(self.shadows)
-
-    def _replace(self, graph: Graph, cast: Node, parameter: Node, shadow: Node) -> None:
-        read = shadow
+            reads |= dict.fromkeys(casts, (shadow, found[name]))
         if self.differentiable:
-            with graph.inserting_before(cast):
-                read = graph.call_function(shadow_weight, (parameter, shadow))
+            reached = reached_by_gradients(graph, differentiable_outputs(graph))
+            # A compiler fills in zeros for all other gradients of one call, so these stay apart.
+            alone = [[cast] for cast in reads if cast not in reached]
+            for group in (*alone, *groups([cast for cast in reads if cast in reached], MOST_IN_GROUP)):
+                _read(graph, group, [reads[cast] for cast in group])
+        else:
+            for cast, (shadow, _) in reads.items():
+                cast.replace_all_uses_with(shadow)
+        for cast in reads:
+            graph.erase_node(cast)
+        return bool(reads)
+
+
+def _read(graph: Graph, casts: list[Node], reads: list[tuple[Node, Node]]) -> None:
+    """Lets the users of casts read copies through one call, which passes gradients to the parameters."""
+    at = next(n for n in graph.nodes if n.op not in ("placeholder", "get_attr"))
+    shadows, parameters = zip(*reads, strict=True)
+    with graph.inserting_before(at):
+        call = graph.call_function(shadow_weights, (*shadows, *parameters))
+        call.meta["val"] = tuple(cast.meta["val"] for cast in casts)
+        set_mark(call, BoundaryMark(ReadShadows.name))
+        for index, cast in enumerate(casts):
+            read = graph.call_function(operator.getitem, (call, index))
             read.meta.update(cast.meta)
-            set_mark(read, BoundaryMark(self.name))
-        cast.replace_all_uses_with(read)
-        graph.erase_node(cast)
+            set_mark(read, BoundaryMark(ReadShadows.name))
+            cast.replace_all_uses_with(read)
 
 
 def _attribute(graph: Graph, target: str, cast: Node) -> Node:
@@ -63,3 +84,9 @@ def casts_of(node: Node) -> list[Node]:
     """Returns the inserted casts to a low dtype directly after a node."""
     low = (torch.float16, torch.bfloat16)
     return [user for user in node.users if is_inserted_cast(user) and user.meta["val"].dtype in low]
+
+
+def reads_copy(node: Node) -> bool:
+    """Whether the node reads the low copy of a parameter through the boundary."""
+    call = node.args[0] if node.target is operator.getitem else None
+    return isinstance(call, Node) and call.target is shadow_weights

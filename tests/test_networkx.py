@@ -180,8 +180,8 @@ def test_boundary_of_the_training_graph() -> None:
 def test_shadow_weights_are_marked() -> None:
     amp = ampgraph.convert(Layer(), (torch.randn(2, 8),), policy="O2", dtype=torch.float16)
     roles = dict(ampgraph.to_networkx(amp.training_graph).nodes(data="boundary"))
-    assert {n for n, role in roles.items() if role == "shadow" and n.startswith("shadow_weight")} == {
-        n.name for n in amp.training_graph.graph.nodes if n.name.startswith("shadow_weight")
+    assert {n for n, role in roles.items() if role == "shadow" and n.startswith("shadow_weights")} == {
+        n.name for n in amp.training_graph.graph.nodes if n.name.startswith("shadow_weights")
     }
     assert "shadow" in roles.values()
 

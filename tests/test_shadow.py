@@ -9,6 +9,8 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ampgraph
+from ampgraph.passes.read_shadows import MOST_IN_GROUP
+from ampgraph.training.gradient_boundary import shadow_weights
 
 F16 = torch.float16
 X = torch.randn(5, 8, generator=torch.Generator().manual_seed(0))
@@ -304,3 +306,65 @@ def test_a_parameter_that_the_model_writes_is_cast_in_the_graph(args, level):
     amp = ampgraph.convert(model, args, policy=level, dtype=F16)
     with torch.no_grad():
         torch.testing.assert_close(amp(X), source(X), rtol=0.0, atol=2e-3)
+
+
+class Several(nn.Module):
+    """More weights than one group has, a frozen one, one that no gradient reaches, and one with two uses."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(8, 8) for _ in range(MOST_IN_GROUP)])
+        self.aside, self.frozen, self.tied = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+        self.frozen.requires_grad_(False)
+
+    def forward(self, x):
+        x = self.tied(self.frozen(self.tied(x)))
+        for layer in self.layers:
+            x = x + layer(x)
+        return x, self.aside(x).detach()
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_groups_of_weights_have_the_gradients_of_casts_in_the_graph(backend):
+    torch.manual_seed(0)
+    model = Several()
+    amp = ampgraph.convert(model, (X,), policy="O2", dtype=torch.bfloat16, backend=backend)
+    amp(X)[0].square().mean().backward()
+    calls = [n for n in amp.training_graph.graph.nodes if n.target is shadow_weights]
+    weights = [len(n.args) // 2 for n in calls]
+    assert sorted(weights) == [1, 1, 4, MOST_IN_GROUP, MOST_IN_GROUP]
+    mine = {name: p.grad for name, p in model.named_parameters()}
+    model.zero_grad()
+    amp.graph_module(X)[0].square().mean().backward()
+    assert mine["aside.weight"] is None
+    assert mine["frozen.weight"] is None
+    for name, parameter in model.named_parameters():
+        assert (mine[name] is None) == (parameter.grad is None), name
+        assert parameter.grad is None or torch.equal(mine[name], parameter.grad), name
+
+
+def test_one_gradient_of_a_group_and_second_derivatives():
+    model, amp = converted()
+    weight = model[0].weight
+    for function in (amp, amp.graph_module):
+        loss = function(X).square().mean()
+        (first,) = torch.autograd.grad(loss, weight, create_graph=True)
+        second = torch.autograd.grad(first.square().sum(), list(model.parameters()), allow_unused=True)
+        results = [first.detach(), *(g for g in second if g is not None)]
+        if function is amp:
+            expected = results
+    for mine, theirs in zip(expected, results, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=0)
+
+
+def test_freezing_a_weight_between_calls():
+    model, amp = converted()
+    amp(X).sum().backward()
+    model.zero_grad()
+    model[0].requires_grad_(False)
+    amp(X).sum().backward()
+    assert model[0].weight.grad is None
+    assert model[3].weight.grad is not None
+    model[0].requires_grad_(True)
+    amp(X).sum().backward()
+    assert model[0].weight.grad is not None

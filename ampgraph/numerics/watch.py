@@ -20,10 +20,10 @@ from ..errors import AmpGraphError, NumericsError, PolicyError, did_you_mean
 from ..module import AmpModule
 from ..origin import module_path
 from ..passes import is_boundary
+from ..passes.read_shadows import reads_copy
 from ..policy.loss_scale import DynamicLossScale
 from ..report import graph_view as view
 from ..runtime.dynamo_backend import SHADOW_PREFIX, make_backend
-from ..training.gradient_boundary import shadow_weight
 from .finding import BACKWARD, FORWARD
 from .run_graph import GraphRun, flat_inputs, is_meant
 
@@ -269,7 +269,7 @@ def _first_value(nodes: list[Node], found: Sequence[list[bool]]) -> Node | None:
             continue
         is_copy = node.name.startswith(SHADOW_PREFIX)  # of a parameter, which has not fitted
         is_own = is_meant(node) or (node.op == "placeholder" and not is_copy)  # a mask may be an argument
-        read = node.all_input_nodes[: 1 if node.target is shadow_weight else None]
+        read = [_behind_boundary(node)] if reads_copy(node) else node.all_input_nodes
         if is_nan or not (is_own or any(_behind_boundary(n) in meant for n in read)):
             return node
         meant.add(node)
@@ -278,7 +278,7 @@ def _first_value(nodes: list[Node], found: Sequence[list[bool]]) -> Node | None:
 
 def _is_passed_on(node: Node) -> bool:
     """Whether the boundary passes a value on, which has its flag already; it makes low copies, though."""
-    return is_boundary(node) and node.target is not shadow_weight
+    return is_boundary(node) and not reads_copy(node)
 
 
 def _behind_boundary(node: Node) -> Node:

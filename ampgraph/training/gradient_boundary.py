@@ -202,22 +202,31 @@ def trace_of(function: Callable) -> str:
     return f'  File "{code.co_filename}", line {code.co_firstlineno}, in {code.co_name}\n'
 
 
-class ShadowWeight(Function):
-    """Returns a parameter's low copy; its gradient, in the parameter's dtype, is the parameter's."""
+class ShadowWeights(Function):
+    """Returns the low copies of parameters; each gradient, in its parameter's dtype, is the parameter's.
+
+    Args of ``forward``: the copies, then their parameters.
+    """
 
     @staticmethod
-    def forward(ctx: Any, parameter: Tensor, shadow: Tensor) -> Tensor:
-        ctx.dtype = parameter.dtype
-        return shadow.detach()
+    def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
+        count = len(tensors) // 2
+        ctx.dtypes = [t.dtype for t in tensors[count:]]
+        ctx.set_materialize_grads(False)
+        views = tuple(t.detach() for t in tensors[:count])
+        needed = ctx.needs_input_grad[count:]
+        ctx.mark_non_differentiable(*(v for v, n in zip(views, needed, strict=True) if not n))
+        return views
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad.to(ctx.dtype), None
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        wide = [None if g is None else g.to(d) for g, d in zip(grads, ctx.dtypes, strict=True)]
+        return *(None for _ in grads), *wide
 
 
-def shadow_weight(parameter: Tensor, shadow: Tensor) -> Tensor:
-    """The node at a parameter with a low copy; see `ShadowWeight`."""
-    return ShadowWeight.apply(parameter, shadow)
+def shadow_weights(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """The node at parameters with low copies; see `ShadowWeights`."""
+    return ShadowWeights.apply(*tensors)
 
 
 def scale_gradients(scale: Tensor, *outputs: Tensor) -> tuple[Tensor, ...]:
