@@ -171,6 +171,51 @@ def test_what_is_set_back_is_not_captured_again():
     assert len(amp.graph_modules) == 2
 
 
+class Registry(dict):
+    """Keeps what belongs to a class under its name, as transformers does."""
+
+    def __setitem__(self, key, value):
+        super().__setitem__(type(key).__name__, value)
+
+    def __iter__(self):
+        raise AssertionError("not by name")
+
+
+class Doubled(list):
+    def __iter__(self):
+        return (2 * item for item in super().__iter__())
+
+
+REGISTRY, DOUBLED = Registry(), Doubled([1.0])
+REGISTRY[X] = {"factor": 2.0, "kind": nn.Linear}
+
+
+class ReadsOddContainers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc, self.factors = nn.Linear(4, 4), Doubled([1.0, 2.0])
+
+    def forward(self, x):
+        return self.fc(x) * REGISTRY.get("Tensor")["factor"] * sum(DOUBLED) * sum(self.factors)
+
+
+def test_containers_with_item_access_that_differs_are_compared_by_their_content():
+    model = ReadsOddContainers()
+    amp = ampgraph.convert(model, (X,), **LOW)
+    for _ in range(3):
+        close(amp(X), model(X))
+    assert len(list(amp._graphs)) == 1
+    for change in (
+        lambda: REGISTRY["Tensor"].update(factor=3.0),
+        lambda: DOUBLED.append(2.0),
+        lambda: model.factors.append(2.0),
+    ):
+        change()
+        for _ in range(2):
+            close(amp(X), model(X))
+    assert len(list(amp._graphs)) == 4
+
+
 def test_what_forward_does_not_read_is_not_watched():
     model = Scaled(lambda m: m.temp)
     amp = ampgraph.convert(model, (X,), **LOW)

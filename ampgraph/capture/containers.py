@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import enum
-from collections import deque
+from collections import OrderedDict, deque
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ _PLAIN = (
 )
 _SEQUENCES = (list, tuple, deque)
 _SETS = (set, frozenset)
+_BASES = (OrderedDict, dict, *_SEQUENCES, *_SETS)
 # A larger container is a look-up table; comparing it at every call would cost too much.
 _MOST_LEAVES = 256
 _DEEPEST = 8
@@ -61,7 +62,7 @@ def _leaves(value: Any, depth: int) -> list[object] | None:
     if depth > _DEEPEST or len(value) > _MOST_LEAVES:
         return None
     found: list[object] = []
-    for item in (*value.keys(), *value.values()) if isinstance(value, dict) else value:
+    for item in _inside(value):
         inner = _leaves(item, depth + 1)
         if inner is None or len(found) + len(inner) > _MOST_LEAVES:
             return None
@@ -69,20 +70,29 @@ def _leaves(value: Any, depth: int) -> list[object] | None:
     return found
 
 
+def _inside(container: Any) -> Iterator[Any]:
+    for key, item in items_of(container):
+        if isinstance(container, dict):
+            yield key
+        yield item
+
+
+def items_of(container: Any) -> list[tuple[Any, Any]]:
+    """Returns keys or positions with the items, past what a class of the user's makes of item access."""
+    base = _base(container)
+    if issubclass(base, dict):
+        return [*base.items(container)]
+    return [*enumerate(base.__iter__(container))]
+
+
 def copied(value: Any) -> Any:
-    """Returns a copy of a container with the same leaf objects."""
-    if isinstance(value, tuple):
-        items = [copied(item) for item in value]
-        is_unchanged = all(a is b for a, b in zip(items, value, strict=True))
-        return value if is_unchanged else getattr(type(value), "_make", type(value))(items)
-    if not is_container(value):
+    """Returns the content of a container in containers of Python's own types, with the same leaf objects."""
+    base = _base(value)
+    if base is type(None):
         return value
-    made = copy.copy(value)
-    if isinstance(value, _SETS):
-        return made
-    for place in value if isinstance(value, dict) else range(len(value)):
-        made[place] = copied(value[place])
-    return made
+    if issubclass(base, dict):
+        return base((key, copied(item)) for key, item in items_of(value))
+    return base(copied(item) for _, item in items_of(value))
 
 
 def same(a: object, b: object, depth: int = 0) -> bool:
@@ -92,12 +102,19 @@ def same(a: object, b: object, depth: int = 0) -> bool:
     """
     if a is b or (isinstance(a, nn.Parameter) and isinstance(b, nn.Parameter)):
         return True
-    if type(a) is not type(b) or depth > _DEEPEST:
+    base = _base(a)
+    if base is type(None):
+        return type(a) is type(b) and is_plain(a) and bool(a == b)
+    if base is not _base(b) or depth > _DEEPEST:
         return False
-    if is_plain(a) or isinstance(a, _SETS):
-        return a == b
-    if isinstance(a, dict) and isinstance(b, dict):
-        return list(a) == list(b) and all(same(a[k], b[k], depth + 1) for k in a)
-    if isinstance(a, _SEQUENCES) and isinstance(b, _SEQUENCES):
-        return len(a) == len(b) and all(same(x, y, depth + 1) for x, y in zip(a, b, strict=True))
-    return False
+    if base in _SETS:
+        return bool(base.__eq__(a, b))
+    mine, other = items_of(a), items_of(b)
+    return len(mine) == len(other) and all(
+        (i is j or i == j) and same(x, y, depth + 1) for (i, x), (j, y) in zip(mine, other, strict=True)
+    )
+
+
+def _base(value: object) -> Any:
+    """Returns the type of Python's own that a container is built on, or NoneType."""
+    return next((base for base in _BASES if isinstance(value, base)), type(None))

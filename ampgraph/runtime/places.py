@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ..capture.code import GONE, Place, is_foreign
-from ..capture.containers import copied, has_plain_leaves, is_container, is_small, same
+from ..capture.containers import copied, has_plain_leaves, is_container, is_small, items_of, same
 
 _DEPTH = 3  # of objects inside objects: model.config.rope.base
 _MOST_SETTINGS = 256
@@ -87,7 +87,7 @@ class Places:
         if not is_small(value):
             return
         self._containers.append((place, copied(value)))
-        for key, item in _items(value):
+        for key, item in items_of(value):
             self._look_into(item, f"{place.path}[{key!r}]", depth)
 
     def _look_into(self, value: Any, path: str, depth: int) -> None:
@@ -95,7 +95,7 @@ class Places:
         if not depth:
             return
         if is_container(value):
-            for key, item in _items(value) if is_small(value) else ():
+            for key, item in items_of(value) if is_small(value) else ():
                 self._look_into(item, f"{path}[{key!r}]", depth - 1)
             return
         if isinstance(value, _NO_SETTINGS) or is_foreign(type(value)):
@@ -128,12 +128,6 @@ def _settings_of_class(cls: type) -> Iterator[str]:
                 isinstance(value, MemberDescriptorType) or has_plain_leaves(value)
             ):
                 yield name
-
-
-def _items(container: Any) -> list[tuple[Any, Any]]:
-    if isinstance(container, dict):
-        return [*container.items()]
-    return [*enumerate(container)]
 
 
 def _getter(places: list[Place], always_tuple: bool = False) -> Callable[[Any], Any]:

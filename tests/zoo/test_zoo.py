@@ -104,6 +104,7 @@ def test_model(name: str, mode: str, dtype: torch.dtype, level: str) -> None:
     if not holds(level, dtype, mine, theirs):
         mine, theirs = subject.errors_over_draws(amp, autocast)
     assert holds(level, dtype, mine, theirs), (mine, theirs)
+    assert len(amp.graph_modules) == 1  # the same call is not captured again
 
 
 def check_reference(subject: Subject) -> None:
