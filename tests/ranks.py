@@ -1,4 +1,4 @@
-"""Two processes with a gloo group between them, for tests of distributed training."""
+"""Processes with a gloo group between them, for tests of distributed training."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ SECONDS = 120
 class Ranks:
     """Runs top-level functions ``f(rank, *args)`` on all ranks at once; processes live from test to test."""
 
-    def __init__(self) -> None:
+    def __init__(self, size: int = SIZE) -> None:
+        self._size = size
         self._processes: list = []
 
     def run(self, function: Callable, *args: Any) -> list[Any]:
@@ -45,10 +46,10 @@ class Ranks:
         context = mp.get_context("spawn")
         self._folder = tempfile.TemporaryDirectory()
         store = str(Path(self._folder.name) / "store")
-        pipes = [context.Pipe() for _ in range(SIZE)]
+        pipes = [context.Pipe() for _ in range(self._size)]
         self._connections = [ours for ours, _ in pipes]
         self._processes = [
-            context.Process(target=_serve, args=(rank, store, theirs), daemon=True)
+            context.Process(target=_serve, args=(rank, self._size, store, theirs), daemon=True)
             for rank, (_, theirs) in enumerate(pipes)
         ]
         for process in self._processes:
@@ -64,10 +65,10 @@ class Ranks:
         self._processes = []
 
 
-def _serve(rank: int, store: str, connection: Connection) -> None:
+def _serve(rank: int, size: int, store: str, connection: Connection) -> None:
     torch.set_num_threads(1)
     timeout = datetime.timedelta(seconds=SECONDS // 2)
-    dist.init_process_group("gloo", f"file://{store}", rank=rank, world_size=SIZE, timeout=timeout)
+    dist.init_process_group("gloo", f"file://{store}", rank=rank, world_size=size, timeout=timeout)
     while True:
         function, args = connection.recv()
         torch.manual_seed(0)
@@ -79,6 +80,6 @@ def _serve(rank: int, store: str, connection: Connection) -> None:
 
 def gathered(tensor: torch.Tensor) -> list[torch.Tensor]:
     """Returns every rank's tensor."""
-    parts = [torch.empty_like(tensor) for _ in range(SIZE)]
+    parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
     dist.all_gather(parts, tensor.detach().contiguous())
     return parts

@@ -288,8 +288,7 @@ def _one_steps_alone(rank: int, how: str) -> float | None:
         return None  # a collective over all ranks would never end
     amp = ampgraph.convert(Net(), batch(slice(0, 4)), policy=FLOAT16)
     model = DistributedDataParallel(amp, process_group=group) if how == "wrapper" else amp
-    if how == "said":
-        amp.scaler.process_groups = ()
+    amp.scaler.process_groups = (group,) if how == "wrapper" else ()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     amp.scaler.attach(optimizer)
     x, y = batch(slice(0, 4))

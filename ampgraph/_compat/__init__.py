@@ -63,6 +63,7 @@ from .quiet import (
     never_log_raised_errors,
     quiet_export,
 )
+from .ranks import RankStore, store_of_ranks
 from .storages import Content, current_backward, has_content
 from .version import VERSION
 
@@ -79,6 +80,7 @@ __all__ = [
     "HigherOrderOperator",
     "OpOverload",
     "OpOverloadPacket",
+    "RankStore",
     "SingleLevelFunction",
     "accept_real_constants",
     "active_data_parallel",
@@ -125,6 +127,7 @@ __all__ = [
     "set_calling_convention",
     "size_hint",
     "storage_key",
+    "store_of_ranks",
     "with_dtypes",
     "wrap_grad_modes",
 ]

@@ -1,9 +1,6 @@
-"""Training on several ranks: the ranks that must skip a step together, and the local part of a tensor."""
+"""Training on several ranks: wrappers around the model, and the local part of a tensor."""
 
 from __future__ import annotations
-
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -11,9 +8,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .._compat import active_data_parallel
 from ..errors import CaptureError
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 
 def is_distributed() -> bool:
@@ -26,16 +20,6 @@ def active_wrapper() -> DistributedDataParallel | None:
     return active_data_parallel() if is_distributed() else None
 
 
-def groups_of(tensors: Iterable[Tensor]) -> list[ProcessGroup]:
-    """Returns the process groups that DTensors are spread over, each mesh dimension's once."""
-    groups: list[ProcessGroup] = []
-    if not is_distributed():
-        return groups
-    for mesh in {t.device_mesh: None for t in tensors if is_spread(t)}:  # type: ignore[attr-defined]
-        groups += [g for g in mesh.get_all_groups() if g not in groups]
-    return groups
-
-
 def is_spread(tensor: Tensor) -> bool:
     """Whether the tensor is a DTensor."""
     return hasattr(tensor, "device_mesh")
@@ -44,21 +28,6 @@ def is_spread(tensor: Tensor) -> bool:
 def local(tensor: Tensor) -> Tensor:
     """Returns this rank's part of a tensor, without communication."""
     return tensor.to_local() if is_spread(tensor) else tensor  # type: ignore[attr-defined]
-
-
-def join(flags: Tensor, groups: Sequence[ProcessGroup] | None) -> Tensor:
-    """Returns the flags of all ranks, so that all skip the same steps.
-
-    Args:
-        flags: Positive for each overflow that this rank found.
-        groups: The groups to all-reduce over, one after the other; None for the default group.
-    """
-    if not is_distributed():
-        return flags
-    flags = flags.clone()
-    for group in [None] if groups is None else groups:
-        torch.distributed.all_reduce(flags, op=torch.distributed.ReduceOp.MAX, group=group)
-    return flags
 
 
 def check_wrappers(model: nn.Module, just_in_time: bool) -> None:

@@ -40,8 +40,14 @@ class GradientFlags:
     def __init__(self, slots: ParameterIndex, state: ScaleState, watch: UnscaledStepWarning):
         self._slots, self._state, self.watch = slots, state, watch
         self._masks: dict[tuple[int, ...], Tensor] = {}
+        self._is_new = False
         self.untaken = UntakenGradients(slots, self._mask, self._read)
         self.connect()
+
+    def has_new_backward(self) -> bool:
+        """Whether a backward has reached gradients since this was asked."""
+        is_new, self._is_new = self._is_new, False
+        return is_new
 
     def connect(self) -> None:
         """Subscribes to each backward with a weak reference, because tensors hold the hook."""
@@ -50,6 +56,7 @@ class GradientFlags:
         def backward_reached_probe(reported: Tensor) -> None:
             if (flags := this()) is not None:
                 flags._state.note(reported)
+                flags._is_new = True
                 flags.watch.note_backward()
                 after_backward(lambda: flags.mark(reported))
 
@@ -57,6 +64,9 @@ class GradientFlags:
 
     def mark(self, flags: Tensor) -> None:
         """Marks the gradients that boundaries have checked in the backward that ends now."""
+        if is_distributed():
+            # The forward looked up gathered parameters; their shards hold the gradients.
+            self._slots.refresh()
         checked = self._state.checked.take()
         self.untaken.note_backward(flags, self._state.scale, checked)
         if is_distributed():
@@ -75,15 +85,14 @@ class GradientFlags:
             for gradient, slot in changed:
                 _mark(gradient, fresh, slot)
 
-    def of(self, parameters: Iterable[Tensor], with_reports: bool = True) -> Tensor | None:
+    def of(self, parameters: Iterable[Tensor], reported: Tensor | None = None) -> Tensor | None:
         """Returns a vector, positive in the slots of gradients that are not finite; None without gradients.
 
         A parameter without a slot counts in the last slot.
 
         Args:
             parameters: The parameters.
-            with_reports: Whether what the last backward reported here of gradients that were changed since
-                counts too.
+            reported: What the last backward reported of gradients that were changed since; it counts too.
         """
         parameters = [p for p in parameters if p.grad is not None]
         if not parameters:
@@ -101,9 +110,18 @@ class GradientFlags:
             unknown.append((gradient, size - 1 if slot is None else slot))
         vectors = [flags * self._mask(slots) for flags, slots in known.values()]
         vectors += self._read(unknown)
-        if with_reports and (reported := self.untaken.flags_of(parameters)) is not None:
+        if reported is not None:
             vectors.append(reported)
         return torch.stack(vectors).amax(0) if len(vectors) > 1 else vectors[0]
+
+    def any_value(self, parameters: Iterable[Tensor]) -> Tensor:
+        """Returns whether a gradient has a value other than zero; reads all of them."""
+        gradients = [local(p.grad) for p in parameters if p.grad is not None]
+        values = [g._values() if g.is_sparse else g for g in gradients]
+        device = self._state.scale.device
+        with torch.no_grad():
+            found = [(v != 0).any().to(device) for v in values if v.numel()]
+        return torch.stack(found).any() if found else torch.zeros((), dtype=torch.bool, device=device)
 
     def _read(self, gradients: list[tuple[Tensor, int]]) -> list[Tensor]:
         """Returns a vector for each device that gradients are on."""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
+from .judging import verdicts
 from .nested_optimizers import Inside, is_inside
 from .step_guard import StepGuard, Verdict
 from .step_undo import Undo
@@ -112,14 +113,14 @@ def _step_once(
     scalers: Sequence[Scaler], optimizer: Optimizer, take: Callable, args: tuple, kwargs: dict[str, Any]
 ) -> Any:
     on_device = getattr(optimizer, "_step_supports_amp_scaling", False)
-    verdicts = _verdicts(scalers, optimizer)
-    for scaler, verdict in verdicts:
+    found = _verdicts(scalers, optimizer)
+    for scaler, verdict in found:
         scaler.guard.count(verdict)
         if on_device or not scaler.skips():
             scaler.guard.note(verdict)
-    bad = _any_bad(verdicts)
+    bad = _any_bad(found)
     if bad is not None and not on_device and float(bad) > 0:
-        _report(verdicts)
+        _report(found)
         _leave_out(optimizer)
         return None
     with Inside(optimizer):
@@ -132,8 +133,8 @@ def _step_once(
 
 def _verdicts(scalers: Sequence[S], optimizer: Optimizer) -> list[tuple[S, Verdict]]:
     """Returns the verdict of each scaler whose parameters have gradients."""
-    found = [(scaler, scaler.guard.verdict(optimizer, part)) for scaler, part in shares(scalers, optimizer)]
-    return [(scaler, verdict) for scaler, verdict in found if verdict is not None]
+    found = verdicts(optimizer, [(scaler.guard, part) for scaler, part in shares(scalers, optimizer)])
+    return [(scaler, verdict) for scaler, verdict in zip(scalers, found, strict=True) if verdict is not None]
 
 
 def shares(scalers: Sequence[S], optimizer: Optimizer) -> Iterator[tuple[S, list[Tensor]]]:
@@ -150,16 +151,16 @@ def shares(scalers: Sequence[S], optimizer: Optimizer) -> Iterator[tuple[S, list
         yield scaler, [p for p, is_mine in zip(parameters, mine, strict=True) if is_mine]
 
 
-def _any_bad(verdicts: list[tuple[Scaler, Verdict]]) -> Tensor | None:
+def _any_bad(found: list[tuple[Scaler, Verdict]]) -> Tensor | None:
     bad = None
-    for scaler, verdict in verdicts:
+    for scaler, verdict in found:
         if scaler.skips():
             bad = verdict.found if bad is None else torch.maximum(bad, verdict.found.to(bad.device))
     return bad
 
 
-def _report(verdicts: list[tuple[Scaler, Verdict]]) -> None:
-    for scaler, verdict in verdicts:
+def _report(found: list[tuple[Scaler, Verdict]]) -> None:
+    for scaler, verdict in found:
         if scaler.skips():
             scaler.guard.note(verdict)
             scaler.guard.overflows.last()
@@ -219,15 +220,15 @@ class _Evaluations:
 
     def judge(self) -> None:
         """Checks the existing gradients."""
-        verdicts = _verdicts(self._scalers, self._optimizer)
-        for scaler, verdict in verdicts:
+        found = _verdicts(self._scalers, self._optimizer)
+        for scaler, verdict in found:
             scaler.guard.count(verdict)
             if not scaler.skips():
                 scaler.guard.note(verdict)
-        bad = _any_bad(verdicts)
+        bad = _any_bad(found)
         if bad is not None and float(bad) > 0:
             self.is_bad = True
-            _report(verdicts)
+            _report(found)
 
 
 def _step_or_undo(

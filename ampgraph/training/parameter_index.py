@@ -25,9 +25,10 @@ class ParameterIndex:
         self.names = [name for name, _ in model.named_parameters()]
         slots = {id(p): slot for slot, p in enumerate(model.parameters())}
         self._by_name = {n: slots[id(p)] for n, p in model.named_parameters(remove_duplicate=False)}
-        self._refresh()
+        self.refresh()
 
-    def _refresh(self) -> None:
+    def refresh(self) -> None:
+        """Looks up the parameter objects that the model has now."""
         self._by_parameter = WeakIdKeyDictionary()
         for name, parameter in self._model.named_parameters(remove_duplicate=False):
             if name in self._by_name:
@@ -51,5 +52,5 @@ class ParameterIndex:
         """Returns the slot of each tensor; None for a tensor that is not a parameter of the model."""
         parameters = list(parameters)
         if any(p not in self._by_parameter for p in parameters):
-            self._refresh()
+            self.refresh()
         return [self._by_parameter.get(p) for p in parameters]

@@ -8,7 +8,6 @@ returns its argument.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -31,9 +30,10 @@ from ..policy.loss_scale import (
     new_scale_of,
 )
 from .gradient_flags import GradientFlags
+from .judging import judge_early
 from .nested_optimizers import nested, put_inside
 from .optimizer_step import attached_step, parameters_of, shares, step_unless_bad, stepping
-from .overflow import Overflow
+from .overflow import Overflow, overflow_of
 from .parameter_index import ParameterIndex
 from .scale_state import ScaleState
 from .step_guard import StepGuard
@@ -46,7 +46,6 @@ if TYPE_CHECKING:
 
 # A scaler that steps an optimizer over several converted models also asks the scalers of the other models.
 _all_scalers: WeakRegistry[LossScaler] = WeakRegistry()
-_numbers = itertools.count()
 
 
 class LossScaler:
@@ -56,7 +55,6 @@ class LossScaler:
         config: The loss scale of the policy.
         state: The tensors that the model's graphs read.
         guard: Decides whether a step is skipped.
-        number: Number of scalers created before. Ranks ask scalers in this order.
     """
 
     _known: weakref.WeakSet[Optimizer]
@@ -77,11 +75,15 @@ class LossScaler:
         self._enlist()
 
     @property
+    def number(self) -> int:
+        """Number of scalers created before. Ranks ask scalers in this order."""
+        return self.guard.number
+
+    @property
     def process_groups(self) -> Sequence[ProcessGroup] | None:
         """The ranks that skip a step together.
 
-        None: the group of the DistributedDataParallel or FSDP2 around the model, or the default group
-        without a wrapper. Empty: only this rank.
+        None: all ranks of the job, whatever part of a model each holds. Empty: only this rank.
         """
         return self.guard.process_groups
 
@@ -144,10 +146,10 @@ class LossScaler:
         optimizer = stepping(optimizer)
         scalers = _with_partners([self], optimizer)
         self._add_partners(scalers)
-        for scaler, parameters in shares(scalers, optimizer):
+        for scaler in scalers:
             if scaler.guard.has_stepped(optimizer) and scaler.guard.is_attached(optimizer):
                 scaler.update()  # another attached optimizer rests
-            scaler.guard.judge_early(optimizer, parameters)
+        judge_early(optimizer, [(s.guard, parameters) for s, parameters in shares(scalers, optimizer)])
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Steps the optimizer unless its gradients are not finite.
@@ -222,7 +224,7 @@ class LossScaler:
             self.state.set(in_range(self.config, new_scale_of(new_scale, self.state.scale)))
         elif isinstance(self.config, DynamicLossScale) and self.guard.has_judged:
             bad = self.guard.found > 0
-            scale, counters = adapted(self.config, self.state.scale, self._counters, bad)
+            scale, counters = self._adapted(bad)
             if self._was_lowered is not None:
                 is_known, self._was_lowered = bad & self._was_lowered, None
                 scale = torch.where(is_known, self.state.scale, scale)
@@ -233,6 +235,16 @@ class LossScaler:
         partners, self._partners = self._partners, []
         for scaler in partners:
             scaler.update()
+
+    def _adapted(self, bad: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the next scale and counters; those of now after a round without a backward."""
+        now, counts = (self.state.scale, self._counters), self.guard.counts
+        if counts is False:
+            return now
+        scale, counters = adapted(self.config, *now, bad)  # type: ignore[arg-type]
+        if counts is True:
+            return scale, counters
+        return torch.where(counts, scale, now[0]), torch.where(counts, counters, now[1])
 
     def _count_left_out(self) -> None:
         """Lets overflows count whose steps the loop left out.
@@ -348,8 +360,8 @@ class LossScaler:
             **config,
             "_bad_tracker": bad,
             "_hysteresis_left": patience,
-            "_steps": self.guard.steps,
-            "_last_overflow": None if last is None else (last.step, last.parameters, last.scale),
+            "_steps": int(self.guard.steps),
+            "_last_overflow": None if last is None else (last.step, last.parameters, last.scale, last.rank),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -371,14 +383,13 @@ class LossScaler:
         self._was_lowered = None
         self.guard.steps = numbers.steps
         last = state.get("_last_overflow")
-        self.guard.overflows.restore(Overflow(last[0], tuple(last[1]), last[2]) if last else None)
+        self.guard.overflows.restore(overflow_of(last) if last else None)
 
     def _forget_optimizers(self) -> None:
         self._known = weakref.WeakSet()
         self._partners = []
 
     def _enlist(self) -> None:
-        self.number = next(_numbers)
         _all_scalers.add(self)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -397,6 +408,7 @@ class LossScaler:
         self.state.move(device)
         self._counters = self._counters.to(device)
         self._was_lowered = None
+        self.guard.steps = int(self.guard.steps)
         self.guard.forget()
 
 

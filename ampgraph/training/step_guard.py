@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
@@ -10,9 +11,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .._compat import expects_uneven_inputs
+from .._compat import expects_uneven_inputs, is_in_backward
 from ..errors import LoopError
-from .distributed import active_wrapper, groups_of, is_distributed, join
+from .agreement import Peers, has_gradients, is_bad, key_of
+from .distributed import active_wrapper
 from .gradient_flags import GradientFlags
 from .nested_optimizers import outermost
 from .overflow import OverflowLog
@@ -26,22 +28,43 @@ if TYPE_CHECKING:
 
 
 _ROUNDS_OF_A_TURN = 2
+_numbers = itertools.count()
 
 
 class Verdict(NamedTuple):
     """The result of a check of the gradients of an optimizer.
 
     Attributes:
-        flags: Positive in the slots of non-finite gradients; the last slot is for tensors without a slot.
-        found: 1 if a gradient is not finite, else 0; 0-dim float32.
+        flags: Positive in the slots of this rank's non-finite gradients; the last slot is for tensors
+            without a slot.
+        found: 1 if a gradient of any rank is not finite, else 0; 0-dim float32.
+        counts: Whether a backward made the gradients. A step on zeros that no backward made is none: with
+            such steps ``torch.distributed.checkpoint`` builds the state of optimizers.
+        reported: What boundaries of this rank reported of gradients that were changed since, by reduction
+            between ranks above all; None if they reported nothing.
+        key: What the ranks agreed on, see `ampgraph.training.agreement`; None without other ranks.
     """
 
     flags: Tensor
     found: Tensor
+    counts: bool | Tensor
+    reported: Tensor | None = None
+    key: Tensor | None = None
+
+
+class Agreement:
+    """One agreement of ranks.
+
+    Attributes:
+        verdicts: The verdict of each guard that asked.
+    """
+
+    def __init__(self, verdicts: dict[StepGuard, Verdict]):
+        self.verdicts = verdicts
 
 
 class _Early(NamedTuple):
-    """What `StepGuard.judge_early` found, and the backwards that it was of."""
+    """What `StepGuard.keep` was given, and the backwards that it was of."""
 
     optimizer: Optimizer
     verdict: Verdict | None
@@ -56,17 +79,26 @@ class StepGuard:
     Attributes:
         found: Whether a gradient of this round was not finite, 0-dim float32.
         has_judged: Whether this round had any gradient.
-        steps: Rounds with gradients so far.
+        counts: Whether a backward made the gradients of this round.
+        steps: Rounds with gradients of a backward so far.
+        agreement: The last agreement of this round.
+        steps_apart: Optimizers whose gradients changed after the agreement of their round: the optimizers of
+            a GAN, or the loop clips between two steps. What they hold before is not about their steps.
+        number: Number of guards created before, the same on like ranks.
         process_groups: See `LossScaler.process_groups`.
+        peers: The names of parameters on other ranks.
         overflows: The recorded overflows.
     """
 
     def __init__(self, slots: ParameterIndex, state: ScaleState, flags: GradientFlags):
         self.slots, self._state, self._flags = slots, state, flags
-        self.overflows = OverflowLog(slots.names)
+        self.number = next(_numbers)
+        self.peers = Peers(slots.names, self.number)
+        self.overflows = OverflowLog(slots.names, self.peers)
         self.process_groups: Sequence[ProcessGroup] | None = None
         self._wrapper: weakref.ref[DistributedDataParallel] | None = None
-        self.steps = 0
+        self.steps: int | Tensor = 0
+        self._stepped_before: list[weakref.ref[Optimizer]] = []
         self._attached: list[weakref.ref[Optimizer]] = []
         self._rounds, self._is_called = 0, False
         self._forget_rests()
@@ -75,22 +107,28 @@ class StepGuard:
     def _forget_rests(self) -> None:
         self._resting: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._last_round: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+        self.steps_apart: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
     def reset(self) -> None:
         """Begins a round; what was found so far is forgotten."""
         self.found = torch.zeros((), dtype=torch.float32, device=self._state.scale.device)
         self.has_judged = False
+        self.counts: bool | Tensor = False
+        self.agreement: Agreement | None = None
         self._stepped: list[Optimizer] = []
         self._unscaled: list[_Early] = []
 
     def __getstate__(self) -> dict[str, object]:
         # A copy has no optimizers and no peers yet.
-        lists: dict[str, list] = {"_attached": [], "_stepped": [], "_unscaled": []}
-        nothing = dict.fromkeys(("process_groups", "_wrapper", "_resting", "_last_round"))
+        lists: dict[str, list] = {"_attached": [], "_stepped": [], "_unscaled": [], "_stepped_before": []}
+        nothing = dict.fromkeys(
+            ("process_groups", "_wrapper", "_resting", "_last_round", "agreement", "steps_apart")
+        )
         return {**vars(self), **lists, **nothing}
 
     def __setstate__(self, state: dict[str, object]) -> None:
         vars(self).update(state)
+        self.number = self.peers.number = next(_numbers)
         self._forget_rests()
 
     # -- rounds ----------------------------------------------------------------------------------
@@ -135,6 +173,7 @@ class StepGuard:
                 elif not is_comeback:
                     self._resting.add(optimizer)
             self._rounds += 1
+            self._stepped_before = [weakref.ref(o) for o in self._stepped]
         self._is_called = False
         self.reset()
 
@@ -180,8 +219,8 @@ class StepGuard:
 
     # -- verdicts --------------------------------------------------------------------------------
 
-    def judge_early(self, optimizer: Optimizer, parameters: list[Tensor]) -> None:
-        """Checks gradients now; later changes before the step do not count.
+    def check_order(self, optimizer: Optimizer, parameters: list[Tensor]) -> None:
+        """Checks that the loop may ask for a check of this optimizer's gradients now.
 
         Raises:
             LoopError: The optimizer has already stepped, or its gradients were already checked.
@@ -192,15 +231,20 @@ class StepGuard:
             )
         if self._early(optimizer, parameters):
             raise LoopError("unscale_ was already called for this optimizer since the last update.")
-        early = _Early(optimizer, self.judge(parameters), self._flags.untaken.backwards_of(parameters))
+
+    def keep(self, optimizer: Optimizer, parameters: list[Tensor], verdict: Verdict | None) -> None:
+        """Keeps the verdict on gradients for the step; later changes before it do not count."""
+        early = _Early(optimizer, verdict, self._flags.untaken.backwards_of(parameters))
         self._unscaled = [e for e in self._unscaled if e.optimizer is not optimizer] + [early]
 
-    def verdict(self, optimizer: Optimizer, parameters: list[Tensor]) -> Verdict | None:
-        """Returns the verdict on the gradients that the optimizer takes now; None if there are none."""
+    def kept(self, optimizer: Optimizer, parameters: list[Tensor]) -> tuple[Verdict | None] | None:
+        """Returns what `keep` was given, in a tuple; None if nothing was."""
         early = self._early(optimizer, parameters)
-        verdict = early.verdict if early else self.judge(parameters)
+        return None if early is None else (early.verdict,)
+
+    def take(self, optimizer: Optimizer, parameters: list[Tensor]) -> None:
+        """Notes that an optimizer takes the gradients, or leaves them out on a verdict."""
         self._flags.untaken.take(optimizer, parameters)
-        return verdict
 
     def _early(self, optimizer: Optimizer, parameters: list[Tensor]) -> _Early | None:
         """Returns what `judge_early` found; of an attached optimizer, only until the next backward."""
@@ -210,22 +254,39 @@ class StepGuard:
         is_last = early.backwards == self._flags.untaken.backwards_of(parameters)
         return early if is_last else None
 
-    def judge(self, parameters: Iterable[Tensor]) -> Verdict | None:
-        """Returns the verdict on these parameters' gradients; None if there are none on any rank."""
-        if not (parameters := list(parameters)):
+    def look(self, parameters: list[Tensor], with_reports: bool = True) -> Verdict | None:
+        """Returns the verdict on what this rank holds; None if there are no gradients.
+
+        Args:
+            parameters: The parameters.
+            with_reports: Whether what the last backward reported here of gradients that were changed since
+                counts too.
+        """
+        reported = self._flags.untaken.flags_of(parameters) if with_reports else None
+        flags = self._flags.of(parameters, reported)
+        if flags is None:
             return None
-        has_no_peers = self.process_groups is not None and not self.process_groups
-        is_alone = is_distributed() and (self._is_uneven() or has_no_peers)
-        flags = self._flags.of(parameters, with_reports=not is_alone)  # ranks must decide the same
-        if is_distributed():
-            if flags is None:
-                flags = torch.zeros_like(self._state.probe, requires_grad=False)
-            flags = flags if self._is_uneven() else join(flags, self._groups(parameters))
-        return None if flags is None else Verdict(flags, (flags > 0).any().to(torch.float32))
+        is_bad_here = (flags > 0).any()
+        counts = self._flags.has_new_backward() or self.counts
+        if counts is False:
+            counts = self._flags.any_value(parameters) | is_bad_here
+        return Verdict(flags, is_bad_here.to(torch.float32), counts, reported)
+
+    def key(self, verdict: Verdict | None) -> Tensor:
+        """Returns what this rank tells the others."""
+        if verdict is None:
+            return torch.zeros((), dtype=torch.int64, device=self._state.scale.device)
+        return key_of(verdict.flags, verdict.reported, verdict.counts, self.number)
+
+    def agreed(self, verdict: Verdict | None, key: Tensor) -> Verdict:
+        """Returns the verdict of all ranks."""
+        flags = torch.zeros_like(self._state.probe, requires_grad=False) if verdict is None else verdict.flags
+        return Verdict(flags, is_bad(key).to(torch.float32), has_gradients(key), key=key)
 
     def count(self, verdict: Verdict) -> None:
         """Counts a verdict for the scale."""
-        self.steps += not self.has_judged
+        before, self.counts = self.counts, self.counts | verdict.counts
+        self.steps = self.steps + (self.counts ^ before)
         self.has_judged = True
         self.found = torch.maximum(self.found, verdict.found)
 
@@ -238,7 +299,7 @@ class StepGuard:
 
     def note(self, verdict: Verdict) -> None:
         """Records an overflow for `LossScaler.last_overflow` without waiting for the device."""
-        self.overflows.note(self.steps, verdict.flags, self._state.scale, verdict.found)
+        self.overflows.note(self.steps, verdict.flags, self._state.scale, verdict.found, verdict.key)
 
     # -- ranks -----------------------------------------------------------------------------------
 
@@ -255,18 +316,24 @@ class StepGuard:
     def _noted_wrapper(self) -> DistributedDataParallel | None:
         return self._wrapper() if self._wrapper is not None else None
 
-    def _is_uneven(self) -> bool:
-        """Whether some ranks may have no inputs left and join only DistributedDataParallel's collectives.
+    def is_alone(self) -> bool:
+        """Whether no other rank is asked.
 
-        The averaged gradients are equal on all remaining ranks, so these ranks decide the same.
+        Some ranks may have no inputs left and join only DistributedDataParallel's collectives. The averaged
+        gradients are equal on all remaining ranks, so these ranks decide the same.
         """
-        wrapper = self._noted_wrapper()
-        return wrapper is not None and self.process_groups is None and expects_uneven_inputs(wrapper)
-
-    def _groups(self, parameters: list[Tensor]) -> Sequence[ProcessGroup] | None:
         if self.process_groups is not None:
-            return self.process_groups
-        groups = groups_of(parameters)
-        if (wrapper := self._noted_wrapper()) is not None:
-            groups.append(wrapper.process_group)
-        return groups or None
+            return not self.process_groups
+        wrapper = self._noted_wrapper()
+        return wrapper is not None and expects_uneven_inputs(wrapper)
+
+    # -- several optimizers ----------------------------------------------------------------------
+
+    def others(self, optimizer: Optimizer) -> list[Optimizer]:
+        """Returns the optimizers that step after this one in the same round, as far as the past tells."""
+        if is_in_backward():
+            return []  # each parameter may have an optimizer, and most gradients are yet to come
+        due = [o for o in self._live() if o not in self._resting]
+        due += [o for ref in self._stepped_before if (o := ref()) is not None]
+        others = {id(o): o for o in due if o is not outermost(optimizer) and not self.has_stepped(o)}
+        return [o for o in others.values() if o not in self.steps_apart]
