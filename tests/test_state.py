@@ -390,7 +390,7 @@ def test_converted_models_die_with_their_last_reference(just_in_time: bool) -> N
         alive.extend(weakref.ref(o) for o in (source.first.weight, optimizer, amp.scaler.state))
 
     use(0)
-    rounds, sizes = 100 if not just_in_time else 10, []
+    rounds, sizes = 10 if just_in_time else 40, []
     for number in range(rounds):
         use(number)
         if number in (5, rounds - 1):
