@@ -24,6 +24,7 @@ from .._compat import (
     quiet_export,
 )
 from ..errors import AheadOfTimeError, CaptureError
+from ..training.distributed import sharded_error
 from .batch_norm import with_cumulative_average
 from .distinct import distinct
 from .held_objects import noting_set_attributes
@@ -113,6 +114,8 @@ def capture_program(
             "convert the nn.Module it was made from."
         )
     kwargs = kwargs or {}
+    if error := sharded_error(model, args, kwargs):
+        raise error
     try:
         if isinstance(dynamic_shapes, ShapesCollection):  # it identifies tensors by object
             dynamic_shapes = dynamic_shapes.dynamic_shapes(model, args, kwargs)
@@ -135,6 +138,8 @@ def capture_program(
     except Exception as error:
         _check_arguments(model, args, kwargs, error)
         raise AheadOfTimeError(_explain(model, error)).because(is_known=bool(_hint(error))) from error
+    if error := sharded_error(model, [node.meta.get("val") for node in program.graph.nodes]):
+        raise error
     _check_written(model, written)
     _check_random_numbers(model, random_numbers)
     if reads is not None:

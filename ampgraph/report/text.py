@@ -173,6 +173,7 @@ def _nodes(explanation: ExplanationData, once: Sequence[Repeat], top: int | None
         shown = sorted(shown, key=lambda n: -read[n.name])[:top]
     left_out = sum(n.kind == "parameter" for n in nodes)
     notes += [f"({left_out} parameters and buffers not shown)"] if left_out else []
+    notes += _low_on_arrival(nodes)
     rows = [
         (
             n.label,
@@ -182,6 +183,18 @@ def _nodes(explanation: ExplanationData, once: Sequence[Repeat], top: int | None
         for n in shown
     ]
     return Section("Nodes", NODES, rows, tuple(notes), empty="no ops")
+
+
+def _low_on_arrival(nodes: Sequence[NodeRow]) -> Iterator[str]:
+    """Yields what the model's caller, or a wrapper such as FSDP2, had made low before the graph runs."""
+    low = [node for node in nodes if node.dtype in ("float16", "bfloat16")]
+    counts = Counter(node.dtype for node in low if node.kind == "parameter")
+    parts = [f"{count} parameters ({dtype})" for dtype, count in counts.items()]
+    inputs = ", ".join(f"{node.label} ({node.dtype})" for node in low if node.kind == "input")
+    parts += [f"inputs {inputs}"] if inputs else []
+    if parts:
+        yield f"low on arrival: {', '.join(parts)}"
+
 
 
 def _times(module: str, once: Sequence[Repeat]) -> str:

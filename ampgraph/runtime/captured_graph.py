@@ -19,7 +19,7 @@ from ..passes import ExplicitCasts, Pass, ReadShadows, ScaleLoss, run_passes
 from ..passes.analysis.alias import written_memory
 from ..passes.read_shadows import casts_of
 from ..plan import Plan
-from ..training.gradient_boundary import scale_gradients
+from ..training.gradient_boundary import scale_gradients, unscale_gradients
 from ..training.scaler import LossScaler
 from .lowering import AotGraphs, compiled
 from .options import Options
@@ -184,7 +184,7 @@ class CapturedGraph:
         object.__setattr__(graph_module, "_amp", self.scaler.state)
         object.__setattr__(graph_module, "_shadows", self.shadows)
         run_passes(graph_module, tuple(passes))
-        warn_about_float16_outputs(graph_module.graph, self.options)
+        warn_about_float16_gradients(graph_module.graph, self.options)
         return graph_module
 
 
@@ -221,14 +221,27 @@ def boundary_pass(
     return ScaleLoss(tuple(slots), size, state) if state else ScaleLoss(tuple(slots), size)
 
 
-def warn_about_float16_outputs(graph: fx.Graph, options: Options) -> None:
-    """Warns about outputs that are float16 in the source: their gradients underflow before scaling."""
+def warn_about_float16_gradients(graph: fx.Graph, options: Options) -> None:
+    """Warns about gradients that are float16 outside of the boundary, where the loss scale protects nothing.
+
+    Those of outputs underflow before they are scaled, those of parameters and inputs when they are unscaled.
+    """
+    name = options.named("the model")
     scaled = graph.find_nodes(op="call_function", target=scale_gradients)
     if any(node.args[1].meta["val"].dtype == torch.float16 for node in scaled):
         warn_user(
-            f"ampgraph: {options.named('the model')} returns a float16 tensor, so its gradient is float16 "
+            f"ampgraph: {name} returns a float16 tensor, so its gradient is float16 "
             "before the loss scale is applied, and what is below 6e-8 is lost. Return float32, x.float(), or "
             "take the loss inside."
+        )
+    unscaled = graph.find_nodes(op="call_function", target=unscale_gradients)
+    low = [n for call in unscaled for n in call.args[3:] if n.meta["val"].dtype == torch.float16]
+    if low:
+        warn_user(
+            f"ampgraph: {len(low)} parameters and inputs of {name} arrive in float16 ({low[0].name} first). "
+            "Their gradients leave it unscaled in float16, and what is below 6e-8 is lost. Keep them in "
+            "float32: ampgraph casts where it pays. Under FSDP2, leave param_dtype out of "
+            "MixedPrecisionPolicy, or set it to bfloat16."
         )
 
 

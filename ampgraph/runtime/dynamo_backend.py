@@ -30,6 +30,7 @@ from ..passes.pipeline import rewrite
 from ..plan import Plan
 from ..policy.policy import LOW_DTYPES, Policy
 from ..policy.rules import NODE_PREFIX, RuleBook
+from ..training.distributed import spread_error
 from ..training.scale_state import STATE_NAMES
 from ..training.scaler import LossScaler
 from .captured_graph import (
@@ -38,7 +39,7 @@ from .captured_graph import (
     copy_graph,
     has_low,
     shadowed_parameters,
-    warn_about_float16_outputs,
+    warn_about_float16_gradients,
 )
 from .device import device_of_tensors
 from .lowering import AotGraphs, backend_for
@@ -69,6 +70,9 @@ def make_backend(
     """
 
     def backend(graph_module: fx.GraphModule, inputs: list, **_: Any) -> Callable:
+        values = [node.meta.get("example_value") for node in graph_module.graph.nodes]
+        if error := spread_error("the model", values):
+            raise error
         around = compile_around_custom_functions(graph_module, inputs, compile_graph)
         return around or compile_graph(graph_module, inputs)
 
@@ -96,7 +100,7 @@ def make_backend(
         scaling = scaler if scales else None
         extra = _Extra(scaling, shadows, tuple(masters.values()))
         added = _add_boundary(bounded, inputs, extra, masters)
-        warn_about_float16_outputs(bounded.graph, options)
+        warn_about_float16_gradients(bounded.graph, options)
         compiled = compile_next(bounded, [*added, *inputs])
         if scaling is None:
             return lambda *args: compiled(*extra.tensors(args), *args)

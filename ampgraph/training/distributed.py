@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves
 
 from .._compat import active_data_parallel
 from ..errors import CaptureError
@@ -20,9 +24,9 @@ def active_wrapper() -> DistributedDataParallel | None:
     return active_data_parallel() if is_distributed() else None
 
 
-def is_spread(tensor: Tensor) -> bool:
-    """Whether the tensor is a DTensor."""
-    return hasattr(tensor, "device_mesh")
+def is_spread(value: object) -> bool:
+    """Whether the value is a DTensor."""
+    return isinstance(value, Tensor) and hasattr(value, "device_mesh")
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -42,18 +46,55 @@ def check_wrappers(model: nn.Module, just_in_time: bool) -> None:
             "what is inside, then wrap: DistributedDataParallel(ampgraph.convert(model, ...)); or convert it "
             "in place: ampgraph.convert_blocks(model, 'module')."
         )
-    if not just_in_time and any(is_spread(p) for p in model.parameters()):
-        raise CaptureError(f"{type(model).__name__}: {_SHARDED}")
+    if just_in_time and _has_sharded_modules(model):
+        return  # their hooks gather the parameters before code of theirs is captured
+    if error := sharded_error(model):
+        raise error
 
 
-def sharded_error(model: nn.Module) -> CaptureError | None:
-    """Returns the error for a graph of a whole model with sharded parameters; None for other models."""
-    if any(is_spread(p) for p in model.parameters()):
-        return CaptureError(f"{type(model).__name__}: {_SHARDED}")
-    return None
+def sharded_error(model: nn.Module, *values: Any) -> CaptureError | None:
+    """Returns the error for a graph that reads DTensors; None if there are none.
+
+    Args:
+        model: The model of which a graph is captured now.
+        values: Its arguments, or other values of the graph, in nested containers.
+    """
+    name = type(model).__name__
+    tensors = itertools.chain(model.named_parameters(), model.named_buffers())
+    spread = next(((path, t) for path, t in tensors if is_spread(t)), None)
+    if spread is not None:
+        if _has_sharded_modules(model):
+            return CaptureError(f"{name}: {_SHARDED}")
+        return CaptureError(f"{name}: {spread[0]!r} is {_described(spread[1])}. {_PARALLEL}")
+    return spread_error(name, values)
+
+
+def spread_error(name: str, values: Any) -> CaptureError | None:
+    """Returns the error for DTensors among values in nested containers; None if there are none."""
+    spread = next((value for value in tree_leaves(values) if is_spread(value)), None)
+    if spread is None:
+        return None
+    return CaptureError(f"{name}: an argument or a value in forward is {_described(spread)}. {_PARALLEL}")
+
+
+def _has_sharded_modules(model: nn.Module) -> bool:
+    from torch.distributed.fsdp import FSDPModule
+
+    return any(isinstance(module, FSDPModule) for module in model.modules())
+
+
+def _described(tensor: Any) -> str:
+    placements = ", ".join(map(str, tensor.placements))
+    return f"a DTensor with the placements ({placements})"
 
 
 _SHARDED = (
-    "its parameters are sharded, and a graph of the whole model does not call the modules that gather them. "
-    "Convert the modules that fully_shard wraps: ampgraph.convert_blocks(model, 'layers.*')."
+    "its parameters are DTensors that fully_shard has made, and a graph of the whole model does not call the "
+    "modules that gather them. Convert the modules that fully_shard wraps: "
+    "ampgraph.convert_blocks(model, 'layers.*')."
+)
+_PARALLEL = (
+    "ampgraph decides no dtypes for DTensors, the tensors of tensor, sequence and loss parallelism "
+    "(parallelize_module). Convert only modules without DTensors (ampgraph.convert_blocks), or use "
+    "torch.autocast with bfloat16, which needs no loss scaling."
 )
