@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from .numerics.finding import Finding
     from .numerics.numeric_comparison import NumericComparison
     from .numerics.watch import Sighting, watch
+    from .tuning.tune import tune
 
 __version__ = "0.1.0"
 
@@ -68,6 +69,7 @@ __all__ = [
     "testing",
     "to_model_explorer",
     "to_networkx",
+    "tune",
     "watch",
 ]
 
@@ -80,6 +82,7 @@ _LATER = {
     "check_numerics": "numerics.check",
     "compare": "numerics.compare",
     "Sighting": "numerics.watch",
+    "tune": "tuning.tune",
     "watch": "numerics.watch",
 }
 

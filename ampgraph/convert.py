@@ -19,6 +19,9 @@ from .runtime.dynamo_backend import choose_backend
 from .runtime.options import AUTO, JUST_IN_TIME, Options, check_capture
 from .training.distributed import check_wrappers
 
+# The relative error of the outputs that policy="auto" allows.
+AUTO_BUDGET = 1e-2
+
 
 @overload
 def convert(
@@ -62,7 +65,8 @@ def convert(
             Without them the model is captured at its first call.
         kwargs: Example keyword arguments.
         policy: A `Policy`, the name of a level (``"O2"``) or of a peer (``"torch"``), the path of a policy
-            file, or None for O1 with the default lists; see `Policy.of`.
+            file, or None for O1 with the default lists; see `Policy.of`. ``"auto"`` is what `tune` finds on
+            the example inputs, at level O2: a relative error of the outputs of at most 1e-2.
         dtype: The low dtype or its name, if the policy does not set one.
         backend: ``"eager"`` or any ``torch.compile`` backend; it runs the rewritten graph. Default:
             ``"inductor"`` if the parameters are on CUDA and Triton is installed, else ``"eager"``.
@@ -85,6 +89,8 @@ def convert(
         >>> amp = ampgraph.convert(model, (x,), policy="O1", dtype=torch.bfloat16)
         >>> loss = criterion(amp(x), y)
     """
+    if isinstance(policy, str) and policy == "auto":
+        policy = _tuned(model, args, kwargs, dtype, dynamic_shapes, capture)
     policy = Policy.of(policy, dtype)
     if isinstance(model, ExportedProgram):
         if any(given is not None for given in (args, kwargs, dynamic_shapes, capture)):
@@ -103,7 +109,7 @@ def convert(
     policy = policy.resolved(device)
     policy.check_outputs("convert")
     backend, mode = choose_backend(backend, mode, device)
-    args = _as_tuple(args)
+    args = as_tuple(args)
     if capture == JUST_IN_TIME and dynamic_shapes is not None:
         raise CaptureError(
             "dynamic_shapes is for a capture ahead of time: pass example inputs, "
@@ -115,7 +121,38 @@ def convert(
     return amp
 
 
-def _as_tuple(args: object) -> tuple | None:
+def _tuned(
+    model: nn.Module | ExportedProgram,
+    args: tuple | None,
+    kwargs: Mapping[str, Any] | None,
+    dtype: torch.dtype | str | None,
+    dynamic_shapes: Any,
+    capture: str | None,
+) -> Policy:
+    """Returns the policy of ``policy="auto"``."""
+    from .tuning.result_error import ResultError
+    from .tuning.tuner import Tuner
+
+    if isinstance(model, ExportedProgram) or (args is None and kwargs is None):
+        raise PolicyError(
+            'policy="auto" runs the model on example inputs: convert(model, args, policy="auto"). For an '
+            "ExportedProgram, tune the model that it comes from."
+        )
+    amp = convert(
+        model,
+        args,
+        kwargs,
+        policy="O2",
+        dtype=dtype,
+        backend="eager",
+        dynamic_shapes=dynamic_shapes,
+        capture=capture,
+    )
+    batch = as_tuple(args) or (), dict(kwargs or {})
+    return Tuner(amp, [batch], AUTO_BUDGET, ResultError(None)).run().policy
+
+
+def as_tuple(args: object) -> tuple | None:
     """Returns the positional arguments; a value other than a tuple is the single argument."""
     if isinstance(args, list):
         raise CaptureError(

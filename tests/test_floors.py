@@ -26,7 +26,7 @@ FLOORS = (
     ("drawing",),
     ("module",),
     ("numerics",),
-    ("block_forward", "blocks", "convert", "export", "testing"),
+    ("block_forward", "blocks", "convert", "export", "testing", "tuning"),
     ("ampgraph",),
     ("integrations", "cli", "__main__", "pytest_plugin"),
 )

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 import ampgraph
 
-from ..convert import convert
+from ..convert import as_tuple, convert
 from ..drawing.draw import format_suffix
 from ..errors import AmpGraphError, did_you_mean
 from ..module import AmpModule
@@ -28,6 +28,9 @@ from ..policy.policy import Policy
 from ..report.comparison import compare_policies
 from ..report.explain import explain
 from ..report.explanation import Explanation
+from ..tuning.result_error import ResultError, checked_budget
+from ..tuning.tune import check_level
+from ..tuning.tuner import Tuner
 from .model_spec import ModelSpec, SpecError, build_inputs, parse_input, resolve
 from .parser import UsageError, given, policy_of
 from .terminal import Notes, coloured, encodable, wants_colour
@@ -145,6 +148,24 @@ def run_numerics(options: argparse.Namespace, notes: Notes) -> None:
         notes.say(f"wrote {options.histogram}")
 
 
+def run_tune(options: argparse.Namespace, notes: Notes) -> None:
+    """``ampgraph tune``."""
+    form = _form(options)
+    with given("--budget", reads=False):
+        budget = checked_budget(options.budget)
+    policy = policy_of(options)
+    with given("--level", reads=False):
+        check_level(policy)
+    amp, args, kwargs = _built(options, policy, notes)
+    error = ResultError(options.metric)
+    found = Tuner(amp, [(as_tuple(args) or (), kwargs)], budget, error).run(progress=not notes.quiet)
+    _write(found, form, options, notes)
+    if options.save_policy:
+        with given(f"--save-policy {options.save_policy}"):
+            Path(options.save_policy).write_text(found.policy.to_json() + "\n", encoding="utf-8")
+        notes.say(f"wrote {options.save_policy}")
+
+
 def _mean_square(result: Any) -> torch.Tensor:
     """The loss of ``--backward``: the mean squares of all floating results together."""
     tensors = [t for t in tree_leaves(result) if isinstance(t, torch.Tensor) and t.is_floating_point()]
@@ -157,6 +178,7 @@ COMMANDS: Mapping[str, Callable[[argparse.Namespace, Notes], int | None]] = {
     "explain": run_explain,
     "draw": run_draw,
     "compare-policies": run_compare,
+    "tune": run_tune,
 }
 
 

@@ -16,6 +16,7 @@ from ..numerics.numeric_comparison import COLUMNS
 from ..ops.lists import PRESETS, OpClass, OpLists
 from ..policy.policy import DTYPE_NAMES, LEVELS, OBJECTIVES, PLACEMENTS, RULE_VALUES, Policy
 from ..runtime.options import AUTO, CAPTURES
+from ..tuning.result_error import NAMES as METRICS
 from .terminal import COLOURS
 
 POLICIES = ("O1", "O2", "torch", "paddle", "mindspore", "oneflow")
@@ -57,6 +58,10 @@ _NUMERICS_EXAMPLES = """\
   ampgraph compare my_package.models:build --dtype float16 --level O2
   ampgraph compare torchvision:resnet18 --input 8x3x224x224 --train --backward --by headroom --top 5
   ampgraph compare my_package.models:build --draw errors.svg --histogram exponents.svg"""
+_TUNE_EXAMPLES = """\
+  ampgraph tune my_package.models:build --dtype float16 --budget 1e-3 --save-policy tuned.json
+  ampgraph tune transformers:bert --input input_ids=2x16:int64 --budget 5e-3 --level O1
+  ampgraph explain my_package.models:build --policy tuned.json"""
 _DRAW_EXAMPLES = """\
   ampgraph draw torchvision:resnet18 --input 8x3x224x224 -o resnet18.svg --depth 2
   ampgraph draw transformers:gpt2 --input input_ids=2x16:int64 -o gpt2.svg --focus 'h.0.*'"""
@@ -95,6 +100,7 @@ def parser() -> argparse.ArgumentParser:
     _check(commands)
     _draw(commands)
     _numerics(commands)
+    _tune(commands)
     _compare(commands)
     return main
 
@@ -140,6 +146,23 @@ def _check(commands: Any) -> None:
     _report_options(command)
     _backward_option(command)
     command.add_argument("--save-policy", metavar="FILE", help="write the policy, cured, as JSON")
+
+
+def _tune(commands: Any) -> None:
+    command = _command(
+        commands,
+        "tune",
+        "find what has to stay float32 for an error budget, at the least traffic",
+        "Measures a model and writes the policy that meets the budget on the example input.",
+        _TUNE_EXAMPLES,
+    )
+    _policy_options(command, default="O2")
+    _report_options(command)
+    command.add_argument("--budget", type=float, required=True, metavar="ERROR", help="the error allowed")
+    command.add_argument(
+        "--metric", choices=METRICS, default=METRICS[0], help="what the error is of; default: output"
+    )
+    command.add_argument("--save-policy", metavar="FILE", help="write the policy as JSON")
 
 
 def _backward_option(command: argparse.ArgumentParser) -> None:
@@ -243,9 +266,10 @@ def _command(commands: Any, name: str, summary: str, description: str, examples:
     return command
 
 
-def _policy_options(command: Any) -> None:
+def _policy_options(command: Any, default: str = "O1") -> None:
     group = command.add_argument_group("policy")
-    group.add_argument("--policy", metavar="POLICY", help="see below; default: O1")
+    group.add_argument("--policy", metavar="POLICY", help=f"see below; default: {default}")
+    command.set_defaults(default_policy=default)
     group.add_argument("--level", choices=LEVELS, help="instead of the policy's")
     group.add_argument("--dtype", choices=tuple(DTYPE_NAMES), help="low dtype; default: bfloat16 on CPU")
     group.add_argument("--lists", choices=tuple(PRESETS), help="op lists to start from")
@@ -325,7 +349,7 @@ def policy_of(options: argparse.Namespace) -> Policy:
         UsageError: A value is not legal.
     """
     with given("--policy"):
-        policy = Policy.of(options.policy)
+        policy = Policy.of(options.policy or options.default_policy)
     values = {name: getattr(options, name) for name in ("level", "dtype", "placement", "objective")}
     changes: dict[str, Any] = {name: value for name, value in values.items() if value is not None}
     if options.rules:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -13,14 +13,13 @@ from ..errors import AmpGraphError
 from ..module import AmpModule
 from ..passes.analysis.fingerprint import fingerprint
 from ..report import graph_view as view
+from .batches import Batch, arguments_of
 from .calibration import Calibration, GraphStatistics
 from .progress import with_progress
 from .run_graph import GraphRun, floats
 from .run_model import ModelRunner, Part
 from .side_run import Loss, checked_loss
 from .statistics import ValueStatistics
-
-Batch = tuple | Mapping[str, Any] | Tensor
 
 
 def calibrate(
@@ -60,7 +59,7 @@ def calibrate(
     found = Calibration(view.graph_name(amp), amp.options.low_dtype, scale)
     runner: ModelRunner | None = None
     for batch in with_progress(batches, "calibrating", progress):
-        args, kwargs = _arguments(batch, found.batches + 1)
+        args, kwargs = arguments_of(batch, found.batches + 1, "calibrate")
         if runner is None:
             runner = ModelRunner(amp, args, kwargs)
         else:
@@ -70,19 +69,6 @@ def calibrate(
     if runner is None:
         raise AmpGraphError("calibrate: there is no batch.")
     return found
-
-
-def _arguments(batch: object, number: int) -> tuple[tuple, dict[str, Any]]:
-    if isinstance(batch, tuple):
-        return batch, {}
-    if isinstance(batch, Mapping):
-        return (), dict(batch)
-    if isinstance(batch, Tensor):
-        return (batch,), {}
-    raise AmpGraphError(
-        f"calibrate: batch {number} is a {type(batch).__name__}; expected a tuple of positional arguments, a "
-        "dict of keyword arguments, or a tensor, the only argument."
-    )
 
 
 class _Observed:

@@ -267,6 +267,11 @@ def _named(name: str | PathLike[str]) -> Policy:
     path = os.fspath(name)
     if isinstance(path, str) and (path is not name or _looks_like_a_file(path)):
         return _policy_in(path)
+    if name == "auto":
+        raise PolicyError(
+            "policy 'auto' is for ampgraph.convert with example inputs; elsewhere, take the policy that "
+            "ampgraph.tune(model, batches, ...) returns."
+        )
     known = (*LEVELS, *PRESETS)
     hint = did_you_mean(str(name), known)
     raise PolicyError(f"there is no policy {name!r}; legal: {', '.join(known)}, or a .json file.{hint}")

@@ -8,7 +8,9 @@ terminal. Arcs:
   is paid once however many consumers share it: ``p -w-> a -inf-> c`` for every consumer c that,
   being float32, needs a float32 operand (p low and some c float32 costs w), and
   ``c -inf-> b -w-> p`` for every c that, being low, needs a low one;
-- "gray follows its inputs" is an infinite arc from the node to each floating producer.
+- "gray follows its inputs" is an infinite arc from the node to each floating producer;
+- a price of rounding gets one vertex e: ``n -inf-> e -price-> sink`` for every node n that pays it by
+  running low, so that it is paid once.
 
 A float32 op that promotes (``add``, ``where``, ``cat``) needs more than arcs. It widens its low operands
 inside the kernel if one operand, its *anchor*, is float32. If ``a`` ends on the sink side, the tensor is
@@ -22,7 +24,8 @@ Source of the shared-cost construction: the "cover" gadgets of energy minimisati
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
+from typing import NamedTuple
 
 from torch.fx import Node
 
@@ -39,12 +42,27 @@ _TERMINALS = {LOW: SOURCE, FP32: SINK}
 Widened = dict[tuple[Node, Node], Vertex]
 
 
-def cut_network(problem: Problem, weigh: Weigher) -> tuple[CutNetwork, Widened]:
+class Price(NamedTuple):
+    """What is paid once if any of these nodes runs low.
+
+    Attributes:
+        name: What it is paid for.
+        nodes: The nodes.
+        amount: How much.
+    """
+
+    name: Hashable
+    nodes: frozenset[Node]
+    amount: int
+
+
+def cut_network(problem: Problem, weigh: Weigher, prices: Iterable[Price] = ()) -> tuple[CutNetwork, Widened]:
     """Builds the network.
 
     Args:
         problem: The pinned graph.
         weigh: The number to minimise, linear in the fields of `Cost`.
+        prices: What is added to it.
 
     Returns:
         The network, and for every (tensor, promoting op that reads it) the vertex that ends on the sink
@@ -52,6 +70,8 @@ def cut_network(problem: Problem, weigh: Weigher) -> tuple[CutNetwork, Widened]:
     """
     builder = _Builder(problem, weigh)
     builder.build()
+    for price in prices:
+        builder.add_price(price)
     return builder.network, builder.widened
 
 
@@ -79,6 +99,16 @@ class _Builder:
             self._add_casts(tensor)
         for node, operands in self.undecided.items():
             network.add_choice(node, self._vertex(node), [self.widened[t, node] for t in operands])
+
+    def add_price(self, price: Price) -> None:
+        """Adds a price, unless it is paid in any case."""
+        payers = {self._vertex(node) for node in price.nodes} - {SINK}
+        if SOURCE in payers or not payers:
+            return
+        paid = next(iter(payers)) if len(payers) == 1 else ("price", price.name)
+        for payer in payers - {paid}:
+            self.network.add_arc(payer, paid, INFINITE)
+        self.network.add_arc(paid, SINK, price.amount)
 
     def _vertex(self, node: Node) -> Vertex:
         if node not in self.problem.variables:

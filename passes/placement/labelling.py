@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from torch.fx import Node
@@ -11,7 +12,7 @@ from ampgraph.ops.lists import OpClass
 from ..analysis.precision import FP32, LOW, Precision
 from ..analysis.problem import Problem
 from .branch_and_bound import Search
-from .build_network import Weigher, cut_network
+from .build_network import Price, Weigher, cut_network
 from .cost_model import greedy_anchors, needs_anchor, promoted_operands
 
 # Steps that may be spent on proving one plan minimal: table entries of eliminations, and cuts by their size.
@@ -53,15 +54,18 @@ def autocast_rule(problem: Problem) -> Placement:
     return Placement(labels, greedy_anchors(problem, labels), gap=None)
 
 
-def place_optimally(problem: Problem, weigh: Weigher, search: Search | None = None) -> Placement:
+def place_optimally(
+    problem: Problem, weigh: Weigher, search: Search | None = None, prices: Iterable[Price] = ()
+) -> Placement:
     """Returns a labelling of least weight.
 
     Args:
         problem: The pinned graph.
         weigh: The number to minimise, linear in the fields of `Cost`.
         search: The budget of work, shared by all cuts for one plan.
+        prices: What rounding adds to the weight.
     """
-    network, widened = cut_network(problem, weigh)
+    network, widened = cut_network(problem, weigh, prices)
     cost, lower, sides = (search or Search(MAX_WORK)).solve(network)
     labels = {
         n: (LOW if sides[n] else FP32) if v.pinned is None else v.pinned for n, v in problem.variables.items()

@@ -1,8 +1,9 @@
-"""Minimises the traffic of labellings that cast no more activation bytes than a bound.
+"""Minimises the traffic of labellings within a bound on a second amount: cast bytes, or rounding error.
 
-A cut minimises traffic plus a price for every cast byte. Each cut gives two results (Lagrangian duality):
+A cut minimises traffic plus a price for every unit of the amount. Each cut gives two results (Lagrangian
+duality):
 
-- its labelling is a corner of the lower convex hull of all (cast bytes, traffic), and a candidate if it
+- its labelling is a corner of the lower convex hull of all (amount, traffic), and a candidate if it
   meets the bound;
 - no labelling within the bound moves less than the least weight minus the price of the whole bound.
 
@@ -24,9 +25,10 @@ from torch.fx import Node
 
 from ..analysis.precision import FP32, LOW, Precision
 from ..analysis.problem import Problem, force_followers
+from .amounts import Amount, CastBytes
 from .branch_and_bound import Search
 from .cost_model import cost_of, scale_above_traffic
-from .labelling import MAX_WORK, Placement, autocast_rule, place_optimally
+from .labelling import MAX_WORK, Placement, autocast_rule
 
 # The cost of a cut per free node while branching, in steps of `Search.budget`.
 CUT_STEPS = 20
@@ -42,11 +44,11 @@ def place_within(problem: Problem, cast_bytes: int) -> Placement:
         problem: The pinned graph.
         cast_bytes: The bound. If no labelling meets it, one of the fewest cast bytes is returned.
     """
-    found = _Bounded(problem, cast_bytes)
+    found = Bounded(problem, CastBytes(), cast_bytes)
     found.solve()
     if found.gap == 0 or (followed := _followed(problem)) is None:
         return found.placement()
-    other = _Bounded(followed, cast_bytes)
+    other = Bounded(followed, CastBytes(), cast_bytes)
     other.solve()
     found.consider(other.best)
     return found.placement()
@@ -63,12 +65,12 @@ def _followed(problem: Problem) -> Problem | None:
 
 
 @dataclass(frozen=True)
-class _Point:
-    """A labelling and its cost."""
+class Point:
+    """A labelling, its traffic, and the amount that is bounded."""
 
     placement: Placement
     traffic: int
-    cast_bytes: int
+    amount: int
 
 
 @dataclass(frozen=True, order=True)
@@ -85,25 +87,30 @@ class _Case:
     height: int
     number: int
     pins: dict[Node, Precision] = field(compare=False)
-    over: _Point | None = field(compare=False, default=None)
-    within: _Point | None = field(compare=False, default=None)
+    over: Point | None = field(compare=False, default=None)
+    within: Point | None = field(compare=False, default=None)
 
 
-class _Bounded:
+class Bounded:
     """Minimises the traffic of one problem within one bound.
+
+    Args:
+        problem: The pinned graph.
+        amount: What is bounded.
+        bound: The bound.
+        work: How much work it may do; default `MAX_WORK`.
 
     Attributes:
         best: The least point found within the bound.
-        fewest: The point with the fewest cast bytes, after its first use.
+        fewest: The point of the least amount, after its first use.
         lower: Lower bound of the traffic of labellings within the bound; infinite if there is none.
     """
 
-    def __init__(self, problem: Problem, cast_bytes: int) -> None:
-        self.problem = problem
-        self.bound = cast_bytes
-        self.search = Search(MAX_WORK)
-        self.best: _Point | None = None
-        self.fewest: _Point | None = None
+    def __init__(self, problem: Problem, amount: Amount, bound: int, work: int | None = None) -> None:
+        self.problem, self.amount, self.bound = problem, amount, bound
+        self.search = Search(MAX_WORK if work is None else work)
+        self.best: Point | None = None
+        self.fewest: Point | None = None
         self.lower: float = -inf
         self.open: list[_Case] = []
         self.numbers = count()
@@ -121,9 +128,9 @@ class _Bounded:
         assert point is not None
         return replace(point.placement, gap=self.gap)
 
-    def consider(self, point: _Point | None) -> None:
+    def consider(self, point: Point | None) -> None:
         """Keeps a point if it is within the bound and the best so far."""
-        if point is None or point.cast_bytes > self.bound:
+        if point is None or point.amount > self.bound:
             return
         if self.best is None or point.traffic < self.best.traffic:
             self.best = point
@@ -179,54 +186,45 @@ class _Bounded:
         if over is None:
             over, least = self._corner(problem, 1, 0)
             lower = max(lower, least)
-            if over.cast_bytes <= self.bound:
+            if over.amount <= self.bound:
                 return replace(case, lower=lower, over=None, within=over)
         if within is None:
             scale = scale_above_traffic(problem)
             within, least = self._corner(problem, 1, scale)
             self.fewest = self.fewest or within
-            if (
-                within.traffic + scale * within.cast_bytes - (within.placement.gap or 0)
-            ) // scale > self.bound:
+            if (within.traffic + scale * within.amount - (within.placement.gap or 0)) // scale > self.bound:
                 return replace(case, lower=inf, over=over, within=None)
             lower = max(lower, least)
-        while within.cast_bytes < self.bound < over.cast_bytes and within.traffic > over.traffic:
-            run, rise = over.cast_bytes - within.cast_bytes, within.traffic - over.traffic
+        while within.amount < self.bound < over.amount and within.traffic > over.traffic:
+            run, rise = over.amount - within.amount, within.traffic - over.traffic
             between, least = self._corner(problem, run, rise)
             lower = max(lower, least)
-            if (
-                run * between.traffic + rise * between.cast_bytes
-                >= run * over.traffic + rise * over.cast_bytes
-            ):
+            if run * between.traffic + rise * between.amount >= run * over.traffic + rise * over.amount:
                 break
-            if between.cast_bytes <= self.bound:
+            if between.amount <= self.bound:
                 within = between
             else:
                 over = between
         return replace(case, lower=lower, over=over, within=within)
 
-    def _corner(self, problem: Problem, traffic: int, cast_bytes: int) -> tuple[_Point, float]:
+    def _corner(self, problem: Problem, traffic: int, price: int) -> tuple[Point, float]:
         """Returns a point of least weight, and a lower bound of the traffic of points within the bound.
 
         Args:
             problem: The problem of a case.
             traffic: The weight of a byte of traffic.
-            cast_bytes: The weight of a cast byte.
+            price: The weight of a unit of the amount.
         """
-        placement = place_optimally(
-            problem,
-            lambda cost: traffic * cost.traffic + cast_bytes * cost.activation_cast_bytes,
-            self.search,
-        )
+        placement = self.amount.cut(problem, traffic, price, self.search)
         point = self._point(problem, placement)
         self.consider(point)
         assert placement.gap is not None
-        least = traffic * point.traffic + cast_bytes * point.cast_bytes - placement.gap
-        return point, -((cast_bytes * self.bound - least) // traffic)
+        least = traffic * point.traffic + price * point.amount - placement.gap
+        return point, -((price * self.bound - least) // traffic)
 
-    def _point(self, problem: Problem, placement: Placement) -> _Point:
+    def _point(self, problem: Problem, placement: Placement) -> Point:
         cost = cost_of(problem, placement.labels, placement.anchors)
-        return _Point(placement, cost.traffic, cost.activation_cast_bytes)
+        return Point(placement, self.amount.traffic(cost), self.amount.of(placement, cost))
 
 
 def _pin_followed(problem: Problem, node: Node, pins: dict[Node, Precision]) -> None:

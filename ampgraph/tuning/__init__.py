@@ -1,0 +1,1 @@
+"""Chooses by measurement which nodes stay float32."""

@@ -1,0 +1,204 @@
+"""Sets of nodes to keep float32, with the traffic and the error that planning with them predicts.
+
+Nothing here runs the model. The sum of squares of the rounded tensors' sensitivities stands for the error.
+Placement minimises traffic under a bound on this sum, exactly as it does under its bound on cast bytes.
+Each set is then planned as an ordinary policy, which gives its true traffic and the tensors that it rounds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from math import inf, sqrt
+
+from torch.fx import Node
+
+from ..numerics.remedy import merged
+from ..passes.analysis.precision import FP32, LOW
+from ..passes.analysis.problem import Problem, Variable
+from ..passes.placement.amounts import Rounding
+from ..passes.placement.build_network import Price
+from ..passes.placement.within import Bounded, Point
+from .planned_graph import PlannedGraph
+from .sensitivity import Sensitivity
+
+# Prices are whole numbers: shares of the largest possible error in these units.
+_UNITS = 10**9
+# Work of one search (see placement), and plans made to take pins back.
+WORK, PLANS = 20_000, 24
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A set of nodes to keep float32.
+
+    Attributes:
+        pins: Their names.
+        traffic: The bytes that one forward moves.
+        predicted: The error, by the sensitivities alone.
+    """
+
+    pins: frozenset[str]
+    traffic: int = field(compare=False)
+    predicted: float = field(compare=False)
+
+
+class Candidates:
+    """Makes candidates.
+
+    Args:
+        graphs: The model's graphs.
+        sensitivity: What rounding each tensor does.
+    """
+
+    def __init__(self, graphs: list[PlannedGraph], sensitivity: Sensitivity):
+        self._graphs, self._policy = graphs, graphs[0].policy
+        self._squares = sensitivity.squares
+        self._names = {name for graph in graphs for name in graph.nodes}
+        self._known: dict[frozenset[str], Candidate] = {}
+        self._payers = {t: payers for graph in graphs for t, payers in graph.payers.items()}
+        self.needed = frozenset(n.name for t in sensitivity.beyond for n in self._payers.get(t, ()))
+        self._problem = self._relaxed()
+        self._bounds: list[int] = []
+        self._unit = sum(self._squares.values()) / _UNITS or 1.0
+
+    def of(self, pins: Iterable[str]) -> Candidate:
+        """Returns the candidate that keeps these nodes float32."""
+        pins = frozenset(pins) | self.needed
+        if pins not in self._known:
+            traffic, squares = 0, 0.0
+            for graph in self._graphs:
+                plan = graph.plan(self.rules(pins))
+                traffic += graph.traffic(plan)
+                squares += sum(self._squares.get(t, 0.0) for t in graph.rounded(plan))
+            self._known[pins] = Candidate(pins, traffic, sqrt(squares))
+        return self._known[pins]
+
+    def rules(self, pins: Iterable[str]) -> dict[str, str]:
+        """Returns the policy's rules and those for the nodes."""
+        return merged(self._policy, sorted(pins), self._names, self._graphs[0].part.modules)
+
+    @property
+    def everything(self) -> Candidate:
+        """All ops in float32."""
+        return self.of(name for graph in self._graphs for name in graph.everything)
+
+    def search(self, limit: float) -> list[Candidate]:
+        """Returns candidates of a predicted error about ``limit``; none if that was searched."""
+        bound = int(limit**2 / self._unit)
+        if any(abs(bound - other) < 0.02 * bound for other in self._bounds):
+            return []
+        self._bounds.append(bound)
+        search = _Recorded(self._problem, Rounding(self._prices(), self._graphs[0].stores_low), bound, WORK)
+        search.solve()
+        found = [candidate for point in search.points() for candidate in self._of_labels(point)]
+        within = [c for c in found if c.predicted <= limit]
+        if within:
+            found += self._reduced(min(within, key=_order), limit)
+        return found
+
+    def pruned(self, candidate: Candidate) -> Candidate:
+        """Returns a candidate of fewer pins that leads to the same plans."""
+        pins, left = sorted(candidate.pins), 2 * PLANS
+        wanted, size = self._plans(candidate.pins), max(1, len(pins) // 2)
+        while pins and left > 0:
+            for start in range(0, len(pins), size)[::-1]:
+                fewer = pins[:start] + pins[start + size :]
+                if left > 0 and self._plans(frozenset(fewer)) == wanted:
+                    pins = fewer
+                left -= 1
+            if size == 1:
+                break
+            size //= 2
+        return replace(candidate, pins=frozenset(pins))
+
+    def _plans(self, pins: frozenset[str]) -> list[tuple[dict[str, object], object, object]]:
+        """Returns what of the plans shapes the graphs: dtypes, casts' places, arguments."""
+        plans = [graph.plan(self.rules(pins)) for graph in self._graphs]
+        return [
+            (
+                {name: decision.dtype for name, decision in plan.decisions.items()},
+                [(c.tensor, c.dst, c.uses, c.saturates) for c in plan.casts],
+                dict(plan.dtype_args),
+            )
+            for plan in plans
+        ]
+
+    def _prices(self) -> tuple[Price, ...]:
+        prices = []
+        for index, (tensor, payers) in enumerate(self._payers.items()):
+            amount = round(self._squares.get(tensor, 0.0) / self._unit)
+            if amount:
+                prices.append(Price(f"{index} {tensor.name}", payers, amount))
+        return tuple(prices)
+
+    def _relaxed(self) -> Problem:
+        """Returns one problem of all graphs, in which placement may keep white ops float32, too."""
+        first, *others = [graph.problem for graph in self._graphs]
+        variables = {**first.variables}
+        facts, uses, beyond = {**first.facts}, {**first.uses}, {**first.out_of_range}
+        for other in others:
+            variables |= other.variables
+            facts |= other.facts
+            uses |= other.uses
+            beyond |= other.out_of_range
+        variables = {node: self._freed(node, variable) for node, variable in variables.items()}
+        return Problem(variables, facts, first.low_dtype, uses, beyond)
+
+    def _freed(self, node: Node, variable: Variable) -> Variable:
+        if variable.pinned is FP32 or (variable.pinned is LOW and variable.by not in _LISTED):
+            return variable
+        if node.name in self.needed:
+            return replace(variable, pinned=FP32)
+        return replace(variable, pinned=None, follows=variable.follows and variable.pinned is None)
+
+    def _of_labels(self, point: Point) -> Iterator[Candidate]:
+        """Yields the sets of pins that lead to the labels of a point: that of white ops, and that of all."""
+        labels = point.placement.labels
+        free = {n for n, v in self._problem.variables.items() if v.pinned is None and labels[n] is FP32}
+        problems = [graph.problem for graph in self._graphs]
+        forced = {n.name for n in free for p in problems if n in p.variables and p.variables[n].pinned is LOW}
+        yield self.of(forced)
+        yield self.of({n.name for n in free})
+
+    def _reduced(self, start: Candidate, limit: float) -> Iterator[Candidate]:
+        """Yields ever cheaper candidates: pins go where that saves traffic and keeps the limit."""
+        best = start
+        for name in sorted(start.pins - self.needed)[:PLANS]:
+            fewer = self.of(best.pins - {name})
+            if fewer.predicted <= limit and _order(fewer) < _order(best):
+                best = fewer
+                yield best
+
+
+# Labels that come from lists, and that a rule can change.
+_LISTED = ("list", "placement")
+
+
+class _Recorded(Bounded):
+    """Keeps every point that the search has seen."""
+
+    def __init__(self, problem: Problem, amount: Rounding, bound: int, work: int):
+        super().__init__(problem, amount, bound, work)
+        self._seen: dict[tuple[int, int], Point] = {}
+
+    def consider(self, point: Point | None) -> None:
+        super().consider(point)
+        if point is not None:
+            self._seen.setdefault((point.traffic, point.amount), point)
+
+    def points(self) -> list[Point]:
+        """Returns the points that none beats in both traffic and amount, those nearest the bound."""
+        front, least = [], inf
+        for point in sorted(self._seen.values(), key=lambda p: (p.traffic, p.amount)):
+            if point.amount < least:
+                front.append(point)
+                least = point.amount
+        return sorted(front, key=lambda p: abs(p.amount - self.bound))[:_POINTS]
+
+
+_POINTS = 8
+
+
+def _order(candidate: Candidate) -> tuple[int, float, int]:
+    return candidate.traffic, candidate.predicted, len(candidate.pins)

@@ -1,0 +1,302 @@
+"""`Tuner`: measures, predicts, and measures what is predicted to be cheapest within the budget."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from statistics import NormalDist
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+
+from ..errors import AmpGraphError
+from ..module import AmpModule
+from ..numerics.calibration import Calibration
+from ..numerics.progress import with_progress
+from ..numerics.run_graph import Draws
+from ..numerics.run_model import ModelRunner, Part
+from ..policy.policy import Policy
+from ..report.graph_view import human_bytes
+from .candidates import Candidate, Candidates
+from .planned_graph import PlannedGraph
+from .result_error import ResultError
+from .sensitivity import LEAST_PROBES, PROBES, EqualDraws, Probes
+
+# Runs of the model over all batches, that with gates included.
+RUNS = 8
+# The scatter of predicted errors, as a standard deviation of their logarithm, for results of many elements;
+# candidates are searched at these shares of the budget.
+SCATTER, SHARES = 0.1, (0.85, 1.0, 1.15, 1.4)
+# A saving of less than this share of the traffic is not worth a run.
+LEAST_GAIN = 1e-3
+
+Arguments = tuple[tuple, dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One measured set of pins."""
+
+    candidate: Candidate
+    error: float
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """What tuning found.
+
+    Attributes:
+        policy: The policy.
+        error: Its error on the batches.
+        traffic: The bytes that one forward moves with it, in all graphs; at O2, parameters are read low and
+            not cast.
+        start: The same without rules: (error, traffic).
+        runs: How many times the model ran over the batches, and how many backwards there were.
+    """
+
+    policy: Policy
+    error: float
+    traffic: int
+    start: tuple[float, int]
+    runs: tuple[int, int]
+
+    def __str__(self) -> str:
+        error, traffic = self.start
+        pins = [f"  {name}" for name, value in self.policy.rules.items() if value == "fp32"]
+        moved = self.traffic / traffic if traffic else 1.0
+        return "\n".join(
+            [
+                f"error    {self.error:.3g}, without rules {error:.3g}",
+                f"traffic  {human_bytes(self.traffic)}, {moved:.3f} of that without rules",
+                f"runs     {self.runs[0]} of the model, and {self.runs[1]} backwards",
+                f"float32  {len(pins)} rules",
+                *pins,
+            ]
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns plain dicts, lists, strings and numbers."""
+        error, traffic = self.start
+        return {
+            "error": self.error,
+            "traffic": self.traffic,
+            "without_rules": {"error": error if math.isfinite(error) else None, "traffic": traffic},
+            "runs": self.runs[0],
+            "backwards": self.runs[1],
+            "policy": self.policy.to_dict(),
+        }
+
+    def to_json(self) -> str:
+        """Returns `to_dict` as JSON."""
+        return json.dumps(self.to_dict(), indent=2)
+
+    def to_markdown(self) -> str:
+        """Returns the text as a block of Markdown."""
+        return f"```text\n{self}\n```"
+
+
+def _plan_of(candidate: Candidate) -> tuple[int, float]:
+    """Returns what tells plans apart; different pins may lead to one plan."""
+    return candidate.traffic, candidate.predicted
+
+
+class Tuner:
+    """Tunes one converted model.
+
+    Args:
+        amp: The model, converted with the policy that rules are added to.
+        batches: The arguments of each batch.
+        budget: The error that is allowed.
+        error: Measures it.
+        calibration: Ranges over more batches.
+    """
+
+    def __init__(
+        self,
+        amp: AmpModule,
+        batches: Sequence[Arguments],
+        budget: float,
+        error: ResultError,
+        calibration: Calibration | None = None,
+    ):
+        self._amp, self._batches, self._budget, self._error = amp, batches, budget, error
+        self._calibration = calibration
+        self._model: ModelRunner | None = None
+        self._draws = [Draws() for _ in batches]
+        self._graphs: dict[int, PlannedGraph] = {}
+        self._references: list[Any] = []
+        self._trials: list[Trial] = []
+        self._pool: dict[Candidate, None] = {}
+        self._runs = self._backwards = 0
+        self._result: Tuned | None = None
+
+    def run(self, progress: bool | None = None) -> Tuned:
+        """Returns the policy that meets the budget at the least traffic found.
+
+        Raises:
+            AmpGraphError: Float32 everywhere does not meet it.
+        """
+        for _ in with_progress(self._steps(), "tuning", progress):
+            pass
+        assert self._result is not None
+        return self._result
+
+    def _steps(self) -> Iterator[None]:
+        """Yields after each run of the model."""
+        self._references = self._run(lambda part: part.float32)
+        yield
+        results = self._run(lambda part: part.graph_module)
+        first = self._error.of(results, self._references)
+        yield
+        start = first, sum(graph.traffic(graph.part.plan) for graph in self._graphs.values())
+        if first <= self._budget and self._calibration is None:
+            self._result = self._tuned(self._amp.policy, first, start[1], start)
+            return
+        weights = self._weights(results)
+        del results
+        candidates = self._candidates(weights)
+        yield
+        base = candidates.of(())
+        if not candidates.needed:
+            self._trials.append(Trial(base, first))
+        while self._runs < RUNS and (candidate := self._next(candidates)) is not None:
+            self._trials.append(Trial(candidate, self._measured(candidates, candidate)))
+            yield
+        best = self._best()
+        if best is None:
+            least = min(trial.error for trial in self._trials)
+            raise AmpGraphError(
+                f"tune: the budget of {self._budget:g} is not met even with every op in float32: the least "
+                f"error is {least:.3g}. Casts in the model's code, fp16_guard and 'low' rules stay low."
+            )
+        rules = candidates.rules(candidates.pruned(best.candidate).pins)
+        policy = self._amp.policy.replace(rules=rules)
+        self._result = self._tuned(policy, best.error, best.candidate.traffic, start)
+
+    def _tuned(self, policy: Policy, error: float, traffic: int, start: tuple[float, int]) -> Tuned:
+        return Tuned(policy, error, traffic, start, (self._runs, self._backwards))
+
+    # -- running ---------------------------------------------------------------------------------
+
+    def _run(self, graph_of: Any, gates: Probes | None = None, weights: Any = None) -> list[Any]:
+        """Runs all batches; returns what the model returns for each."""
+        self._runs += 1
+        results = []
+        for index, (args, kwargs) in enumerate(self._batches):
+            model = self._at(args, kwargs)
+            draws = self._draws[index]
+
+            def run_part(part: Part, inputs: list[Any], draws: Draws = draws) -> Sequence[Any]:
+                if part.index not in self._graphs:
+                    self._graphs[part.index] = PlannedGraph(part, self._amp.policy)
+                if gates is not None:
+                    return gates.run_part(self._graphs[part.index], inputs, draws)
+                run = EqualDraws(graph_of(part), inputs, draws)
+                for _ in run:
+                    pass
+                return run.outputs
+
+            result = model(run_part, gradients=gates is not None)
+            if gates is not None:
+                self._probe(gates, result, weights[index])
+                continue
+            results.append(result)
+        return results
+
+    def _at(self, args: tuple, kwargs: dict[str, Any]) -> ModelRunner:
+        if self._model is None:
+            self._model = ModelRunner(self._amp, args, kwargs)
+        else:
+            self._model.take(args, kwargs)
+        return self._model
+
+    def _probe(self, gates: Probes, result: Any, weights: list[float]) -> None:
+        count = max(LEAST_PROBES, -(-PROBES // len(self._batches)))
+        with torch.enable_grad():
+            gates.backward(self._error.counted(result), weights, count)
+        self._backwards += count
+
+    def _measured(self, candidates: Candidates, candidate: Candidate) -> float:
+        policy = self._amp.policy.replace(rules=candidates.rules(candidate.pins))
+        graphs: dict[int, GraphModule] = {}
+
+        def graph_of(part: Part) -> GraphModule:
+            if part.index not in graphs:
+                graphs[part.index] = part.under(policy)[0]
+            return graphs[part.index]
+
+        return self._error.of(self._run(graph_of), self._references)
+
+    # -- choosing --------------------------------------------------------------------------------
+
+    def _weights(self, results: list[Any]) -> list[list[float]]:
+        """Returns how much each output of each batch counts: most where the error is largest."""
+        parts = self._error.parts(results, self._references)
+        worst = max(max(part) for part in parts)
+        if not math.isfinite(worst) or worst == 0:
+            return [[1.0] * len(part) for part in parts]
+        return [[error / worst for error in part] for part in parts]
+
+    def _candidates(self, weights: list[list[float]]) -> Candidates:
+        probes = Probes(self._amp.options.low_dtype)
+        self._run(None, probes, weights)
+        graphs = list(self._graphs.values())
+        sensitivity = probes.result({t: None for graph in graphs for t in graph.payers})
+        if self._calibration is not None:
+            most = torch.finfo(self._amp.options.low_dtype).max
+            for graph in graphs:
+                ranges = self._calibration.of(graph.graph_module).values
+                wide = {name for name, row in ranges.items() if row.peak > most}
+                sensitivity.beyond |= {
+                    t for t in graph.payers if t.name in wide and t not in graph.problem.out_of_range
+                }
+        return Candidates(graphs, sensitivity)
+
+    def _best(self) -> Trial | None:
+        met = [trial for trial in self._trials if trial.error <= self._budget]
+        return min(met, key=lambda t: (t.candidate.traffic, t.error), default=None)
+
+    def _next(self, candidates: Candidates) -> Candidate | None:
+        """Returns what to measure next: the largest saving, times the chance that it meets the budget."""
+        best, tried = self._best(), {_plan_of(trial.candidate) for trial in self._trials}
+        if best is None and self._runs == RUNS - 1:
+            return candidates.everything
+        base = candidates.of(())
+        if not self._trials:
+            return base
+        if best is not None and best.candidate == base:
+            return None
+        limit = self._predicted_for(self._budget)
+        for share in (1.0,) if self._pool else SHARES:
+            self._pool |= dict.fromkeys(candidates.search(limit * share))
+        traffic = (best.candidate if best else candidates.everything).traffic
+        open_ = [candidate for candidate in self._pool if _plan_of(candidate) not in tried]
+
+        def gain(candidate: Candidate) -> float:
+            return (traffic - candidate.traffic) * self._chance(candidate.predicted, limit)
+
+        found = max(open_, key=gain, default=None)
+        if found is not None and gain(found) > LEAST_GAIN * traffic:
+            return found
+        return None if best is not None else candidates.everything
+
+    def _predicted_for(self, error: float) -> float:
+        """Returns the prediction that stands for a true error, by the trial that is nearest to it."""
+        known = [t for t in self._trials if 0 < t.error < math.inf and t.candidate.predicted > 0]
+        if not known:
+            return error
+        nearest = min(known, key=lambda t: abs(math.log(t.error / max(error, 1e-300))))
+        return error * nearest.candidate.predicted / nearest.error
+
+    def _chance(self, predicted: float, limit: float) -> float:
+        """Returns how likely it is that a true error meets the budget; few elements scatter more."""
+        if predicted == 0:
+            return 1.0
+        if limit == 0:
+            return 0.0
+        elements = sum(t.numel() for r in self._references for t in self._error.counted(r))
+        scatter = NormalDist(0.0, SCATTER + elements**-0.5)
+        return scatter.cdf(math.log(limit / predicted))
