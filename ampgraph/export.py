@@ -12,7 +12,7 @@ from torch import nn
 from torch.export import ExportedProgram
 
 from ._compat import wrap_grad_modes
-from .capture import LOST_KEY, capture_program
+from .capture import LOST_KEY, Reads, capture_program
 from .errors import PolicyError, warn_user
 from .marks import META_KEY, InputMark, drop_input_mark, set_input_mark
 from .module import AmpModule
@@ -58,7 +58,13 @@ def export(
         policy = model.policy if policy is None else policy
         model = _source_of(model)
     chosen = Policy.of(policy, dtype)
-    program = capture_program(model, args, kwargs, dynamic_shapes)
+    reads = Reads(model)
+    program = capture_program(model, args, kwargs, dynamic_shapes, reads)
+    if set_by_forward := reads.set_by_forward():
+        warn_user(
+            f"{type(model).__name__}: forward sets {', '.join(set_by_forward)}. An exported program sets "
+            "nothing, and keeps what forward read there: return such values."
+        )
     if lost := program.graph_module.meta[LOST_KEY]:
         warn_user(f"{type(model).__name__}: the program has the forward alone, without {', '.join(lost)}.")
     stores_low = chosen.level == "O3" and not model.training
@@ -106,7 +112,10 @@ def convert_program(
             # Metadata of a saved program must be strings.
             node.meta["custom"] = {**node.meta.get("custom", {}), META_KEY: node.meta[META_KEY]["reason"]}
     graph_module.meta.pop(META_KEY, None)
+    names = [node.name for node in graph_module.graph.find_nodes(op="placeholder")]
     graph_module = wrap_grad_modes(graph_module)
+    for name, node in zip(names, graph_module.graph.find_nodes(op="placeholder"), strict=True):
+        node.name = name  # a copy renames these, too
     outputs = next(n for n in reversed(graph_module.graph.nodes) if n.op == "output").args[0]
     for spec, node in zip(signature.output_specs, outputs, strict=True):
         if hasattr(node, "name") and getattr(spec.arg, "name", None) not in (None, node.name):

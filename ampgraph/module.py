@@ -254,7 +254,11 @@ class AmpModule(Converted):
             self.__dict__["_graphs"] = GraphCache(self.source, options, self.scaler, self._stored)
             self.__dict__["_compiled"] = self._compile_just_in_time()
         why = self.options.named(str(error).splitlines()[0])
-        warn_user(f"{why}; it is captured just in time instead, when it is called.")
+        self._graphs.watch.is_told = True
+        warn_user(
+            f"{why}; it is captured just in time instead, when it is called. "
+            "ampgraph.explain(amp).coverage then tells what that leaves out."
+        )
 
     def _own_error(self, args: tuple, kwargs: dict[str, Any]) -> Exception | None:
         with self._graphs.lock.alone(), self._stored.as_float32():

@@ -103,12 +103,13 @@ class Keeps(nn.Module):
         return self.last * 2
 
 
-@pytest.mark.filterwarnings("ignore:The tensor attribute")
 @pytest.mark.parametrize("way", ["convert", "export"])
 def test_no_value_of_a_capture_is_left_on_the_model(way):
     model = Keeps()
     before = set(vars(model)), set(vars(model.inner))
-    getattr(ampgraph, way)(model, (X,), **LOW)
+    with pytest.warns(UserWarning, match=r"^Keeps: forward sets [inerlast., ]+\. A") as told:
+        getattr(ampgraph, way)(model, (X,), **LOW)
+    assert [w.filename for w in told if w.category is UserWarning] == [__file__]
     assert (set(vars(model)), set(vars(model.inner))) == before
 
 
@@ -298,3 +299,67 @@ def test_an_object_that_forward_leaves_alone_is_no_reason_to_warn(recwarn):
     model.forward = lambda x: model.fc(x) * (1 + model.state.calls)
     ampgraph.convert(model, (X,), **LOW)
     assert not [w for w in recwarn if "forward sets" in str(w.message)]
+
+
+def of_ampgraph(recwarn):
+    return [str(w.message) for w in recwarn if w.category is UserWarning]
+
+
+LAYERS_WITH_STATE = {
+    "LSTM": lambda: nn.LSTM(8, 8, 2, bidirectional=True),
+    "GRU": lambda: nn.GRU(8, 8),
+    "RNN": lambda: nn.RNN(8, 8),
+    "spectral_norm": lambda: nn.utils.spectral_norm(nn.Linear(8, 8)),
+    "weight_norm": lambda: nn.utils.parametrizations.weight_norm(nn.LSTM(8, 8), "weight_hh_l0"),
+}
+
+
+@pytest.mark.parametrize("way", ["convert", "export"])
+@pytest.mark.parametrize("layer", LAYERS_WITH_STATE)
+def test_state_that_torchs_own_layers_keep_is_no_reason_to_warn(layer, way, recwarn):
+    model = LAYERS_WITH_STATE[layer]()
+    before = set(vars(model))
+    getattr(ampgraph, way)(model, (X,), **LOW)
+    assert not of_ampgraph(recwarn)
+    assert set(vars(model)) == before
+
+
+def test_state_that_a_users_hook_sets_on_torchs_layer_is_told():
+    model = nn.Linear(8, 8)
+    model.register_forward_hook(lambda module, args, y: setattr(module, "seen", y))
+    with pytest.warns(UserWarning, match="forward sets seen"):
+        ampgraph.convert(model, (X,), **LOW)
+
+
+class Decides(nn.Module):
+    """Settles at its first call how to act, in itself and in an object."""
+
+    def __init__(self, doubles):
+        super().__init__()
+        self.fc, self.state, self.kind, self.doubles = nn.Linear(8, 8), Held(), None, doubles
+
+    def forward(self, x):
+        if self.kind is None:
+            self.kind = "mean"
+        if self.state.last is None:
+            self.state.last = "squared"
+            x = x * 2 if self.doubles else x
+        y = self.fc(x).square() if self.state.last == "squared" else self.fc(x)
+        return y.mean() if self.kind == "mean" else y.sum()
+
+
+def test_a_decision_that_each_call_would_make_again_is_no_reason_to_warn(recwarn):
+    model = Decides(doubles=False)
+    amp = ampgraph.convert(model, (X,), **LOW)
+    assert not of_ampgraph(recwarn)
+    close(amp(X), model(X))
+    assert len(amp.graph_modules) <= 2  # the source has decided meanwhile
+    model.kind = model.state.last = "sum"
+    close(amp(X), model(X))
+
+
+def test_a_decision_that_changes_what_the_next_call_computes_is_told():
+    with pytest.warns(UserWarning, match="forward (sets|reads)") as told:
+        ampgraph.convert(Decides(doubles=True), (X,), **LOW)
+    assert sum("state.last" in str(w.message) for w in told) == 1
+    assert sum("reads kind and sets it" in str(w.message) for w in told) == 1

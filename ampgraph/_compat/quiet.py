@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import re
 import types
 import warnings
 from collections.abc import Callable, Iterator
@@ -35,10 +36,11 @@ def never_log_raised_errors(is_here: Callable[[], bool]) -> None:
 
 
 @contextlib.contextmanager
-def quiet_export(is_here: Callable[[], bool]) -> Iterator[None]:
+def quiet_export(is_here: Callable[[], bool]) -> Iterator[list[str]]:
     """Stops ``torch.export`` from logging warnings and errors, and from printing a failed graph.
 
-    Its warnings about attributes that forward sets appear if it succeeds.
+    Yields a list that collects, in place of its warning, the attributes of modules that hold another tensor
+    after forward, as paths from the model. The name of an item in a container stands for the container.
 
     Logs that a user turned on, for example with ``TORCH_LOGS``, are below the warning level and still appear.
     """
@@ -56,7 +58,7 @@ def quiet_export(is_here: Callable[[], bool]) -> Iterator[None]:
 
     def warn_later(message: str, *args: Any, **kwargs: Any) -> None:
         if is_here():
-            told.append(message)
+            told.extend(_assigned(message))
         else:
             warnings.warn(message, *args, **kwargs)
 
@@ -66,14 +68,22 @@ def quiet_export(is_here: Callable[[], bool]) -> Iterator[None]:
     frontend_utils.warnings = types.SimpleNamespace(warn=warn_later)  # type: ignore[assignment]
     try:
         with _filtered(loggers, keep):
-            yield
+            yield told
     finally:
         frontend_utils.warnings = warnings
         vars(_trace).pop("print", None)
-    for message in told:
+
+
+def _assigned(message: str) -> list[str]:
+    found = _ASSIGNED.fullmatch(message)
+    if found is None:  # words of another version
         warnings.warn(message, stacklevel=2)
+        return []
+    paths = (path.partition("[")[0].removeprefix("self.") for path in found[1].split(", self."))
+    return list(dict.fromkeys(paths))
 
 
+_ASSIGNED = re.compile(r"The tensor attributes? (.*) w(?:as|ere) assigned during export\..*", re.DOTALL)
 _fake_tensor_log = logging.getLogger(fake_tensor.__name__)
 
 

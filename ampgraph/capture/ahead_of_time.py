@@ -113,9 +113,31 @@ def capture_program(
             f"{type(model).__name__} is a TorchScript module, which has no Python code to capture; "
             "convert the nn.Module it was made from."
         )
-    kwargs = kwargs or {}
+    kwargs, reads = kwargs or {}, Reads(model) if reads is None else reads
     if error := sharded_error(model, args, kwargs):
         raise error
+    program = _exported(model, args, kwargs, dynamic_shapes, reads, gradients)
+    if reads.has_only_decided():
+        again = Reads(model)
+        with reads.decided():
+            other = _exported(model, args, kwargs, dynamic_shapes, again, gradients)
+        if not (again.lost or again.only_set) and _code(other) == _code(program):
+            reads.forget_decisions()
+    return program
+
+
+def _code(program: ExportedProgram) -> list[str]:
+    return [part.code for part in program.graph_module.modules() if isinstance(part, fx.GraphModule)]
+
+
+def _exported(
+    model: nn.Module,
+    args: tuple,
+    kwargs: dict[str, Any],
+    dynamic_shapes: Any,
+    reads: Reads,
+    gradients: bool,
+) -> ExportedProgram:
     try:
         if isinstance(dynamic_shapes, ShapesCollection):  # it identifies tensors by object
             dynamic_shapes = dynamic_shapes.dynamic_shapes(model, args, kwargs)
@@ -123,7 +145,7 @@ def capture_program(
         watching, quiet = noting_lost_backwards(model, is_capturing_here), quiet_export(is_capturing_here)
         with (
             capturing(gradients),
-            quiet,
+            quiet as set_tensors,
             traced_as_no_grad(is_capturing_here),
             with_cumulative_average(is_capturing_here),
             _WatchedTensors(reads),
@@ -142,9 +164,8 @@ def capture_program(
         raise error
     _check_written(model, written)
     _check_random_numbers(model, random_numbers)
-    if reads is not None:
-        reads.note_program(program)
-        reads.set_in_objects = set_attributes
+    reads.note_program(program)
+    reads.note_only_set(set_tensors, set_attributes)
     program.graph_module.meta[LOST_KEY] = tuple(lost)
     for module in program.graph_module.modules():
         if isinstance(module, fx.GraphModule):
@@ -190,7 +211,7 @@ class _WatchedTensors(TorchFunctionMode):
 
     _data = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 
-    def __init__(self, reads: Reads | None = None) -> None:
+    def __init__(self, reads: Reads) -> None:
         super().__init__()
         self._reads = reads
 
@@ -200,8 +221,7 @@ class _WatchedTensors(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         if func == self._data:
             return args[0].detach()
-        if self._reads is not None:
-            self._reads.note_call(func)
+        self._reads.note_call(func)
         return func(*args, **(kwargs or {}))
 
 

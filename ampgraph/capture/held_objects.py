@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from types import FunctionType, MethodType, ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -13,28 +13,40 @@ from torch.utils._pytree import tree_leaves
 
 from .._compat import FakeTensor
 from .code import GONE, is_foreign
-from .containers import same
+from .containers import is_plain, same
 from .side_effects import OF_EVERY_MODULE
 
 _DEPTH = 3  # of objects inside objects
 _NO_STATE = (torch.Tensor, nn.Module, type, ModuleType, FunctionType, MethodType)
 
 
+class Change(NamedTuple):
+    """The value of an attribute before forward, GONE for none, and the value that forward set."""
+
+    before: object
+    after: object
+
+    def is_decision(self) -> bool:
+        """Whether forward settled what was open, such as the kind of loss: no number, no tensor."""
+        is_number = isinstance(self.after, (int, float, complex)) and not isinstance(self.after, bool)
+        return (self.before is None or self.before is GONE) and is_plain(self.after) and not is_number
+
+
 @contextlib.contextmanager
-def noting_set_attributes(model: nn.Module) -> Iterator[list[str]]:
-    """Yields a list that collects the attributes of held objects that forward sets, as paths from the model.
+def noting_set_attributes(model: nn.Module) -> Iterator[dict[str, Change]]:
+    """Yields a dict that collects the attributes of held objects that forward sets, as paths from the model.
 
     Tensors and sizes that a capture sets there hold no data: these attributes get their values back.
     """
     before = [(path, held, dict(held)) for path, held in _objects(model)]
-    found: list[str] = []
+    found: dict[str, Change] = {}
     try:
         yield found
     finally:
         for path, held, values in before:
             names = [n for n in {**values, **held} if not same(held.get(n, GONE), values.get(n, GONE))]
-            found += [f"{path}.{name}" for name in names]
             for name in names:
+                found[f"{path}.{name}"] = Change(values.get(name, GONE), held.get(name, GONE))
                 if _is_of_capture(held.get(name)):
                     _put_back(held, name, values)
 

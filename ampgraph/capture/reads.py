@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -21,8 +21,10 @@ from .._compat import OpOverload
 from ..proxy.module_proxy import ModuleProxy
 from .code import Code, Place
 from .containers import copied, has_plain_leaves, is_container, same
+from .held_objects import Change
 
 _TORCH = str(Path(torch.__file__).parent)
+_LAYERS = f"{_TORCH}/nn/"
 _OURS = str(Path(__file__).parents[1])
 # What every module has: parameters, hooks, the training mode. A forward on a module is its own.
 _OF_EVERY_MODULE = frozenset({*vars(nn.Module()), *vars(nn.Module)} - {"forward"})
@@ -50,8 +52,8 @@ class Reads:
         code: What forward's code reads outside of the modules.
         attributes: What was read before it was set, and a copy of the value where it is plain.
         carried: What was read and then set to something else: state that forward carries from call to call.
-        lost: Of that, what is no tensor; torch.export warns of those.
-        set_in_objects: Attributes of objects in modules that forward sets, as paths from the model.
+        lost: Of that, what is no tensor and not set by torch's own layers.
+        only_set: What else forward sets, as paths from the model: tensors, attributes of objects.
         asks_for_gradients: Whether the model's code read the grad mode, or a tensor's ``requires_grad``.
         asks_for_layout: Whether it asked for strides, or wrote in place to what may be a copy or not.
         asks_for_offset: Whether it asked where in its memory a tensor begins.
@@ -63,13 +65,14 @@ class Reads:
         self._source = source
         self.attributes: dict[Key, object] = {}
         self.carried: set[Key] = set()
-        self.lost: dict[Key, None] = {}
-        self.set_in_objects: list[str] = []
+        self.lost: dict[Key, Change] = {}
+        self.only_set: dict[str, Change | None] = {}
         self.asks_for_gradients = False
         self.asks_for_layout = False
         self.asks_for_offset = False
         self._may_copy = False
         self._set_first: set[Key] = set()
+        self._set_by_torch: set[Key] = set()
 
     def note_read(self, module: nn.Module, name: str, value: object) -> None:
         key = id(module), name
@@ -83,6 +86,8 @@ class Reads:
         key = id(module), name
         if key[0] not in self.modules:
             return
+        if _is_set_by_torch(sys._getframe(2)):
+            self._set_by_torch.add(key)
         if key not in self.attributes:
             self._set_first.add(key)
         elif not same(self.attributes[key], value):
@@ -90,13 +95,53 @@ class Reads:
 
     def note_carried(self, key: Key, value: object) -> None:
         self.carried.add(key)
-        if not isinstance(value, torch.Tensor):
-            self.lost[key] = None
+        if not isinstance(value, torch.Tensor) and key not in self._set_by_torch:
+            self.lost[key] = Change(self.attributes[key], value)
+
+    def note_only_set(self, tensors: Iterable[str], in_objects: Mapping[str, Change]) -> None:
+        """Records the attributes that forward sets, by path, except those of torch's own layers."""
+        own = set(self._paths(self._set_by_torch).values())
+        self.only_set = {**{path: None for path in tensors if path not in own}, **in_objects}
+
+    def lost_paths(self) -> list[str]:
+        """Returns what forward reads and sets for its next call, in the model and outside of it."""
+        return [*self._paths(self.lost).values(), *(place.path for place in self.code.changed())]
+
+    def set_by_forward(self) -> list[str]:
+        """Returns all that forward sets and a graph does not."""
+        return [*self.only_set, *self.lost_paths()]
+
+    def has_only_decided(self) -> bool:
+        """Whether forward sets state for its next call, and all that it sets are decisions."""
+        changes = [*self.lost.values(), *self.only_set.values()]
+        return bool(changes) and all(change is not None and change.is_decision() for change in changes)
+
+    @contextlib.contextmanager
+    def decided(self) -> Iterator[None]:
+        """Sets what forward has decided, as the model's next call would find it."""
+        before = {key: dict(vars(self.modules[key])) for key, _ in self.lost}
+        for (module, name), change in self.lost.items():
+            vars(self.modules[module])[name] = change.after
+        try:
+            yield
+        finally:
+            for module, attributes in before.items():
+                vars(self.modules[module]).clear()
+                vars(self.modules[module]).update(attributes)
+
+    def forget_decisions(self) -> None:
+        """Drops what forward sets; calls compare these attributes then."""
+        self.carried -= self.lost.keys()
+        self.lost.clear()
+        self.only_set.clear()
 
     def paths(self) -> dict[Key, str]:
         """Returns the attributes that were read, as paths from the model."""
+        return self._paths(self.attributes)
+
+    def _paths(self, keys: Iterable[Key]) -> dict[Key, str]:
         names = {id(_seen_by_forward(m)): name for name, m in self._source.named_modules()}
-        return {key: f"{names[key[0]]}.{key[1]}".lstrip(".") for key in self.attributes}
+        return {key: f"{names[key[0]]}.{key[1]}".lstrip(".") for key in keys}
 
     def code_places(self) -> list[Place]:
         """Returns the places outside of the model that forward reads, except for those that it sets."""
@@ -124,6 +169,13 @@ class Reads:
         self.asks_for_layout |= self.asks_for_offset or (self._may_copy and any(_written(program)))
 
 
+def _is_set_by_torch(frame: FrameType) -> bool:
+    """Whether torch's layers and hooks set an attribute, such as the flat weights of ``nn.LSTM``."""
+    while frame.f_code.co_name == "__setattr__" and frame.f_back:
+        frame = frame.f_back
+    return frame.f_code.co_filename.startswith(_LAYERS)
+
+
 def _written(program: ExportedProgram) -> Iterator[fx.Node]:
     """Yields the nodes that a graph writes in place, except its buffers."""
     buffers = program.graph_signature.inputs_to_buffers
@@ -148,11 +200,8 @@ def _seen_by_forward(module: nn.Module) -> nn.Module:
 
 
 @contextlib.contextmanager
-def recorded(reads: Reads | None, is_capturing: Callable[[], bool]) -> Iterator[None]:
+def recorded(reads: Reads, is_capturing: Callable[[], bool]) -> Iterator[None]:
     """Records the reads of forward in threads that are capturing; restores attributes."""
-    if reads is None:
-        yield
-        return
     set_attribute, asked = nn.Module.__setattr__, torch.is_grad_enabled
     outer = vars(nn.Module).get("__getattribute__")  # a capture inside a capture
 

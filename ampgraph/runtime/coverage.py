@@ -85,15 +85,18 @@ class CoverageWatch:
     Args:
         source: The model.
         options: The conversion options.
+
+    Attributes:
+        is_told: Whether the user knows, from this warning or another.
     """
 
     def __init__(self, source: nn.Module, options: Options) -> None:
         self._source, self._options = source, options
+        self.is_told = False
         self._graphs = 0
         self._read: set[str] = set()
         self._breaks: dict[GraphBreak, None] = {}
         self._log: BreakLog | None = None
-        self._is_told = False
 
     def add(self, inputs: Iterable[object]) -> None:
         """Records a captured graph by its inputs."""
@@ -115,9 +118,9 @@ class CoverageWatch:
         found = (GraphBreak(*each) for each in self._log.since(count, start))
         self._breaks.update(dict.fromkeys(found))
         coverage = self.coverage()
-        if self._is_told or not (self._graphs and coverage.leaves_ops):
+        if self.is_told or not (self._graphs and coverage.leaves_ops):
             return
-        self._is_told = True
+        self.is_told = True
         name = self._options.named(type(self._source).__name__)
         warn_user(
             f"{name} is in parts: {coverage}. What graph breaks leave between graphs runs in the source's "

@@ -272,11 +272,9 @@ class GraphCache:
 
     def _warn_about(self, reads: Reads) -> None:
         """Warns once about state that forward carries from call to call and a graph does not."""
-        paths = reads.paths()
-        found = [*(paths[key] for key in reads.lost), *(place.path for place in reads.code.changed())]
-        lost = [path for path in found if path not in self._told]
+        lost = [path for path in reads.lost_paths() if path not in self._told]
         self._told.update(lost)
-        if only_set := [path for path in reads.set_in_objects if path not in self._told]:
+        if only_set := [path for path in reads.only_set if path not in self._told]:
             self._told.update(only_set)
             warn_user(
                 f"{self._options.named(self._name)}: forward sets {', '.join(only_set)}. "
