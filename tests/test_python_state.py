@@ -354,28 +354,85 @@ def test_many_captures_name_what_changed(caplog):
     assert "(config.scale)" in caplog.text
 
 
-DRAWS = {"random": lambda: random.random(), "numpy.random": lambda: float(numpy.random.random())}
+DRAWS = {
+    "random": lambda m: random.random(),
+    "numpy.random": lambda m: float(numpy.random.random()),
+    "numpys": lambda m: float(m.numpys.random()),
+    "state": lambda m: float(m.state.random()),
+    "of_torch": lambda m: torch.rand(1, generator=m.of_torch),
+    "GENERATOR": lambda m: torch.empty(1).uniform_(generator=GENERATOR),
+}
+GENERATOR = torch.Generator()
 
 
 class Draws(nn.Module):
     def __init__(self, draw):
         super().__init__()
         self.fc, self.draw = nn.Linear(4, 4), draw
+        self.own, self.of_torch = random.Random(0), torch.Generator()
+        self.numpys, self.state = numpy.random.default_rng(0), numpy.random.RandomState(0)
 
     def forward(self, x):
-        return self.fc(x) * (0.0 if self.draw() < 0.5 else 2.0)
+        return self.fc(x) * (self.draw(self) < 0.5) * 2.0
 
 
 @pytest.mark.parametrize("name", DRAWS)
 def test_random_numbers_of_python_are_drawn_at_each_call(name):
     model = Draws(DRAWS[name])
-    before = random.getstate()
+    before = random.getstate(), model.own.getstate()
     with pytest.raises(
-        ampgraph.CaptureError, match=f"Draws: forward draws from {name}, which a graph cannot"
+        ampgraph.CaptureError, match=rf"Draws: forward draws from [\w.]*{name}.*, which a graph cannot"
     ):
         ampgraph.convert(model, (X,), capture="ahead of time", **LOW)
-    with pytest.warns(UserWarning, match=f"Draws: forward draws from {name}, which a graph cannot; it is"):
+    told = rf"Draws: forward draws from [\w.]*{name}.*, which a graph cannot; it is"
+    with pytest.warns(UserWarning, match=told):
         amp = ampgraph.convert(model, (X,), **LOW)
-    assert random.getstate() == before
+    assert (random.getstate(), model.own.getstate()) == before
     means = {float(amp(X).abs().mean()) > 0 for _ in range(30)}
     assert means == {True, False}
+
+
+@contextlib.contextmanager
+def _forked():
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(5)
+        yield
+
+
+def _seed():
+    torch.manual_seed(5)
+    return contextlib.nullcontext()
+
+
+@pytest.mark.parametrize("seeds", [_forked, _seed])
+def test_a_forward_that_seeds_torch_draws_as_the_source(seeds):
+    class Seeds(nn.Linear):
+        def forward(self, x):
+            with seeds():
+                noise = torch.rand(4)
+            return super().forward(x) + noise
+
+    model = Seeds(4, 4)
+    with pytest.warns(UserWarning, match=rf"forward seeds torch's generator \({__file__}:.* just in time"):
+        amp = ampgraph.convert(model, (X,), **LOW)
+    close(amp(X), model(X))
+
+
+def test_a_random_object_of_python_is_refused():
+    model = Draws(lambda m: m.own.random())
+    before = model.own.getstate()
+    with pytest.raises(ampgraph.CaptureError, match=r"draws from own \(random\.Random\), which no captured"):
+        ampgraph.convert(model, (X,), **LOW)
+    assert model.own.getstate() == before
+
+
+def test_a_forward_that_draws_from_torchs_generator_is_captured_ahead_of_time(recwarn):
+    class Noise(nn.Linear):
+        def forward(self, x):
+            return torch.utils.checkpoint.checkpoint(super().forward, x + torch.rand(4), use_reentrant=False)
+
+    model = Noise(4, 4)
+    state = torch.get_rng_state()
+    amp = ampgraph.convert(model, (X,), **LOW)
+    assert not amp.is_just_in_time
+    assert torch.equal(torch.get_rng_state(), state)

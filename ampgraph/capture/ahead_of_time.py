@@ -30,7 +30,7 @@ from .distinct import distinct
 from .held_objects import noting_set_attributes
 from .inference_mode import traced_as_no_grad
 from .lost import LOST_KEY, noting_lost_backwards
-from .python_random import noting_random_numbers
+from .random_numbers import OWN_RANDOM, noting_random_numbers
 from .reads import Reads, recorded
 from .side_effects import noting_written_containers, without_new_state
 from .user_code import user_line
@@ -153,7 +153,7 @@ def _exported(
             without_new_state(model),
             noting_set_attributes(model) as set_attributes,
             noting_written_containers(model) as written,
-            noting_random_numbers() as random_numbers,
+            noting_random_numbers(model, reads.code, is_capturing_here) as random_numbers,
             recorded(reads, is_capturing_here),
         ):
             program = torch.export.export(model, args, kwargs, dynamic_shapes=dynamic_shapes, strict=False)
@@ -184,12 +184,17 @@ def _check_written(model: nn.Module, written: list[str]) -> None:
     ).because(is_known=True)
 
 
-def _check_random_numbers(model: nn.Module, generators: list[str]) -> None:
-    """Raises where forward draws numbers that tracing does not see: every call would have the same."""
-    if generators:
+def _check_random_numbers(model: nn.Module, found: list[str]) -> None:
+    """Raises where forward draws numbers that a graph cannot draw: every call would have the same."""
+    if any(what.endswith(OWN_RANDOM) for what in found):
+        raise CaptureError(
+            f"{type(model).__name__}: forward {' and '.join(found)}, which no captured graph can. Draw with "
+            "torch, or from the functions of Python's module random."
+        )
+    if found:
         raise AheadOfTimeError(
-            f"{type(model).__name__}: forward draws from {' and '.join(generators)}, which a graph cannot\n"
-            f"Draw with torch, {_JUST_IN_TIME}."
+            f"{type(model).__name__}: forward {' and '.join(found)}, which a graph cannot\n"
+            f"Draw with torch from its default generator, {_JUST_IN_TIME}."
         ).because(is_known=True)
 
 

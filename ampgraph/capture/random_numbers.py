@@ -1,0 +1,140 @@
+"""Notices that forward draws from a random generator that a graph cannot draw from, or seeds torch's.
+
+Tracing does not see Python's and numpy's generators, nor seeds: a graph keeps what was drawn at capture. It
+sees a ``torch.Generator``, and cannot run it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from types import FrameType
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from .code import Code
+from .side_effects import OF_EVERY_MODULE
+from .user_code import frames, is_users
+
+# Not even Dynamo draws from such a generator at each call (tried on torch 2.13).
+OWN_RANDOM = " (random.Random)"
+_SEEDS = ("manual_seed", "seed", "set_state")
+_DYNAMO = "/torch/_dynamo/"
+
+
+@contextlib.contextmanager
+def noting_random_numbers(
+    model: nn.Module, code: Code, is_capturing: Callable[[], bool]
+) -> Iterator[list[str]]:
+    """Yields a list that fills with what forward does to generators, in words; sets them back."""
+    found: list[str] = []
+
+    def note(what: str) -> None:
+        if is_capturing() and what not in found:
+            found.append(what)
+
+    held = [*_held(model, code)]
+    generators = [*_generators(), *(_Generator.of(value, name) for value, name in held)]
+    before = [(each, each.get()) for each in generators if each is not None]
+    seeded = torch.random.default_generator
+    torch.random.default_generator = _WatchedSeeds(seeded, note)  # type: ignore[assignment]
+    names = {id(value): name for value, name in reversed(held)}
+    try:
+        with _WatchedDraws(names, note):
+            yield found
+    finally:
+        torch.random.default_generator = seeded
+        for generator, state in before:
+            if generator.get() != state:
+                note(f"draws from {generator.name}")
+                generator.put(state)
+
+
+class _Generator(NamedTuple):
+    """A generator outside of torch."""
+
+    name: str
+    get: Callable[[], Any]
+    put: Callable[[Any], None]
+
+    @classmethod
+    def of(cls, value: Any, name: str) -> _Generator | None:
+        if isinstance(value, random.Random):
+            return cls(name + OWN_RANDOM, value.getstate, value.setstate)
+        numpy = sys.modules.get("numpy")
+        if numpy and isinstance(value, numpy.random.RandomState):
+            title = f"{name} (numpy.random.RandomState)"
+            return cls(title, lambda: _listed(value.get_state()), value.set_state)
+        if numpy and isinstance(value, numpy.random.Generator):
+            bits = value.bit_generator
+            return cls(
+                f"{name} (numpy.random.Generator)",
+                lambda: {**bits.state},
+                lambda state: setattr(bits, "state", state),
+            )
+        return None
+
+
+def _generators() -> Iterator[_Generator]:
+    yield _Generator("random", random.getstate, random.setstate)
+    if numpy := sys.modules.get("numpy"):
+        state = numpy.random
+        yield _Generator("numpy.random", lambda: _listed(state.get_state()), state.set_state)
+
+
+def _held(model: nn.Module, code: Code) -> Iterator[tuple[Any, str]]:
+    """Yields what modules hold and forward's code names, with its name."""
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            if name not in OF_EVERY_MODULE:
+                yield value, f"{path}.{name}".lstrip(".")
+    yield from ((place.value(), place.path) for place in code.places.values())
+
+
+def _listed(state: Any) -> tuple:
+    """Returns a state of numpy as numbers, which compare at once: the key, and the place of the next draw."""
+    name, key, *rest = state
+    return name, key.tolist(), *rest
+
+
+class _WatchedDraws(TorchFunctionMode):
+    """Records calls of torch with a ``torch.Generator``."""
+
+    def __init__(self, names: dict[int, str], note: Callable[[str], None]) -> None:
+        super().__init__()
+        self._names, self._note = names, note
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+        generator = (kwargs or {}).get("generator")
+        if generator is not None:
+            name = self._names.get(id(generator), "a generator")
+            self._note(f"draws from {name} (torch.Generator{_line(frames())})")
+        return func(*args, **(kwargs or {}))
+
+
+class _WatchedSeeds:
+    """torch's generator; records that the model's code seeds it."""
+
+    def __init__(self, generator: torch.Generator, note: Callable[[str], None]) -> None:
+        self._generator, self._note = generator, note
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _SEEDS and (line := _line(frames())):
+            self._note(f"seeds torch's generator ({line.removeprefix(', ')})")
+        return getattr(self._generator, name)
+
+
+def _line(around: Iterable[FrameType]) -> str:
+    """Returns the innermost line of the user's code; ``""`` if Dynamo itself is at work inside of it."""
+    for frame in around:
+        file = frame.f_code.co_filename
+        if is_users(file):
+            return f", {file}:{frame.f_lineno}"
+        if _DYNAMO in file and not file.endswith("eval_frame.py"):
+            return ""
+    return ""
