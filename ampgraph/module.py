@@ -28,6 +28,7 @@ from .guards import is_capturing, keep_errors_out_of_log, warn_about_uncaptured_
 from .plan import Plan
 from .policy.policy import Policy
 from .policy.rules import NODE_PREFIX, RuleBook
+from .proxy.module_proxy import without_swapping
 from .report.converted import Converted
 from .runtime.captured_graph import CapturedGraph, Timing
 from .runtime.coverage import Coverage
@@ -355,7 +356,8 @@ class AmpModule(Converted):
     # -- being a module --------------------------------------------------------------------------
 
     def _apply(self, fn: Callable, recurse: bool = True) -> AmpModule:
-        self.source._apply(fn, recurse)
+        with without_swapping():
+            self.source._apply(fn, recurse)
         self.scaler.move(device_of(self.source))
         for captured in self._graphs:
             captured.apply(fn)

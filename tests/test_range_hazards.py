@@ -243,6 +243,26 @@ def test_o1_pins_only_what_would_be_low():
     assert set(pinned(lambda x: low((low(x).exp() * 2 + 1).log()), X, level="O2")) == {"mul", "add"}
 
 
+DIVISIONS = {
+    "by a large number": (lambda y: y / 1e5, True),
+    "in place": (lambda y: y.div_(1e5), True),
+    "rounded": (lambda y: torch.floor_divide(y, 1e5), True),
+    "by a large tensor": (lambda y: y / torch.tensor([1e5, 2e5]), True),
+    "of large values": (lambda y: (y + 1e6) / 1e5, False),
+    "by a small number": (lambda y: y / 1e-6, False),
+    "of a large number": (lambda y: 1e5 / y, False),
+}
+
+
+@pytest.mark.parametrize("name", DIVISIONS)
+def test_what_a_large_divisor_made_is_small(name):
+    divide, is_small = DIVISIONS[name]
+    amp = ampgraph.convert(Fn(lambda x: F.linear(divide(low(x)[:, :2]), torch.ones(2, 2))), (X,), dtype=F16)
+    last = [d for n, d in amp.plan.decisions.items() if n.startswith("linear")][-1]
+    assert (last.dtype == F16) == is_small, last
+    assert amp(X).isfinite().all()
+
+
 def test_a_parameter_may_grow_in_training_and_a_buffer_does_not():
     class Scaled(nn.Module):
         def __init__(self, scale: float, trained: bool):

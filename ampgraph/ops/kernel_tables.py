@@ -103,6 +103,11 @@ SPARSE_GRADIENT: Mapping[str, str] = {
 # Additive masks: a value too large for the low dtype only means "hidden", so it may be clamped before a cast.
 MASK_SLOTS: Mapping[str, tuple[str, ...]] = {"scaled_dot_product_attention": ("attn_mask",)}
 
+# Divisors: a large one makes the result small.
+DIVISOR_SLOTS: Mapping[str, tuple[str, ...]] = dict.fromkeys(
+    ("div", "divide", "true_divide", "floor_divide"), ("other",)
+)
+
 # The low kernel computes in float32 and rounds only its result: op(low) == round(op(float32(low))), bit for
 # bit on CPU. Kernels that add in another order in low (layer_norm, log_softmax, gelu ...) are within one unit
 # in the last place and are not here.

@@ -139,6 +139,12 @@ def mask_slots(target: OpOverload) -> tuple[str, ...]:
 
 
 @cache
+def divisor_slots(target: OpOverload) -> tuple[str, ...]:
+    """Returns the names of the arguments that the op divides by."""
+    return _row(kernel_tables.DIVISOR_SLOTS, target) or ()
+
+
+@cache
 def rounds_once(target: OpOverload) -> bool:
     """Whether the low kernel equals the float32 kernel with its result rounded."""
     return _listed(kernel_tables.ROUNDS_ONCE, target) or (

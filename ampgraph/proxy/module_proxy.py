@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
+import torch
 from torch import nn
 
 from ..errors import CaptureError
@@ -19,6 +21,21 @@ _SHARED = (
 )
 # Methods about calls of the proxy: FSDP2's fully_shard, register_full_backward_hook, compile.
 _OWN = ("__class__", "_is_full_backward_hook", "_compiled_call_impl")
+
+
+@contextlib.contextmanager
+def without_swapping() -> Iterator[None]:
+    """Writes new values to parameters, also with ``set_swap_module_params_on_conversion(True)``.
+
+    ``torch.utils.swap_tensors`` refuses parameters with weak references. A converted model has some: the
+    capture, the loss scaler and the low copies of weights keep no parameter alive.
+    """
+    is_on = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(False)
+    try:
+        yield
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(is_on)
 
 
 class ModuleProxy(nn.Module):
@@ -98,7 +115,8 @@ class ModuleProxy(nn.Module):
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Same as for the source."""
-        return self.source.load_state_dict(state_dict, *args, **kwargs)
+        with without_swapping():
+            return self.source.load_state_dict(state_dict, *args, **kwargs)
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         self.source._load_from_state_dict(*args, **kwargs)

@@ -50,16 +50,27 @@ def find_range_pins(
             continue
         if own := _number_reason(node, limits, low_dtype):
             pins[node] = own
-        reads = (
-            out_of_range[s.tensor]
-            for s in fact.operands
-            if s.tensor in out_of_range and not _is_harmless(node, s)
-        )
-        if reason := next(reads, None):
-            pins.setdefault(node, reason)
-        if node in pins and "outside" in pins[node] and (own or _keeps_size(node, fact.op_class)):
-            out_of_range[node] = pins[node]
+        slots = [s for s in fact.operands if s.tensor in out_of_range and not _is_harmless(node, s)]
+        if slots:
+            pins.setdefault(node, out_of_range[slots[0].tensor])
+        large = [out_of_range[s.tensor] for s in slots if not _divides(node, argument_name(node, s.path))]
+        if is_large := any(_makes_large(node, *each, limits) for each in named_numbers(node)):
+            large.insert(0, pins[node])
+        if large and (is_large or _keeps_size(node, fact.op_class)):
+            out_of_range[node] = large[0]
     return pins, out_of_range
+
+
+def _makes_large(node: Node, name: str, number: float, limits: torch.finfo) -> bool:
+    """Whether a number takes the result out of the range: a large one, or a divisor near zero."""
+    size = abs(number)
+    if _divides(node, name):
+        return 0 < size * limits.max < 1
+    return limits.max < size < math.inf
+
+
+def _divides(node: Node, name: str) -> bool:
+    return name in kernels.divisor_slots(node.target)
 
 
 def _is_harmless(node: Node, operand: Operand) -> bool:
@@ -79,20 +90,29 @@ def _number_reason(node: Node, limits: torch.finfo, low_dtype: torch.dtype) -> s
         if not math.isfinite(number) or number == 0:
             continue
         if abs(number) > limits.max:
-            return f"the constant {number:.4g} is outside {low_dtype}'s range"
+            return _outside_reason(number, low_dtype)
         if abs(number) < limits.tiny:
             return f"the constant {number:.4g} is below {low_dtype}'s smallest normal number"
     return None
 
 
+def _outside_reason(number: float, low_dtype: torch.dtype) -> str:
+    return f"the constant {number:.4g} is outside {low_dtype}'s range"
+
+
 def numbers(node: Node) -> Iterator[float]:
     """Yields the Python numbers in arguments that take a tensor or a scalar value."""
+    return (number for _, number in named_numbers(node))
+
+
+def named_numbers(node: Node) -> Iterator[tuple[str, float]]:
+    """Yields them with the names of the arguments."""
     for position, parameter in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
         if str(parameter.type) not in _NUMBER_TYPES:
             continue
         value = node.args[position] if position < len(node.args) else node.kwargs.get(parameter.name)
         if isinstance(value, (int, float)) and not isinstance(value, bool):
-            yield value
+            yield parameter.name, value
 
 
 class Extents:
