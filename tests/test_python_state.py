@@ -436,3 +436,27 @@ def test_a_forward_that_draws_from_torchs_generator_is_captured_ahead_of_time(re
     amp = ampgraph.convert(model, (X,), **LOW)
     assert not amp.is_just_in_time
     assert torch.equal(torch.get_rng_state(), state)
+
+
+ASKED_IN_A_BRANCH = {
+    "contiguous": (lambda y: 2 if y.is_contiguous() else 3, lambda x: x.clone().t().contiguous().t()),
+    "stride": (lambda y: y.stride(0), lambda x: x.clone().t().contiguous().t()),
+    "requires_grad": (lambda y: 2 if y.requires_grad else 3, lambda x: x.clone().requires_grad_()),
+}
+
+
+@pytest.mark.parametrize("what", ASKED_IN_A_BRANCH)
+def test_what_a_branch_asks_about_its_argument(what):
+    ask, other = ASKED_IN_A_BRANCH[what]
+
+    class Asks(nn.Linear):
+        def forward(self, x):
+            inner = super().forward
+            return torch.cond(x.sum() > -1e4, lambda y: inner(y) * ask(y), lambda y: inner(y), (x,))
+
+    model = Asks(4, 4)
+    amp = ampgraph.convert(model, (X,), **LOW)
+    for x in (X, other(X), X):
+        close(amp(x), model(x))
+    assert not amp.is_just_in_time
+    assert len(amp.graph_modules) == 2

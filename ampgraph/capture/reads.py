@@ -17,7 +17,7 @@ import torch
 from torch import fx, nn
 from torch.export import ExportedProgram
 
-from .._compat import OpOverload
+from .._compat import HigherOrderOperator, OpOverload
 from ..proxy.module_proxy import ModuleProxy
 from .code import Code, Place
 from .containers import copied, has_plain_leaves, is_container, same
@@ -30,10 +30,10 @@ _OURS = str(Path(__file__).parents[1])
 _OF_EVERY_MODULE = frozenset({*vars(nn.Module()), *vars(nn.Module)} - {"forward"})
 Key = tuple[int, str]
 
-_OF_AUTOGRAD = frozenset(
-    getattr(torch.Tensor, name).__get__ for name in ("requires_grad", "grad_fn", "is_leaf")
-)
-_OF_LAYOUT = frozenset(getattr(torch.Tensor, name) for name in ("is_contiguous", "stride", "dim_order"))
+_AUTOGRAD_NAMES = ("requires_grad", "grad_fn", "is_leaf")
+_LAYOUT_NAMES = ("is_contiguous", "stride", "dim_order")
+_OF_AUTOGRAD = frozenset(getattr(torch.Tensor, name).__get__ for name in _AUTOGRAD_NAMES)
+_OF_LAYOUT = frozenset(getattr(torch.Tensor, name) for name in _LAYOUT_NAMES)
 _BETWEEN = ("__torch_function__", "handle_torch_function")
 # Strides decide whether these ops copy, and so whether a later write reaches the argument.
 _COPY_OR_NOT = frozenset(
@@ -165,7 +165,11 @@ class Reads:
             self._may_copy |= _is_asked_by_model(caller, function)
 
     def note_program(self, program: ExportedProgram) -> None:
-        """Records the in-place writes that the captured graph shows."""
+        """Records the in-place writes that the captured graph shows, and what its branches may ask for."""
+        if _has_branches(program):
+            self.asks_for_gradients |= not self.code.names.isdisjoint(_AUTOGRAD_NAMES)
+            self.asks_for_layout |= not self.code.names.isdisjoint(_LAYOUT_NAMES)
+            self.asks_for_offset |= "storage_offset" in self.code.names
         self.asks_for_layout |= self.asks_for_offset or (self._may_copy and any(_written(program)))
 
 
@@ -174,6 +178,17 @@ def _is_set_by_torch(frame: FrameType) -> bool:
     while frame.f_code.co_name == "__setattr__" and frame.f_back:
         frame = frame.f_back
     return frame.f_code.co_filename.startswith(_LAYERS)
+
+
+def _has_branches(program: ExportedProgram) -> bool:
+    """Whether Dynamo has captured code (a branch of ``torch.cond``, a loop), whose questions no mode sees."""
+    operators = (
+        node.target
+        for part in program.graph_module.modules()
+        for node in (part.graph.nodes if isinstance(part, fx.GraphModule) else ())
+        if isinstance(node.target, HigherOrderOperator)
+    )
+    return any(not operator.name().startswith("wrap_") for operator in operators)
 
 
 def _written(program: ExportedProgram) -> Iterator[fx.Node]:
