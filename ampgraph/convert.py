@@ -18,6 +18,7 @@ from .runtime.device import device_of, device_of_tensors
 from .runtime.dynamo_backend import choose_backend
 from .runtime.options import AUTO, JUST_IN_TIME, Options, check_capture
 from .training.distributed import check_wrappers
+from .training.fsdp1 import refuse_fsdp1
 
 # The relative error of the outputs that policy="auto" allows.
 AUTO_BUDGET = 1e-2
@@ -104,6 +105,7 @@ def convert(
     if capture is None:
         capture = AUTO if has_examples else JUST_IN_TIME
     check_capture(capture)
+    refuse_fsdp1(source)
     check_wrappers(source, capture == JUST_IN_TIME)
     device = device_of(source, device_of_tensors((args, dict(kwargs or {}))))
     policy = policy.resolved(device)

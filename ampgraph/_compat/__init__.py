@@ -52,9 +52,11 @@ from .modes import (
     is_in_backward,
     keep_versions,
     no_ambient_autocast,
+    no_dispatch_modes,
     no_saved_tensor_hooks,
     outside_transforms,
     path_inside_wrappers,
+    without_wrappers,
 )
 from .quiet import (
     SingleLevelFunction,
@@ -117,6 +119,7 @@ __all__ = [
     "mark_as_input",
     "never_log_raised_errors",
     "no_ambient_autocast",
+    "no_dispatch_modes",
     "no_global_hooks",
     "no_saved_tensor_hooks",
     "outside_tracing",
@@ -129,5 +132,6 @@ __all__ = [
     "storage_key",
     "store_of_ranks",
     "with_dtypes",
+    "without_wrappers",
     "wrap_grad_modes",
 ]

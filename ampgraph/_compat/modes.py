@@ -18,6 +18,9 @@ SET_GRAD_ENABLED = torch._C._set_grad_enabled
 ENTER_AUTOCAST, EXIT_AUTOCAST = autocast_mode._enter_autocast, autocast_mode._exit_autocast
 INFERENCE_MODE_CALLS = (_enter_inference_mode, _exit_inference_mode)
 
+# Where activation wrappers and ``torch.compile`` hold the module.
+_WRAPPED = ("_checkpoint_wrapped_module", "_orig_mod")
+
 is_any_autocast_enabled = torch._C._is_any_autocast_enabled
 
 
@@ -26,6 +29,31 @@ def no_ambient_autocast() -> Iterator[None]:
     """Hides every enabled ``torch.autocast`` from the code inside."""
     with torch._C._DisableAutocast():
         yield
+
+
+@contextlib.contextmanager
+def no_dispatch_modes() -> Iterator[None]:
+    """Hides the dispatch modes of the caller: selective checkpointing, counters of ops, loggers.
+
+    They record or replace the ops of the model; those of a capture are none. Modes of tracing itself stay.
+    """
+    from torch.utils import _python_dispatch as dispatch
+
+    stack = dispatch._get_current_dispatch_mode_stack()
+    if all(mode.is_infra_mode() for mode in stack):
+        yield
+        return
+    popped = [dispatch._pop_mode() for _ in stack]
+    tracing = [mode for mode in reversed(popped) if mode.is_infra_mode()]
+    for mode in tracing:
+        dispatch._push_mode(mode)
+    try:
+        yield
+    finally:
+        for mode in reversed(tracing):
+            dispatch._pop_mode(mode._mode_key)
+        for mode in reversed(popped):
+            dispatch._push_mode(mode)
 
 
 def no_saved_tensor_hooks() -> contextlib.AbstractContextManager[None]:
@@ -114,14 +142,19 @@ def path_inside_wrappers(module: torch.nn.Module) -> str:
     Activation wrappers remove their name from the parameters' names, so no capture finds these.
     """
     dynamo = sys.modules.get("torch._dynamo")  # where it is not loaded, nothing is compiled
-    inner: dict[type, str] = {ActivationWrapper: "_checkpoint_wrapped_module"}
+    inner: dict[type, str] = {ActivationWrapper: _WRAPPED[0]}
     if dynamo is not None:
-        inner[dynamo.OptimizedModule] = "_orig_mod"
+        inner[dynamo.OptimizedModule] = _WRAPPED[1]
     names: list[str] = []
     while name := next((name for cls, name in inner.items() if isinstance(module, cls)), None):
         names.append(name)
         module = getattr(module, name)
     return ".".join(names)
+
+
+def without_wrappers(name: str) -> str:
+    """Returns the name of a parameter without the parts that these wrappers add, as before they came."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPED)
 
 
 def after_backward(function: Callable[[], None]) -> None:

@@ -6,7 +6,7 @@ import functools
 import inspect
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -43,7 +43,7 @@ from .captured_graph import (
 )
 from .device import device_of_tensors
 from .lowering import AotGraphs, backend_for
-from .options import Options
+from .options import UNDECIDED, Options
 from .shadow_weights import ShadowWeights
 
 # Names of the inputs that hold low copies of parameters.
@@ -229,7 +229,7 @@ def _autocast_dtype(device: torch.device) -> torch.dtype | None:
 def choose_backend(
     backend: str | Callable | None, mode: str | None, device: torch.device
 ) -> tuple[str | Callable, str | None]:
-    """Returns the backend for the rewritten graphs, and its mode.
+    """Returns the backend for the rewritten graphs, and its mode; `UNDECIDED` on meta, where no model runs.
 
     Raises:
         PolicyError: ``torch.compile`` does not know the backend, inductor does not know the mode, or the
@@ -240,6 +240,8 @@ def choose_backend(
         _check_mode(mode, backend)
     if backend is not None:
         return backend, mode
+    if device.type == "meta":
+        return UNDECIDED, mode
     default = default_backend(device)
     if mode is None or default == "inductor":
         return default, mode
@@ -248,6 +250,14 @@ def choose_backend(
         f"{device.type} is {default!r}. Pass backend='inductor' to compile."
     )
     return default, None
+
+
+def decided(options: Options, device: torch.device) -> Options:
+    """Returns the options of a model that was converted without values, for the device that it has now."""
+    backend, mode = None if options.backend == UNDECIDED else options.backend, options.mode
+    if backend is None:
+        backend, mode = choose_backend(None, mode, device)
+    return replace(options, policy=options.policy.resolved(device), backend=backend, mode=mode)
 
 
 def _check_mode(mode: str, backend: str | Callable | None) -> None:

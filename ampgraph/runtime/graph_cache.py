@@ -12,10 +12,12 @@ from torch import fx, nn
 from torch.export import Dim, ExportedProgram, ShapesCollection
 from torch.utils._pytree import tree_leaves
 
+from .._compat import no_dispatch_modes
 from ..capture import Code, Reads, capture_lock, capture_program, distinct, is_capturing_here, unlift
 from ..errors import CaptureError, NoGraphError, warn_user
 from ..passes.pipeline import rewrite
 from ..plan import Plan
+from ..training.fsdp1 import refuse_fsdp1
 from ..training.scaler import LossScaler
 from .capture_lock import lock_of
 from .captured_graph import CapturedGraph, Runner, Timing
@@ -110,7 +112,10 @@ class GraphCache:
             # One of another model replaces functions of torch for as long as it lasts.
             with capture_lock:
                 known = self._known(args, kwargs, signature, flags)
-            return known or self._capture(args, kwargs, signature, flags)
+            if known is not None:
+                return known
+            with no_dispatch_modes():
+                return self._capture(args, kwargs, signature, flags)
 
     def find_known(self, args: tuple, kwargs: dict[str, Any]) -> CapturedGraph:
         """Returns the graph for a call inside a ``torch.func`` transform, where no capture is possible.
@@ -141,6 +146,7 @@ class GraphCache:
         inputs: Sequence[Any] = (),
     ) -> None:
         """Records a graph that was captured just in time, and the parameters among its inputs."""
+        refuse_fsdp1(self._source)
         self.watch.add(inputs)
         self._scaler.move(device_of(self._source))  # it may have been converted without values
         type(graph_module).__name__ = self._name  # every graph module has its own class
@@ -185,6 +191,7 @@ class GraphCache:
     def _capture(
         self, args: tuple, kwargs: dict[str, Any], signature: Signature, flags: Flags
     ) -> CapturedGraph:
+        refuse_fsdp1(self._source)
         graphs = self._graphs.get((flags, signature.kind), [])
         self._scaler.move(device_of(self._source))  # it may have been converted without values
         start = time.perf_counter()

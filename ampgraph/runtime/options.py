@@ -11,6 +11,7 @@ import torch
 from ..errors import PolicyError, did_you_mean
 from ..policy.policy import Policy
 
+UNDECIDED = ""
 AUTO, AHEAD_OF_TIME, JUST_IN_TIME = CAPTURES = ("auto", "ahead of time", "just in time")
 
 
@@ -20,7 +21,8 @@ class Options:
 
     Attributes:
         policy: The policy, with its dtype filled in.
-        backend: A name or function that ``torch.compile`` takes; ``"eager"`` runs the graph as it is.
+        backend: A name or function that ``torch.compile`` takes; ``"eager"`` runs the graph as it is. `UNDECIDED`
+            before the device of a model without values is known.
         mode: The backend's mode.
         dynamic_shapes: As for ``torch.export.export``; ahead of time only.
         capture: One of `CAPTURES`. Auto becomes just in time at the first call that needs it.
@@ -37,6 +39,11 @@ class Options:
     def named(self, message: str) -> str:
         """Returns a message for the user with the block's path in front."""
         return f"{self.block}: {message}" if self.block else message
+
+    @property
+    def is_decided(self) -> bool:
+        """Whether dtype and backend are chosen; the device chooses what the user did not."""
+        return self.policy.dtype is not None and self.backend != UNDECIDED
 
     @property
     def low_dtype(self) -> torch.dtype:

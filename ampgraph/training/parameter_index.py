@@ -8,13 +8,15 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from .._compat import without_wrappers
+
 
 class ParameterIndex:
     """Slots by parameter name, found by parameter object.
 
     Some tools replace parameter objects but keep their names: FSDP2 (shards at rest, whole tensors during a
-    forward), ``load_state_dict(assign=True)`` and ``torch.func.functional_call``. The index keeps no
-    parameter alive.
+    forward), ``to_empty``, ``load_state_dict(assign=True)`` and ``torch.func.functional_call``. Wrappers that
+    come later (``checkpoint_wrapper``, ``torch.compile``) change no name. The index keeps no parameter alive.
 
     Attributes:
         names: The parameters' names, by slot.
@@ -22,17 +24,18 @@ class ParameterIndex:
 
     def __init__(self, model: nn.Module):
         self._model = model
-        self.names = [name for name, _ in model.named_parameters()]
+        self.names = [without_wrappers(name) for name, _ in model.named_parameters()]
         slots = {id(p): slot for slot, p in enumerate(model.parameters())}
-        self._by_name = {n: slots[id(p)] for n, p in model.named_parameters(remove_duplicate=False)}
+        named = model.named_parameters(remove_duplicate=False)
+        self._by_name = {without_wrappers(name): slots[id(p)] for name, p in named}
         self.refresh()
 
     def refresh(self) -> None:
         """Looks up the parameter objects that the model has now."""
         self._by_parameter = WeakIdKeyDictionary()
         for name, parameter in self._model.named_parameters(remove_duplicate=False):
-            if name in self._by_name:
-                self._by_parameter[parameter] = self._by_name[name]
+            if (slot := self._by_name.get(without_wrappers(name))) is not None:
+                self._by_parameter[parameter] = slot
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_by_parameter": None}  # weak references: neither copied nor pickled

@@ -29,6 +29,7 @@ from ..policy.loss_scale import (
     in_range,
     new_scale_of,
 )
+from ..policy.policy import Policy
 from .gradient_flags import GradientFlags
 from .judging import judge_early
 from .nested_optimizers import nested, put_inside
@@ -51,8 +52,12 @@ _all_scalers: WeakRegistry[LossScaler] = WeakRegistry()
 class LossScaler:
     """Owns the loss scale of one converted model; ``amp.scaler``.
 
+    Args:
+        config: The loss scale, or a policy for whose dtype the device decides, of a model without values.
+        model: The model.
+        device: Where the state is.
+
     Attributes:
-        config: The loss scale of the policy.
         state: The tensors that the model's graphs read.
         guard: Decides whether a step is skipped.
     """
@@ -60,10 +65,11 @@ class LossScaler:
     _known: weakref.WeakSet[Optimizer]
     _partners: list[LossScaler]
 
-    def __init__(self, config: LossScale, model: nn.Module, device: torch.device):
-        self.config = config
+    def __init__(self, config: LossScale | Policy, model: nn.Module, device: torch.device):
+        self._config, self._model = config, model
         self._slots = ParameterIndex(model)
         self.names = self._slots.names
+        config = NoLossScale() if isinstance(config, Policy) else config
         self.state = ScaleState(first_scale(config), len(self.names) + 1, device)
         self._counters = torch.tensor(first_counters(config), dtype=torch.int32, device=device)
         self._watch = UnscaledStepWarning(model, self._slots)
@@ -91,6 +97,36 @@ class LossScaler:
     def process_groups(self, groups: Sequence[ProcessGroup] | None) -> None:
         self.guard.process_groups = groups
 
+    # -- the loss scale of the policy --------------------------------------------------------------
+
+    @property
+    def config(self) -> LossScale:
+        """The loss scale; none as long as the model has no values and its device would decide."""
+        if isinstance(self._config, Policy):
+            self._decide(self._config)
+        return NoLossScale() if isinstance(self._config, Policy) else self._config
+
+    @config.setter
+    def config(self, config: LossScale) -> None:
+        self._config = config
+
+    def _decide(self, policy: Policy) -> None:
+        """Chooses the loss scale of a model that was converted without values, once it has some."""
+        device = next((p.device for p in self._model.parameters()), torch.device("cpu"))
+        if device.type == "meta":
+            return
+        self._config = config = policy.resolved(device).active_loss_scale()
+        self.state.set(torch.full_like(self.state.scale, first_scale(config)))
+        self._counters = self._counters.new_tensor(first_counters(config))
+
+    def _check_decided(self, method: str) -> None:
+        if not self.is_enabled() and isinstance(self._config, Policy):
+            raise LoopError(
+                f"amp.scaler.{method}: the model has no values yet (device meta), and its device decides "
+                f"whether there is a loss scale. Call {method} after to_empty, or name the dtype at the "
+                "conversion: dtype=torch.float16."
+            )
+
     # -- the loop --------------------------------------------------------------------------------
 
     def is_enabled(self) -> bool:
@@ -113,6 +149,7 @@ class LossScaler:
             if not (hasattr(optimizer, "step") and hasattr(optimizer, "param_groups")):
                 raise PolicyError(f"attach takes optimizers, got {type(optimizer).__name__}.")
             self._warn_about_strangers(optimizer, "attach")
+        self._check_decided("attach")
         for optimizer in optimizers if self.is_enabled() else ():
             note_wrapper_of(stepping(optimizer), optimizer)
             self._attach(stepping(optimizer))
@@ -371,6 +408,7 @@ class LossScaler:
             PolicyError: The state is empty (a disabled GradScaler), or a number is not legal for a scale. The
                 scaler does not change.
         """
+        self._check_decided("load_state_dict")
         if not self.is_enabled():
             return
         numbers = checked_state(self.config, state, self._counters.tolist())

@@ -1,0 +1,38 @@
+"""Refuses torch's first FSDP, ``FullyShardedDataParallel``.
+
+Its modules hold views of one flat parameter while they run. No loss-scaling boundary can tell these from
+activations, so gradients would leave the model scaled.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from torch import Tensor, nn
+
+from ..errors import CaptureError
+
+_ADVICE = (
+    "Use FSDP2: ampgraph.convert_blocks(model, 'layers.*'), then torch.distributed.fsdp.fully_shard on each "
+    "block and on the model."
+)
+
+
+def refuse_fsdp1(model: nn.Module) -> None:
+    """Raises an error for a model that `FullyShardedDataParallel` wraps, around it or inside.
+
+    Raises:
+        CaptureError: It does; the message says to use FSDP2.
+    """
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # where it is not loaded, nobody uses it
+    if fsdp is None:
+        return
+    for path, module in model.named_modules():
+        if isinstance(module, fsdp.FullyShardedDataParallel):
+            where = f"{path!r} is" if path else "the model is"
+            raise CaptureError(f"{where} wrapped in FullyShardedDataParallel (FSDP1). {_ADVICE}")
+        held = (*vars(module).values(), *module._parameters.values())
+        if any(isinstance(v, Tensor) and isinstance(v._base, fsdp.FlatParameter) for v in held):
+            raise CaptureError(
+                f"{type(module).__name__}: FullyShardedDataParallel (FSDP1) holds its parameters. {_ADVICE}"
+            )
