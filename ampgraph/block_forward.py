@@ -14,11 +14,13 @@ import torch
 from torch import nn
 
 from ._compat import apart_from_dynamo, is_exporting
-from .errors import AmpGraphError
+from .errors import AmpGraphError, NoGraphError
 from .module import AmpModule
 from .proxy.bound_proxy import behind_the_scenes, over_dict_of
 from .runtime.device import device_of
+from .runtime.dynamo_backend import decided
 from .runtime.options import Options
+from .runtime.siblings import Siblings
 from .training.scaler import LossScaler
 
 # Instance attributes that may hold a forward. Accelerate's hooks set ``forward`` and call ``_old_forward``:
@@ -38,14 +40,18 @@ class BlockForward:
         path: Its path in the whole model.
         options: The conversion options.
         scaler: The loss scaler of the whole model.
+        siblings: The captures of all blocks; blocks that are alike use one.
         stored_low: Paths of the parameters that a converted block already stores in the low dtype.
         original: The forward that was patched onto the block; the conversion uses it. None if the block uses
             the forward of its class.
         is_restored: Whether the block has its original forward again. A wrapper may still call this object.
     """
 
-    def __init__(self, block: nn.Module, path: str, options: Options, scaler: LossScaler):
+    def __init__(
+        self, block: nn.Module, path: str, options: Options, scaler: LossScaler, siblings: Siblings
+    ):
         self.block, self.path, self.options, self.scaler = block, path, options, scaler
+        self.siblings = siblings
         self.stored_low: tuple[str, ...] = ()
         self.original: Callable | None = vars(block).get(_place(block))
         self.is_restored = False
@@ -58,11 +64,14 @@ class BlockForward:
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         if self.is_restored:
-            return (self.original or type(self.block).forward.__get__(self.block))(*args, **kwargs)
+            return self._run_original(*args, **kwargs)
+        device = device_of(self.block, self.scaler.state.scale.device)
+        if not self._is_decided():  # on meta: nothing is computed, and outputs keep their dtypes
+            return self._run_original(*args, **kwargs)
         amp = self.amp
         if type(self.block) is not self._class:
             self._follow_class()
-        self.scaler.move(device_of(self.block, self.scaler.state.scale.device))
+        self.scaler.move(device)
         try:
             return amp(*args, **kwargs)
         except AmpGraphError as error:
@@ -71,12 +80,35 @@ class BlockForward:
     # torch.compile around the block must not trace into it; the same holds for an AmpModule.
     _run_apart = apart_from_dynamo(_run)
 
+    def _run_original(self, *args: Any, **kwargs: Any) -> Any:
+        return (self.original or type(self.block).forward.__get__(self.block))(*args, **kwargs)
+
+    def _is_decided(self) -> bool:
+        """Chooses dtype and backend if the model was converted without values; False while it has none.
+
+        All blocks choose for the same device: they have one loss scale.
+        """
+        if self.options.is_decided:
+            return True
+        if (device := self.scaler.device_of_values()) is None:
+            return False
+        options = decided(self.options, device)
+        options.policy.check_outputs("convert_blocks")
+        self.options = options
+        return True
+
     @functools.cached_property
     def amp(self) -> AmpModule:
         """The converted module."""
+        if not self._is_decided():
+            raise NoGraphError(
+                f"{self.path or 'the model'} has no values yet (device meta); its first call captures it."
+            )
         self._class = type(self.block)
         bare = over_dict_of(self.block, _bare_class(self))
-        return AmpModule(bare, self.options, self.stored_low, self.scaler)
+        # A forward that was patched onto a block may belong to this block alone.
+        siblings = self.siblings if self.original is None else None
+        return AmpModule(bare, self.options, self.stored_low, self.scaler, siblings)
 
     def _follow_class(self) -> None:
         """Follows a change of the block's class: ``fully_shard`` and parametrizations change it in place."""
@@ -104,7 +136,7 @@ class BlockForward:
     def __getstate__(self) -> dict[str, Any]:
         # copy copies the forward before the block is complete, so the copy converts the block on demand.
         state = {name: value for name, value in vars(self).items() if name not in ("amp", "_class")}
-        return {**state, "stored_low": self.amp.stored_low}
+        return {**state, "stored_low": self.amp.stored_low if self._is_decided() else ()}
 
 
 def converted_forward(module: nn.Module) -> BlockForward | None:

@@ -24,9 +24,11 @@ from .errors import CaptureError, PolicyError, did_you_mean
 from .module import AmpModule
 from .policy.policy import Policy
 from .policy.rules import NODE_PREFIX
-from .runtime.device import device_of
+from .runtime.device import CPU, device_of
 from .runtime.dynamo_backend import choose_backend
 from .runtime.options import AUTO, Options, check_capture
+from .runtime.siblings import Siblings
+from .training.fsdp1 import refuse_fsdp1
 from .training.scaler import LossScaler
 
 Which = str | type
@@ -74,7 +76,8 @@ def convert_blocks(
     """Converts submodules of a model in place; each is captured at its first call.
 
     Args:
-        model: The model. Only the ``forward`` of its blocks is replaced.
+        model: The model. Only the ``forward`` of its blocks is replaced. It may be on the device meta, and
+            get its values later (``to_empty``): then dtype and backend are chosen at the first call.
         which: The submodules: a glob over module paths (as in ``model.named_modules()``), a class, or
             a sequence of them. Of nested matches the outermost is converted; ``""`` is the model itself.
         policy: As for `ampgraph.convert`; its rules name modules by their paths in ``model``.
@@ -88,6 +91,7 @@ def convert_blocks(
 
     Raises:
         PolicyError: ``which`` matches nothing, a block is already converted, or the policy does not fit.
+        CaptureError: ``FullyShardedDataParallel`` (FSDP1) wraps the model.
 
     Example:
         >>> blocks = ampgraph.convert_blocks(model, "layers.*", dtype=torch.float16)
@@ -99,18 +103,23 @@ def convert_blocks(
     if not isinstance(model, nn.Module):
         raise CaptureError(f"convert_blocks takes an nn.Module, got {type(model).__name__}.")
     paths = _matching(model, which if isinstance(which, tuple) else (which,))
+    refuse_fsdp1(model)
     device = device_of(model)
-    backend, mode = choose_backend(backend, mode, device)
+    backend, mode = choose_backend(backend, mode, device, can_wait=True)
     check_capture(capture)
     policy = Policy.of(policy, dtype)
-    policy = policy.resolved(device)
+    if device.type != "meta":
+        policy = policy.resolved(device)
     policy.check_outputs("convert_blocks")
     policies = _by_block(policy, model, paths)
-    scaler = LossScaler(policy.active_loss_scale(), model, device)
-    forwards = []
+    is_decided = policy.dtype is not None or policy.loss_scale is not None
+    scaler = LossScaler(
+        policy.active_loss_scale() if is_decided else policy, model, CPU if device.type == "meta" else device
+    )
+    forwards, siblings = [], Siblings()
     for path in paths:
         options = Options(policies[path], backend, mode, None, capture, path)
-        forwards.append(BlockForward(_inside_wrappers(model, path), path, options, scaler))
+        forwards.append(BlockForward(_inside_wrappers(model, path), path, options, scaler, siblings))
     for forward in forwards:
         forward.install()
     return Blocks(forwards, scaler)

@@ -37,7 +37,9 @@ from .runtime.graph_cache import GraphCache
 from .runtime.low_storage import LowStorage
 from .runtime.options import AUTO, JUST_IN_TIME, Options
 from .runtime.own_error import own_error
+from .runtime.siblings import Siblings
 from .training.distributed import sharded_error
+from .training.fsdp1 import MANAGED, refuse_fsdp1
 from .training.scaler import LossScaler
 
 # An error names at most this many parts that a capture lost.
@@ -69,6 +71,7 @@ class AmpModule(Converted):
         options: Options,
         stored_low: tuple[str, ...] = (),
         scaler: LossScaler | None = None,
+        siblings: Siblings | None = None,
     ):
         super().__init__(source)
         scaler = scaler or LossScaler(options.policy.active_loss_scale(), source, CPU)
@@ -77,7 +80,7 @@ class AmpModule(Converted):
         self.__dict__["options"] = options
         self.__dict__["scaler"] = scaler
         self.__dict__["_stored"] = stored
-        self.__dict__["_graphs"] = GraphCache(source, options, scaler, stored)
+        self.__dict__["_graphs"] = GraphCache(source, options, scaler, stored, siblings)
         self.__dict__["forward"] = self._make_forward()
         if options.just_in_time:
             self.__dict__["_compiled"] = self._compile_just_in_time()
@@ -186,6 +189,9 @@ class AmpModule(Converted):
         )
 
     def _call(self, args: tuple, kwargs: dict[str, Any]) -> Any:
+        if MANAGED in vars(self.source) and "_is_of_fsdp2" not in self.__dict__:
+            refuse_fsdp1(self.source)
+            self.__dict__["_is_of_fsdp2"] = True
         if in_transform():
             captured = self._graphs.find_known(args, kwargs)
             if captured.lost:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
 from torch.fx import Graph, GraphModule, Node
 
 from ampgraph.marks import BoundaryMark, mark_of, set_mark
@@ -24,11 +25,14 @@ class ScaleLoss(Pass):
         slots: Parameter node name to its slot in the probe; all other differentiable inputs use the last.
         size: Length of the probe.
         state: Names of the nodes that give scale, inverse scale and probe: attributes, or placeholders.
+        part: The attribute that selects the part of the probe that the slots count in; empty for all of it.
+            Graphs of blocks that are alike then have the same slots, and the same code.
     """
 
     slots: tuple[tuple[str, int], ...]
     size: int
     state: tuple[str, str, str] = ("_amp.scale", "_amp.inverse", "_amp.probe")
+    part: str = ""
     name: ClassVar[str] = "scale_loss"
 
     def run(self, graph_module: GraphModule) -> bool:
@@ -59,7 +63,12 @@ class ScaleLoss(Pass):
             return [by_name[name] for name in self.state]
         first = next(iter(graph.nodes))
         with graph.inserting_before(first):
-            return [graph.create_node("get_attr", target) for target in self.state]
+            nodes = [graph.create_node("get_attr", target) for target in self.state]
+            if self.part:
+                part = graph.create_node("get_attr", self.part)
+                nodes[2] = graph.call_function(torch.ops.aten.index_select.default, (nodes[2], 0, part))
+                set_mark(nodes[2], BoundaryMark(ScaleLoss.name))
+            return nodes
 
 
 def _text(slots: Iterable[int]) -> str:
@@ -70,7 +79,8 @@ def _wrap(
     graph: Graph, function: Callable, arguments: tuple, nodes: list[Node], only: Node | None = None
 ) -> None:
     """Passes ``nodes`` through a boundary function; their users (or ``only`` one) read its results."""
-    at = only or next(n for n in graph.nodes if n.op not in ("placeholder", "get_attr"))
+    given = {*graph.find_nodes(op="placeholder"), *graph.find_nodes(op="get_attr"), *arguments}
+    at = only or next(n for n in graph.nodes if n not in given)
     # A node that is also an output passes unchanged, because nothing was scaled on that path.
     users = {n: [only] if only else [u for u in n.users if u.op != "output"] for n in nodes}
     with graph.inserting_before(at):

@@ -12,12 +12,16 @@ from torch.autograd import forward_ad
 from torch.autograd.grad_mode import _enter_inference_mode, _exit_inference_mode
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils import _python_dispatch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
 # Functions that captured graphs call when the model enters or leaves a mode.
 SET_GRAD_ENABLED = torch._C._set_grad_enabled
 ENTER_AUTOCAST, EXIT_AUTOCAST = autocast_mode._enter_autocast, autocast_mode._exit_autocast
 INFERENCE_MODE_CALLS = (_enter_inference_mode, _exit_inference_mode)
 
+_SELECTIVE = (_CachingTorchDispatchMode, _CachedTorchDispatchMode)
 # Where activation wrappers and ``torch.compile`` hold the module.
 _WRAPPED = ("_checkpoint_wrapped_module", "_orig_mod")
 
@@ -31,29 +35,36 @@ def no_ambient_autocast() -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def no_dispatch_modes() -> Iterator[None]:
+def no_dispatch_modes() -> contextlib.AbstractContextManager[None]:
     """Hides the dispatch modes of the caller: selective checkpointing, counters of ops, loggers.
 
     They record or replace the ops of the model; those of a capture are none. Modes of tracing itself stay.
     """
-    from torch.utils import _python_dispatch as dispatch
+    return _without_modes(lambda mode: not mode.is_infra_mode())
 
-    stack = dispatch._get_current_dispatch_mode_stack()
-    if all(mode.is_infra_mode() for mode in stack):
+
+def no_selective_checkpoint() -> contextlib.AbstractContextManager[None]:
+    """Hides the modes of selective checkpointing, which number the ops of forward and of its second run."""
+    return _without_modes(lambda mode: isinstance(mode, _SELECTIVE))
+
+
+@contextlib.contextmanager
+def _without_modes(is_hidden: Callable[[TorchDispatchMode], bool]) -> Iterator[None]:
+    stack = _python_dispatch._get_current_dispatch_mode_stack()
+    if not any(map(is_hidden, stack)):
         yield
         return
-    popped = [dispatch._pop_mode() for _ in stack]
-    tracing = [mode for mode in reversed(popped) if mode.is_infra_mode()]
-    for mode in tracing:
-        dispatch._push_mode(mode)
+    popped = [_python_dispatch._pop_mode() for _ in stack]
+    kept = [mode for mode in reversed(popped) if not is_hidden(mode)]
+    for mode in kept:
+        _python_dispatch._push_mode(mode)
     try:
         yield
     finally:
-        for mode in reversed(tracing):
-            dispatch._pop_mode(mode._mode_key)
+        for mode in reversed(kept):
+            _python_dispatch._pop_mode(mode._mode_key if mode.is_infra_mode() else None)
         for mode in reversed(popped):
-            dispatch._push_mode(mode)
+            _python_dispatch._push_mode(mode)
 
 
 def no_saved_tensor_hooks() -> contextlib.AbstractContextManager[None]:

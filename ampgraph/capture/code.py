@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from ..proxy.bound_proxy import class_behind
 from .containers import copied, has_plain_leaves, same
 
 _TORCH = str(Path(torch.__file__).parent)
@@ -75,7 +76,7 @@ class Code:
         self._holders: dict[int, tuple[Any, str]] = {}
         self._looked_up: dict[int, set[str]] = {}
         for module in source.modules():
-            self._follow(type(module))
+            self._follow(class_behind(type(module)))
             for held in (vars(module), module._forward_hooks, module._forward_pre_hooks):
                 for value in held.values():
                     self._follow(value)
@@ -181,8 +182,12 @@ def _names(code: CodeType) -> Iterator[str]:
 def _is_read(filename: str) -> bool:
     if filename.startswith(_LAYERS):
         return True
-    is_pythons = filename.startswith(_PYTHON) and "-packages/" not in filename
-    return not is_pythons and not filename.startswith(_NOT_READ)
+    return not is_pythons(filename) and not filename.startswith(_NOT_READ)
+
+
+def is_pythons(filename: str) -> bool:
+    """Whether a file belongs to Python's library."""
+    return filename.startswith(_PYTHON) and "-packages/" not in filename
 
 
 def is_foreign(cls: type) -> bool:

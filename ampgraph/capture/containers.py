@@ -95,6 +95,28 @@ def copied(value: Any) -> Any:
     return base(copied(item) for _, item in items_of(value))
 
 
+def alike(a: object, b: object, depth: int = 0) -> bool:
+    """Whether two values of different models are one object, or equal, plain and of one type.
+
+    Stricter than `same`: 1 is not True, 0.0 is not -0.0, and a parameter is like no other.
+    """
+    if a is b:
+        return True
+    if type(a) is not type(b) or depth > _DEEPEST:
+        return False
+    if isinstance(a, (float, complex, slice, range)):
+        return repr(a) == repr(b)
+    if is_plain(a):
+        return a == b
+    if isinstance(a, _SETS) and isinstance(b, _SETS):
+        return has_plain_leaves(a) and has_plain_leaves(b) and sorted(map(repr, a)) == sorted(map(repr, b))
+    if isinstance(a, dict) and isinstance(b, dict):
+        return alike([*a.keys()], [*b.keys()], depth + 1) and alike([*a.values()], [*b.values()], depth + 1)
+    if isinstance(a, _SEQUENCES) and isinstance(b, _SEQUENCES):
+        return len(a) == len(b) and all(alike(x, y, depth + 1) for x, y in zip(a, b, strict=True))
+    return False
+
+
 def same(a: object, b: object, depth: int = 0) -> bool:
     """Whether two values are one object, or equal and plain; in containers, item by item.
 

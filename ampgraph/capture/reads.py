@@ -6,6 +6,7 @@ A graph keeps the values that forward read at capture. Each call compares the re
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -19,7 +20,7 @@ from torch.export import ExportedProgram
 
 from .._compat import HigherOrderOperator, OpOverload
 from ..proxy.module_proxy import ModuleProxy
-from .code import Code, Place
+from .code import Code, Place, is_pythons
 from .containers import copied, has_plain_leaves, is_container, same
 from .held_objects import Change
 
@@ -57,6 +58,7 @@ class Reads:
         asks_for_gradients: Whether the model's code read the grad mode, or a tensor's ``requires_grad``.
         asks_for_layout: Whether it asked for strides, or wrote in place to what may be a copy or not.
         asks_for_offset: Whether it asked where in its memory a tensor begins.
+        asks_for_itself: Whether it looked at a module in a way that shows more than attributes by name.
     """
 
     def __init__(self, source: nn.Module) -> None:
@@ -70,6 +72,7 @@ class Reads:
         self.asks_for_gradients = False
         self.asks_for_layout = False
         self.asks_for_offset = False
+        self.asks_for_itself = False
         self._may_copy = False
         self._set_first: set[Key] = set()
         self._set_by_torch: set[Key] = set()
@@ -81,6 +84,23 @@ class Reads:
         is_settled = has_plain_leaves(value)
         if is_settled or name in vars(module):  # not methods, nor what is computed from other attributes
             self.attributes[key] = copied(value) if is_settled else value
+
+    def of(self, other: nn.Module) -> Reads:
+        """Returns the same reads of another model of the same structure, which has other modules."""
+        pairs = zip(self._source.modules(), other.modules(), strict=True)
+        twins = {id(_seen_by_forward(a)): _seen_by_forward(b) for a, b in pairs}
+        moved = copy.copy(self)
+        moved._source = other
+        moved.modules = {id(twin): twin for twin in twins.values()}
+        moved.attributes = {(id(twins[key]), name): v for (key, name), v in self.attributes.items()}
+        return moved
+
+    def note_itself(self) -> None:
+        """Records that the model's code asks for the dict of a module, or its hash (a table by modules)."""
+        frame = sys._getframe(2)
+        while is_pythons(frame.f_code.co_filename) and frame.f_back:  # a WeakKeyDictionary
+            frame = frame.f_back
+        self.asks_for_itself = self.asks_for_itself or _is_asked_by_model(frame)
 
     def note_set(self, module: nn.Module, name: str, value: object) -> None:
         key = id(module), name
@@ -225,13 +245,24 @@ def recorded(reads: Reads, is_capturing: Callable[[], bool]) -> Iterator[None]:
             reads.note_set(self, name, value)
         set_attribute(self, name, value)
 
+    def watched_hash(self: nn.Module) -> int:
+        if is_capturing():
+            reads.note_itself()
+        return object.__hash__(self)
+
     before = {key: dict(vars(module)) for key, module in reads.modules.items()}
+    hashed = vars(nn.Module).get("__hash__")
+    nn.Module.__hash__ = watched_hash  # type: ignore[method-assign]
     nn.Module.__setattr__ = watched_set  # type: ignore[method-assign]
     nn.Module.__getattribute__ = _WatchedGet(outer, reads, is_capturing)  # type: ignore
     torch.is_grad_enabled = _WatchedQuestion(asked, reads, is_capturing)  # type: ignore[assignment]
     try:
         yield
     finally:
+        if hashed is None:
+            del nn.Module.__hash__
+        else:
+            nn.Module.__hash__ = hashed  # type: ignore[method-assign]
         torch.is_grad_enabled = asked
         if outer is None:
             del nn.Module.__getattribute__
@@ -266,6 +297,8 @@ class _WatchedGet:
 
     def _get(self, module: nn.Module, name: str) -> Any:
         value = self._outer.__get__(module)(name) if self._outer else object.__getattribute__(module, name)
+        if name == "__dict__" and self._is_capturing():
+            self._reads.note_itself()
         if name not in _OF_EVERY_MODULE and not name.startswith("__") and self._is_capturing():
             self._reads.note_read(module, name, value)
         return value

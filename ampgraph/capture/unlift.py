@@ -21,8 +21,11 @@ from torch.export.graph_signature import InputKind, InputSpec, OutputKind
 from .._compat import set_calling_convention
 from ..errors import CaptureError
 
+# The submodule that is the whole model, where its parts have names that a graph module uses.
+WHOLE = "_source_model"
 # Attributes that ampgraph and torch.fx set later on a graph module.
-_SET_LATER = {"_amp", "_shadows", "_in_spec", "_out_spec", "_lineno_map", "_prologue_start", "shape_env"}
+_SET_LATER = {"_amp", "_amp_slots", "_shadows", "_in_spec", "_out_spec", "_lineno_map"}
+_SET_LATER |= {"_prologue_start", "shape_env"}
 _ATTRIBUTES = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR, InputKind.CUSTOM_OBJ)
 
 
@@ -46,7 +49,7 @@ def unlift(program: ExportedProgram, source: nn.Module) -> tuple[fx.GraphModule,
     graph_module = program.graph_module
     whole = _name_of_whole(graph_module, source)
     constants = _attributes_for_inputs(graph_module, program, source, whole)
-    _hold(graph_module, source, whole)
+    hold(graph_module, source, whole)
     for name, value in constants.items():
         object.__setattr__(graph_module, name, value)
     set_calling_convention(graph_module, program)
@@ -59,10 +62,10 @@ def _name_of_whole(graph_module: fx.GraphModule, source: nn.Module) -> str:
     names = {*source._parameters, *source._buffers, *source._modules}
     taken = {*vars(graph_module), *dir(fx.GraphModule), *_SET_LATER}
     is_free = taken.isdisjoint(names) and not any(name.startswith("_constant_") for name in names)
-    return "" if is_free else "_source_model"
+    return "" if is_free else WHOLE
 
 
-def _hold(graph_module: fx.GraphModule, source: nn.Module, whole: str) -> None:
+def hold(graph_module: fx.GraphModule, source: nn.Module, whole: str) -> None:
     """Makes the graph module share the live parts of ``source``, so it uses replaced parts."""
     children = {n: m for n, m in graph_module._modules.items() if isinstance(m, fx.GraphModule)}
     if whole:

@@ -52,6 +52,11 @@ def behind_the_scenes(cls: type[nn.Module], members: dict[str, Any]) -> type[nn.
     return metaclass(cls.__name__, (_Unannounced, cls), made)
 
 
+def class_behind(cls: type) -> type:
+    """Returns the class that a class of `behind_the_scenes` looks like; any other class itself."""
+    return cls.__bases__[-1] if _Unannounced in cls.__bases__ else cls
+
+
 def over_dict_of(source: nn.Module, cls: type[nn.Module]) -> nn.Module:
     """Returns an object of a class that shares the source's ``__dict__``; no constructor runs."""
     made = object.__new__(cls)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import operator
 import threading
@@ -25,8 +26,11 @@ from .lowering import AotGraphs, compiled
 from .options import Options
 from .python_state import PythonState
 from .shadow_weights import ShadowWeights
+from .shared_code import SharedCode, can_share
 from .written import Writes
 
+# The attribute of a graph module with the slots of its own parameters.
+PART = "_amp_slots"
 # Runs a graph for the model's arguments.
 Runner = Callable[..., Any]
 
@@ -61,6 +65,7 @@ class CapturedGraph:
         writes: The caller's memory that the graph writes, if any.
         aot: The graphs of AOTAutograd, on a backend that keeps them.
         lost: The parts of the model's backward that the graph lacks; gradients would be wrong.
+        code: Compiled code that graphs of blocks that are alike share; None for a model by itself.
     """
 
     graph_module: fx.GraphModule
@@ -76,6 +81,7 @@ class CapturedGraph:
     writes: Writes | None = None
     aot: AotGraphs = field(default_factory=AotGraphs)
     lost: tuple[str, ...] = ()
+    code: SharedCode | None = None
     _graphs: dict[tuple[bool, bool], fx.GraphModule] = field(default_factory=dict)
     _runners: dict[tuple[bool, bool], Callable] = field(default_factory=dict)
     _kept: dict[tuple[bool, bool], Callable] = field(default_factory=dict)
@@ -159,7 +165,15 @@ class CapturedGraph:
         other = self._runners.get((not training, shadowed))
         if other is not None and self._graph(not training, shadowed) is graph_module:
             return other
-        return compiled(graph_module, self.options.backend, self.options.mode, self.aot)
+        backend, mode = self.options.backend, self.options.mode
+        if not self._shares_code():
+            return compiled(graph_module, backend, mode, self.aot)
+        assert self.code is not None
+        run, self.aot = self.code.runner(graph_module, backend, mode, self.aot)
+        return run
+
+    def _shares_code(self) -> bool:
+        return self.code is not None and can_share(self.options.backend, self.options.mode)
 
     def _graph(self, training: bool, shadowed: bool) -> fx.GraphModule:
         with self._lock:
@@ -170,6 +184,7 @@ class CapturedGraph:
     def _with_boundary(self, training: bool, shadowed: bool) -> fx.GraphModule:
         values = dict(_attributes(self.graph_module))
         passes: list[Pass] = []
+        part: torch.Tensor | None = None
         if self.shadows is not None and shadowed:
             masters = shadowed_parameters(self.graph_module.graph, values, self.shadows)
             names = {name: f"_shadows.{self.shadows.name_of(master)}" for name, master in masters.items()}
@@ -177,11 +192,14 @@ class CapturedGraph:
         if training and self.scaler.is_enabled() and has_low(self.plan):
             scale_loss = boundary_pass(self.scaler, values.items())
             self._is_scaled = True
+            if self._shares_code():
+                scale_loss, part = of_part(scale_loss, self.scaler.state.scale.device)
             passes.append(scale_loss)
         if not passes:
             return self.graph_module
         graph_module = _copy(self.graph_module)
         object.__setattr__(graph_module, "_amp", self.scaler.state)
+        object.__setattr__(graph_module, PART, part)
         object.__setattr__(graph_module, "_shadows", self.shadows)
         run_passes(graph_module, tuple(passes))
         warn_about_float16_gradients(graph_module.graph, self.options)
@@ -219,6 +237,14 @@ def boundary_pass(
         if slot is not None:
             slots.append((name, slot))
     return ScaleLoss(tuple(slots), size, state) if state else ScaleLoss(tuple(slots), size)
+
+
+def of_part(scale_loss: ScaleLoss, device: torch.device) -> tuple[ScaleLoss, torch.Tensor]:
+    """Returns the pass with slots that count in the graph's own part of the probe, and this part's slots."""
+    own = sorted({slot for _, slot in scale_loss.slots} | {scale_loss.size - 1})
+    slots = tuple((name, own.index(slot)) for name, slot in scale_loss.slots)
+    part = torch.tensor(own, device=device)
+    return dataclasses.replace(scale_loss, slots=slots, size=len(own), part=PART), part
 
 
 def warn_about_float16_gradients(graph: fx.Graph, options: Options) -> None:

@@ -227,9 +227,15 @@ def _autocast_dtype(device: torch.device) -> torch.dtype | None:
 
 
 def choose_backend(
-    backend: str | Callable | None, mode: str | None, device: torch.device
+    backend: str | Callable | None, mode: str | None, device: torch.device, *, can_wait: bool = False
 ) -> tuple[str | Callable, str | None]:
-    """Returns the backend for the rewritten graphs, and its mode; `UNDECIDED` on meta, where no model runs.
+    """Returns the backend for the rewritten graphs, and its mode.
+
+    Args:
+        backend: The name or function that the user gave.
+        mode: The mode that the user gave.
+        device: The device of the model.
+        can_wait: Whether `UNDECIDED` is an answer for a model without values, on the device meta.
 
     Raises:
         PolicyError: ``torch.compile`` does not know the backend, inductor does not know the mode, or the
@@ -240,7 +246,7 @@ def choose_backend(
         _check_mode(mode, backend)
     if backend is not None:
         return backend, mode
-    if device.type == "meta":
+    if can_wait and device.type == "meta":
         return UNDECIDED, mode
     default = default_backend(device)
     if mode is None or default == "inductor":

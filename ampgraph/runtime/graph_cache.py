@@ -17,7 +17,6 @@ from ..capture import Code, Reads, capture_lock, capture_program, distinct, is_c
 from ..errors import CaptureError, NoGraphError, warn_user
 from ..passes.pipeline import rewrite
 from ..plan import Plan
-from ..training.fsdp1 import refuse_fsdp1
 from ..training.scaler import LossScaler
 from .capture_lock import lock_of
 from .captured_graph import CapturedGraph, Runner, Timing
@@ -30,6 +29,8 @@ from .options import Options
 from .places import Places
 from .python_state import PythonState
 from .shadow_weights import ShadowWeights
+from .shared_code import SharedCode
+from .siblings import Call, Siblings, Unplanned
 from .signature import Signature, accepted_shapes, changed_dims, fits, signature_of
 from .written import writes_of
 
@@ -49,6 +50,7 @@ class GraphCache:
         options: The conversion options.
         scaler: Its loss scaler.
         stored: Its parameters that are stored low.
+        siblings: The captures of blocks that were converted together with it.
 
     Attributes:
         shadows: Low copies of its parameters, at levels that have them.
@@ -56,11 +58,19 @@ class GraphCache:
         watch: Tracks the coverage of just-in-time captures.
     """
 
-    def __init__(self, source: nn.Module, options: Options, scaler: LossScaler, stored: LowStorage) -> None:
+    def __init__(
+        self,
+        source: nn.Module,
+        options: Options,
+        scaler: LossScaler,
+        stored: LowStorage,
+        siblings: Siblings | None = None,
+    ) -> None:
         has_shadows = options.policy.level in ("O2", "O3")
         self.shadows = ShadowWeights(source, options.low_dtype) if has_shadows else None
         self.lock = lock_of(source)
         self._source, self._options, self._scaler, self._stored = source, options, scaler, stored
+        self._siblings = None if options.policy.level == "O3" else siblings
         self._structure = Structure(source)
         self._graphs: dict[tuple[Flags, Hashable], list[CapturedGraph]] = {}
         self._current: CapturedGraph | None = None
@@ -146,7 +156,6 @@ class GraphCache:
         inputs: Sequence[Any] = (),
     ) -> None:
         """Records a graph that was captured just in time, and the parameters among its inputs."""
-        refuse_fsdp1(self._source)
         self.watch.add(inputs)
         self._scaler.move(device_of(self._source))  # it may have been converted without values
         type(graph_module).__name__ = self._name  # every graph module has its own class
@@ -191,23 +200,37 @@ class GraphCache:
     def _capture(
         self, args: tuple, kwargs: dict[str, Any], signature: Signature, flags: Flags
     ) -> CapturedGraph:
-        refuse_fsdp1(self._source)
         graphs = self._graphs.get((flags, signature.kind), [])
         self._scaler.move(device_of(self._source))  # it may have been converted without values
-        start = time.perf_counter()
-        with self._stored.as_float32():
-            program, reads = self._export(args, kwargs, signature, graphs)
-            captured = self._rewrite(program, signature, time.perf_counter() - start)
-        captured.state = PythonState(self._source, reads, args, kwargs)
-        captured.writes = writes_of(captured.graph_module, args, kwargs)
-        if self._options.policy.level == "O3":
-            self._store_low(captured)
+        call = Call(self._source, self._options, args, kwargs, signature, flags)
+        found = None
+        if self._siblings is not None:
+            found = self._siblings.find(call, self._scaler, self.shadows, check_rules=not self._graphs)
+        captured = found or self._captured(call, graphs)
         captured.run_by(self._runs_by)
         graphs.append(captured)
         self._graphs[(flags, signature.kind)] = graphs
         self._current, self._current_flags = captured, flags
-        self._warn_about(reads)
         self._warn_if_many(flags)
+        return captured
+
+    def _captured(self, call: Call, graphs: list[CapturedGraph]) -> CapturedGraph:
+        """Captures and rewrites; ``graphs`` are the model's earlier ones for such arguments."""
+        start = time.perf_counter()
+        with self._stored.as_float32():
+            program, reads = self._export(call.args, call.kwargs, call.signature, graphs)
+            seconds, start = time.perf_counter() - start, time.perf_counter()
+            graph_module, constants = unlift(program, self._source)
+            before = Unplanned(graph_module, self._options) if self._siblings is not None else None
+            captured = self._rewrite(graph_module, constants, call.signature, Timing(seconds, start))
+        captured.state = PythonState(self._source, reads, call.args, call.kwargs)
+        captured.writes = writes_of(captured.graph_module, call.args, call.kwargs)
+        if self._options.policy.level == "O3":
+            self._store_low(captured)
+        if before is not None and self._siblings is not None:
+            captured.code = SharedCode()
+            self._siblings.add(call, captured, reads, before)
+        self._warn_about(reads)
         return captured
 
     def _export(
@@ -247,16 +270,19 @@ class GraphCache:
         return capture_program(self._source, args, kwargs, None, reads, gradients)
 
     def _rewrite(
-        self, program: ExportedProgram, signature: Signature, capture_seconds: float
+        self,
+        graph_module: fx.GraphModule,
+        constants: dict[str, torch.Tensor],
+        signature: Signature,
+        timing: Timing,
     ) -> CapturedGraph:
+        """Rewrites; ``timing`` has the seconds of the capture and the time of its end."""
         options = self._options
-        start = time.perf_counter()
-        graph_module, constants = unlift(program, self._source)
         modules = [name for name, _ in self._source.named_modules()]
         # A rule for a node that the first graph has may match none in another mode.
         plan = rewrite(graph_module, options.policy, modules, check_rules=not self._graphs)
         shapes = accepted_shapes(graph_module)
-        timing = Timing(capture_seconds, time.perf_counter() - start)
+        timing = Timing(timing.capture, time.perf_counter() - timing.rewrite)
         return CapturedGraph(
             graph_module,
             plan,

@@ -29,6 +29,10 @@ class Layouts:
         self._seen = [_layout(t) for t in self._tensors(args, kwargs)]
         self._offsets = self._offsets_of(args, kwargs)
 
+    def seen(self) -> list[Any]:
+        """Returns the layouts at capture, to compare with those of another model."""
+        return [self._seen, self._offsets]
+
     def fits(self, args: tuple, kwargs: dict[str, Any]) -> bool:
         """Whether all layouts are as at capture, for the present sizes."""
         layouts = [_layout(t) for t in self._tensors(args, kwargs)]

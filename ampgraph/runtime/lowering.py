@@ -73,8 +73,18 @@ def compiled(
     """
     if backend == "eager":
         return EagerProgram(graph_module) if is_writable(graph_module) else graph_module
+    return compiled_module(_Call(graph_module), backend, mode, graphs)
+
+
+def compiled_module(
+    whole: nn.Module, backend: str | Callable, mode: str | None, graphs: AotGraphs
+) -> Callable:
+    """Compiles a module that calls a graph.
+
+    Raises:
+        AmpGraphError: ``torch.compile`` does not know the backend or its mode.
+    """
     try:
-        whole = _Call(graph_module)
         return compiled_by_dynamo(whole, backend_for(backend, graphs), mode=mode, fullgraph=True)
     except (RuntimeError, ValueError) as error:
         raise AmpGraphError(f"backend={backend!r}: {error}") from error

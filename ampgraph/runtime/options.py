@@ -21,8 +21,8 @@ class Options:
 
     Attributes:
         policy: The policy, with its dtype filled in.
-        backend: A name or function that ``torch.compile`` takes; ``"eager"`` runs the graph as it is. `UNDECIDED`
-            before the device of a model without values is known.
+        backend: A name or function that ``torch.compile`` takes; ``"eager"`` runs the graph as it is.
+            `UNDECIDED` as long as the device of a model without values is not known.
         mode: The backend's mode.
         dynamic_shapes: As for ``torch.export.export``; ahead of time only.
         capture: One of `CAPTURES`. Auto becomes just in time at the first call that needs it.

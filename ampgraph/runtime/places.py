@@ -83,6 +83,16 @@ class Places:
             pairs += zip(places, seen[: len(places)], strict=True)
         return [place.path for place, seen in pairs if not same(place.value(), seen)]
 
+    def seen(self) -> list[Any]:
+        """Returns all places with what they held, to compare with those of another model."""
+        pairs = [(place.path, value) for place, value in self._containers]
+        for places, values in zip(self._plain.values(), self._seen, strict=True):
+            each = values if len(places) > 1 else (values,)
+            pairs += [(place.path, value) for place, value in zip(places, each, strict=True)]
+        for places, (_, _, values) in zip(self._objects.values(), self._object_groups, strict=True):
+            pairs += [(place.path, value) for place, value in zip(places, values, strict=False)]
+        return [pairs, self._seen_sizes]
+
     def _add_container(self, place: Place, value: Any, depth: int) -> None:
         if not is_small(value):
             return

@@ -58,6 +58,11 @@ class PythonState:
             return False
         return self._autograd is None or self._autograd == _autograd(self._source, args, kwargs)
 
+    def seen(self) -> list[Any]:
+        """Returns what forward read, to compare with another model of the same structure."""
+        layouts = None if self._layouts is None else self._layouts.seen()
+        return [self._attributes.seen(), self._code.seen(), self._autograd, layouts]
+
     def changed(self) -> list[str]:
         """Returns what is another now, as a user writes it: attributes from the model on."""
         return [*self._attributes.changed(), *self._code.changed()]

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .._compat import keep_versions, no_dispatch_modes
+from .._compat import keep_versions, no_selective_checkpoint
 from ..training.optimizer_steps import tell_after_steps
 
 # Keeps threads from reading a copy during a refresh. One lock for all models, which must stay copyable.
@@ -129,7 +129,7 @@ class ShadowWeights(nn.Module):
 
     def _copy(self, stale: list[tuple[_Shadow, Tensor]]) -> None:
         # A copy made under inference mode could not be saved for a backward.
-        with torch.inference_mode(False), torch.no_grad(), no_dispatch_modes():
+        with torch.inference_mode(False), torch.no_grad(), no_selective_checkpoint():
             for shadow, master in stale:
                 old = getattr(self, shadow.name, None)
                 if old is None or (old.device, old.shape) != (master.device, master.shape):

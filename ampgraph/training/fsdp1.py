@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 from ..errors import CaptureError
 
+# What both FSDPs set on the modules whose parameters they hold.
+MANAGED = "_is_fsdp_managed_module"
 _ADVICE = (
     "Use FSDP2: ampgraph.convert_blocks(model, 'layers.*'), then torch.distributed.fsdp.fully_shard on each "
     "block and on the model."

@@ -112,12 +112,16 @@ class LossScaler:
 
     def _decide(self, policy: Policy) -> None:
         """Chooses the loss scale of a model that was converted without values, once it has some."""
-        device = next((p.device for p in self._model.parameters()), torch.device("cpu"))
-        if device.type == "meta":
+        device = self.device_of_values()
+        if device is None:
             return
         self._config = config = policy.resolved(device).active_loss_scale()
         self.state.set(torch.full_like(self.state.scale, first_scale(config)))
         self._counters = self._counters.new_tensor(first_counters(config))
+
+    def device_of_values(self) -> torch.device | None:
+        """Returns the device of the model's first parameter that has values, or None."""
+        return next((p.device for p in self._model.parameters() if p.device.type != "meta"), None)
 
     def _check_decided(self, method: str) -> None:
         if not self.is_enabled() and isinstance(self._config, Policy):

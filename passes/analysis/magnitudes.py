@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import NamedTuple, TypeAlias
 
 import torch
-from torch.fx import Node
+from torch.fx import GraphModule, Node
 
 from ampgraph._compat import size_hint
 
@@ -145,6 +145,20 @@ class Sizes:
         if size.large and size.peak <= self.limit:
             return size._replace(large="", grows=False)
         return size
+
+
+def values_that_count(graph_module: GraphModule, low_dtype: torch.dtype) -> list[tuple]:
+    """Returns all that a plan of the graph depends on of the values of parameters, buffers and constants."""
+    extents, most = Extents(graph_module), torch.finfo(low_dtype).max
+    found: list[tuple] = []
+    for node in graph_module.graph.find_nodes(op="get_attr"):
+        extent = extents[node]
+        if extent is None or extents.is_constant(node):
+            found.append((node.name, extent))
+        else:
+            peak = extents.peak(node)
+            found.append((node.name, _of_trained(*extent), peak if peak > most else 0.0))
+    return found
 
 
 def _of_trained(low: float, high: float) -> Size:

@@ -1,0 +1,256 @@
+"""`Siblings`: blocks of one model that are alike use one capture.
+
+A capture holds for another block if that block has the same modules, parameters of the same kind, and the
+same values wherever forward read one. What cannot be compared counts as different, and the block is captured
+by itself. A plan also depends on the sizes of weights: where these differ, the block is planned by itself.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx, nn
+
+from .._compat import storage_key
+from ..capture.containers import alike, is_plain
+from ..capture.reads import Reads
+from ..capture.unlift import WHOLE, hold
+from ..marks import META_KEY
+from ..passes.analysis.magnitudes import values_that_count
+from ..passes.pipeline import rewrite
+from ..proxy.bound_proxy import class_behind
+from .captured_graph import CapturedGraph, Timing, copy_graph
+from .options import Options
+from .python_state import PythonState
+from .signature import Signature, fits
+from .written import writes_of
+
+if TYPE_CHECKING:
+    from ..training.scaler import LossScaler
+    from .shadow_weights import ShadowWeights
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_TENSORS = (torch.Tensor, nn.Parameter)
+
+
+class _Same:
+    """An object that equals only itself; it is kept, so that its address stays its own."""
+
+    def __init__(self, held: object) -> None:
+        self.held = held
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and other.held is self.held
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+@dataclass
+class Call:
+    """A call of a block that has no graph for it.
+
+    Attributes:
+        source: The block.
+        options: Its options.
+        args: The positional arguments.
+        kwargs: The keyword arguments.
+        signature: Their signature.
+        flags: The training mode of every module.
+    """
+
+    source: nn.Module
+    options: Options
+    args: tuple
+    kwargs: dict[str, Any]
+    signature: Signature
+    flags: tuple[bool, ...]
+
+    def key(self) -> tuple[Hashable, ...]:
+        """Returns what the call of a block that is alike has in common with this one."""
+        options = self.options
+        return self.flags, self.signature.kind, options.backend, options.mode, options.capture
+
+    def state(self, reads: Reads) -> PythonState:
+        """Returns the present values of what another block's forward read."""
+        return PythonState(self.source, reads.of(self.source), self.args, self.kwargs)
+
+
+class Unplanned:
+    """A captured graph before it is rewritten, and what its plan will depend on of its weights."""
+
+    def __init__(self, graph_module: fx.GraphModule, options: Options) -> None:
+        self.graph = copy_graph(graph_module.graph)
+        self.meta = {name: value for name, value in graph_module.meta.items() if name != META_KEY}
+        self.values = values_that_count(graph_module, options.low_dtype)
+
+
+@dataclass(frozen=True)
+class _Sibling:
+    """A captured block, as it was at its capture."""
+
+    key: tuple
+    policy: Any
+    structure: list
+    reads: Reads
+    seen: list
+    captured: CapturedGraph
+    unplanned: Unplanned
+
+
+class Siblings:
+    """The captures of blocks that were converted together. A copied or loaded model begins without any."""
+
+    def __init__(self) -> None:
+        self._found: list[_Sibling] = []
+
+    def __reduce__(self) -> tuple:
+        return Siblings, ()
+
+    def __deepcopy__(self, memo: dict) -> Siblings:
+        return Siblings()
+
+    def add(self, call: Call, captured: CapturedGraph, reads: Reads, unplanned: Unplanned) -> None:
+        """Keeps a capture for other blocks, if it says all that it depends on."""
+        structure = _structure(call.source)
+        if structure is None or captured.state is None or not _is_complete(captured, reads):
+            return
+        seen, policy = _seen(captured.state), call.options.policy
+        self._found.append(_Sibling(call.key(), policy, structure, reads, seen, captured, unplanned))
+
+    def find(
+        self, call: Call, scaler: LossScaler, shadows: ShadowWeights | None, check_rules: bool
+    ) -> CapturedGraph | None:
+        """Returns the graph of a block that is like this one, over the parameters of this one."""
+        start, key = time.perf_counter(), call.key()
+        candidates = [s for s in self._found if s.key == key and s.policy == call.options.policy]
+        candidates = [s for s in candidates if fits(s.captured.shapes, call.signature.shapes)]
+        structure = _structure(call.source) if candidates else None
+        if structure is None:
+            return None
+        for sibling in candidates:
+            if sibling.structure != structure:
+                continue
+            state = call.state(sibling.reads)
+            if alike(_seen(state), sibling.seen):
+                return _for_block(sibling, call, state, scaler, shadows, start, check_rules)
+        return None
+
+
+def _for_block(
+    sibling: _Sibling,
+    call: Call,
+    state: PythonState,
+    scaler: LossScaler,
+    shadows: ShadowWeights | None,
+    start: float,
+    check_rules: bool,
+) -> CapturedGraph:
+    captured = sibling.captured
+    unplanned, plan = sibling.unplanned, captured.plan
+    graph_module = _over(call.source, captured, unplanned.graph, unplanned.meta)
+    found = time.perf_counter()
+    if values_that_count(graph_module, plan.low_dtype) == unplanned.values:
+        graph_module = _over(call.source, captured, captured.graph_module.graph, captured.graph_module.meta)
+        space = graph_module.meta[META_KEY]
+        graph_module.meta[META_KEY] = dataclasses.replace(space, seconds=dict(space.seconds))
+    else:
+        modules = [name for name, _ in call.source.named_modules()]
+        plan = rewrite(graph_module, call.options.policy, modules, check_rules=check_rules)
+    made = CapturedGraph(
+        graph_module,
+        plan,
+        call.options,
+        scaler,
+        captured.shapes,
+        call.signature.shapes,
+        dict(captured.constants),
+        Timing(found - start, time.perf_counter() - found),
+        shadows,
+        code=captured.code,
+    )
+    made.state, made.writes = state, writes_of(graph_module, call.args, call.kwargs)
+    return made
+
+
+def _over(source: nn.Module, captured: CapturedGraph, graph: fx.Graph, meta: dict) -> fx.GraphModule:
+    """Returns a copy of a graph that reads the parameters of another block."""
+    made = fx.GraphModule({}, fx.Graph())
+    hold(made, source, WHOLE if WHOLE in captured.graph_module._modules else "")
+    for name, value in captured.constants.items():
+        object.__setattr__(made, name, value)
+    made.meta.update(meta)
+    made.graph = copy_graph(graph)
+    return made
+
+
+def _is_complete(captured: CapturedGraph, reads: Reads) -> bool:
+    """Whether nothing is in a graph but what its block has by name, and what its code makes."""
+    if captured.lost or reads.carried or reads.set_in_objects or reads.code.changed():
+        return False
+    if reads.asks_for_itself or not reads.code.names.isdisjoint(("id", "hash")):
+        return False
+    graph_module = captured.graph_module
+    if any(isinstance(m, fx.GraphModule) for m in graph_module._modules.values()):
+        return False
+    targets = [str(node.target) for node in graph_module.graph.find_nodes(op="get_attr")]
+    constants = {target for target in targets if target.startswith("_constant_")}
+    return constants <= captured.constants.keys() and not any(
+        constant.requires_grad for constant in captured.constants.values()
+    )
+
+
+def _seen(state: PythonState) -> list:
+    """Returns what forward read; without the block's own forward, which the conversion has replaced."""
+    (attributes, sizes), *others = state.seen()
+    return [[pair for pair in attributes if pair[0] != "forward"], sizes, *others]
+
+
+def _structure(source: nn.Module) -> list | None:
+    """Describes a block without the values of its parameters; None if it has hooks or odd tensors."""
+    modules: dict[int, int] = {}
+    tensors: dict[int, int] = {}
+    storages: dict[object, int] = {}
+    found: list = []
+    for path, module in source.named_modules(remove_duplicate=False):
+        own = vars(module)
+        is_patched = module is not source and "forward" in own
+        if is_patched or any(getattr(module, name) for name in _HOOKS):
+            return None
+        number = modules.setdefault(id(module), len(modules))
+        found.append((path, number, class_behind(type(module)), module.training, frozenset(own)))
+        for kind in (module._parameters, module._buffers):
+            for name, tensor in kind.items():
+                description = _described(tensor, tensors, storages)
+                if description is None:
+                    return None
+                found.append((name, description))
+    return found
+
+
+def _described(
+    tensor: torch.Tensor | None, tensors: dict[int, int], storages: dict[object, int]
+) -> tuple | None:
+    if tensor is None:
+        return ()
+    if type(tensor) not in _TENSORS or tensor.layout != torch.strided:
+        return None
+    number = tensors.setdefault(id(tensor), len(tensors))
+    memory = storages.setdefault(storage_key(tensor), len(storages))
+    marks = [(name, repr(v) if is_plain(v) else _Same(v)) for name, v in sorted(vars(tensor).items())]
+    return (
+        number,
+        memory,
+        type(tensor),
+        tuple(tensor.shape),
+        tensor.stride(),
+        tensor.dtype,
+        tensor.device,
+        tensor.requires_grad,
+        tensor.is_inference(),
+        marks,
+    )
