@@ -1,4 +1,4 @@
-# make demo | test | test-exhaustive | lint | typecheck | docs | results | check | clean
+# make demo | test | test-exhaustive | test-distributed | lint | typecheck | docs | results | check | clean
 #
 # Everything happens in $(VENV), made on first use from $(CONSTRAINTS) and remade when that or
 # pyproject.toml changes. PIP_FLAGS goes to every pip install, to name another package index, say.
@@ -12,17 +12,21 @@ PYTEST_FLAGS ?= -n 2
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) -c $(CONSTRAINTS)
 
-.PHONY: demo test test-exhaustive lint typecheck docs results check clean
+.PHONY: demo test test-exhaustive test-distributed lint typecheck docs results check clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python tools/demo.py
 
 test: $(VENV)/.dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not exhaustive" $(PYTEST_FLAGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not exhaustive and not distributed" $(PYTEST_FLAGS)
 
 # The long tables: every model of the zoo, more random modules.
 test-exhaustive: $(VENV)/.dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m exhaustive $(PYTEST_FLAGS)
+
+# Four processes each, so one test at a time.
+test-distributed: $(VENV)/.dev
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m distributed
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
@@ -58,7 +62,7 @@ results: $(VENV)/.dev
 	$(BIN)/python tools/fuzz.py --examples 3000 --records out/fuzz.jsonl --output docs/results/fuzz.md
 	$(BIN)/python tools/breadth.py --output docs/results/breadth.md
 
-check: lint typecheck docs test test-exhaustive
+check: lint typecheck docs test test-exhaustive test-distributed
 
 clean:
 	rm -rf $(VENV) build out *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
