@@ -114,8 +114,8 @@ def capture_program(
             "convert the nn.Module it was made from."
         )
     kwargs, reads = kwargs or {}, Reads(model) if reads is None else reads
-    if error := sharded_error(model, args, kwargs):
-        raise error
+    if refusal := sharded_error(model, args, kwargs):
+        raise refusal
     program = _exported(model, args, kwargs, dynamic_shapes, reads, gradients)
     if reads.has_only_decided():
         again = Reads(model)
@@ -160,8 +160,8 @@ def _exported(
     except Exception as error:
         _check_arguments(model, args, kwargs, error)
         raise AheadOfTimeError(_explain(model, error)).because(is_known=bool(_hint(error))) from error
-    if error := sharded_error(model, [node.meta.get("val") for node in program.graph.nodes]):
-        raise error
+    if refusal := sharded_error(model, [node.meta.get("val") for node in program.graph.nodes]):
+        raise refusal
     _check_written(model, written)
     _check_random_numbers(model, random_numbers)
     reads.note_program(program)
