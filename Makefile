@@ -58,6 +58,8 @@ results: $(VENV)/.dev
 	$(BIN)/python tools/planted_faults.py --output docs/results/planted-faults.md
 	$(BIN)/python tools/train_curves.py --output docs/results/training.md
 	$(BIN)/python tools/zoo_check.py --output docs/results/zoo.md
+	$(BIN)/python tools/bench_tune.py --output docs/results/tune.md
+	$(BIN)/python tools/op_accuracy.py --output docs/results/op-accuracy.md
 	$(BIN)/python tools/op_sweep.py --output docs/results/op-sweep.md
 	$(BIN)/python tools/fuzz.py --examples 3000 --records out/fuzz.jsonl --output docs/results/fuzz.md
 	$(BIN)/python tools/breadth.py --output docs/results/breadth.md
