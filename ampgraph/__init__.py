@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from .numerics.finding import Finding
     from .numerics.numeric_comparison import NumericComparison
     from .numerics.watch import Sighting, watch
+    from .step.compile_step import CompiledStep, compile_step
     from .tuning.tune import tune
 
 __version__ = "0.1.0"
@@ -41,6 +42,7 @@ __all__ = [
     "Calibration",
     "CaptureError",
     "Cast",
+    "CompiledStep",
     "Decision",
     "DynamicLossScale",
     "Explanation",
@@ -59,6 +61,7 @@ __all__ = [
     "calibrate",
     "check_numerics",
     "compare",
+    "compile_step",
     "convert",
     "convert_blocks",
     "draw",
@@ -76,11 +79,13 @@ __all__ = [
 # Imported at their first use.
 _LATER = {
     "Calibration": "numerics.calibration",
+    "CompiledStep": "step.compile_step",
     "Finding": "numerics.finding",
     "NumericComparison": "numerics.numeric_comparison",
     "calibrate": "numerics.calibrate",
     "check_numerics": "numerics.check",
     "compare": "numerics.compare",
+    "compile_step": "step.compile_step",
     "Sighting": "numerics.watch",
     "tune": "tuning.tune",
     "watch": "numerics.watch",

@@ -255,3 +255,10 @@ def test_server_answers_a_bad_request(content: str) -> None:
         assert "send" in json.load(refused.value)["error"]
         assert len(example.ask(server.server_port, [[0.0] * example.FEATURES])[0]) == 3
         server.shutdown()
+
+
+def test_compiled_step() -> None:
+    figures = load("compiled_step").main()
+    assert figures["is_equal"]
+    assert figures["reason"] is None
+    assert figures["loss"] < 2

@@ -25,7 +25,7 @@ FLOORS = (
     ("report",),
     ("drawing",),
     ("module",),
-    ("numerics",),
+    ("numerics", "step"),
     ("block_forward", "blocks", "convert", "export", "testing", "tuning"),
     ("ampgraph",),
     ("integrations", "cli", "__main__", "pytest_plugin"),

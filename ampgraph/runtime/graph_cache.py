@@ -175,6 +175,14 @@ class GraphCache:
         """Whether those are the same, which Dynamo does not look at. Runs at every call just in time."""
         return self._classes.are_same() or torch.compiler.is_dynamo_compiling() or is_capturing_here()
 
+    def known(self, args: tuple, kwargs: dict[str, Any]) -> CapturedGraph | None:
+        """Returns the graph that fits a call, if there is one; captures none."""
+        return self._known(args, kwargs, signature_of(args, kwargs), self._flags())
+
+    def modes(self) -> Flags:
+        """Returns the training mode of every module; drops all graphs if the model has other parts now."""
+        return self._flags()
+
     @property
     def _name(self) -> str:
         return type(self._source).__name__

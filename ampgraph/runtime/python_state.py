@@ -63,6 +63,14 @@ class PythonState:
         layouts = None if self._layouts is None else self._layouts.seen()
         return [self._attributes.seen(), self._code.seen(), self._autograd, layouts]
 
+    def is_same(self) -> bool:
+        """Whether attributes, globals and functions are the same, whatever the arguments."""
+        return self._attributes.are_same() and self._code.are_same()
+
+    def depends_on_tensors(self) -> bool:
+        """Whether forward asked for strides or for gradients, which `is_same` does not look at."""
+        return self._layouts is not None or self._autograd is not None
+
     def changed(self) -> list[str]:
         """Returns what is another now, as a user writes it: attributes from the model on."""
         return [*self._attributes.changed(), *self._code.changed()]

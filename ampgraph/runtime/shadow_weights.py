@@ -112,6 +112,19 @@ class ShadowWeights(nn.Module):
             if stale := self._stale(everything):
                 self._copy(stale)
 
+    def pairs(self) -> list[tuple[Tensor, Tensor]]:
+        """Returns every copy with its parameter."""
+        found = [(getattr(self, s.name), s.master()) for s in self._shadows.values()]
+        return [(copy, master) for copy, master in found if master is not None]
+
+    def note_fresh(self) -> None:
+        """Records that a graph has copied all parameters."""
+        with _lock:
+            self._all_stale = False
+            for shadow in self._shadows.values():
+                if (master := shadow.master()) is not None:
+                    shadow.version, shadow.address = master._version, master.data_ptr()
+
     def _stale(self, everything: bool) -> list[tuple[_Shadow, Tensor]]:
         stale = []
         for shadow in self._shadows.values():

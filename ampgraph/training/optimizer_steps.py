@@ -37,6 +37,11 @@ def tell_after_steps(listener: Listener) -> None:
 
 
 def _after_step(optimizer: Optimizer, args: tuple, kwargs: dict[str, Any]) -> None:
+    tell_of_step(optimizer)
+
+
+def tell_of_step(optimizer: Optimizer) -> None:
+    """Tells the listeners of a step that did not call ``optimizer.step``."""
     parameters = {id(p) for group in optimizer.param_groups for p in group["params"]}
     for listener in _listeners:
         listener.after_step(optimizer, parameters)

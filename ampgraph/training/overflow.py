@@ -68,7 +68,9 @@ class OverflowLog:
         self._outputs = [t.detach() for t in leaves if isinstance(t, Tensor) and t.nbytes <= MOST_BYTES]
 
     def note(
-        self, step: int | Tensor, flags: Tensor, scale: Tensor, found: Tensor, key: Tensor | None = None
+        self, step: int | Tensor, flags: Tensor, scale: Tensor, found: Tensor,
+        key: Tensor | None = None,
+        outputs: Tensor | None = None,
     ) -> None:
         """Records a step if ``found`` is positive.
 
@@ -78,10 +80,12 @@ class OverflowLog:
             scale: The loss scale of the step.
             found: Whether any rank has such a gradient.
             key: What the ranks agreed on; None without other ranks.
+            outputs: Whether the model's outputs were not finite, 1 or 0; None: it is asked here.
         """
         step = step.to(found) if isinstance(step, Tensor) else torch.full_like(found, step)
         key = torch.zeros_like(found, dtype=torch.int64) if key is None else key
-        new = step, flags, scale, self._bad_outputs(found), key, found
+        outputs = bad_outputs(self._outputs, found) if outputs is None else outputs
+        new = step, flags, scale, outputs, key, found
         if self._pending is not None:
             new = tuple(torch.where(found > 0, n, old) for n, old in zip(new, self._pending, strict=True))  # type: ignore[assignment]
         self._pending = new
@@ -105,13 +109,6 @@ class OverflowLog:
         self._last = Overflow(int(step), named, float(scale), float(outputs) > 0, rank)
         _log(self._last)
         return self._last
-
-    def _bad_outputs(self, like: Tensor) -> Tensor:
-        """Returns whether the last call's outputs are not all finite, 1 or 0, on the device."""
-        floats = [t for t in self._outputs if t.is_floating_point() and t.device == like.device]
-        if not floats:
-            return torch.zeros_like(like)
-        return torch.stack([~t.isfinite().all() for t in floats]).any().to(like.dtype)
 
     def __getstate__(self) -> dict[str, object]:
         return {**vars(self), "_outputs": []}
@@ -137,3 +134,11 @@ def _log(overflow: Overflow) -> None:
         "" if overflow.rank is None else f" of rank {overflow.rank}",
         len(overflow.parameters),
     )
+
+
+def bad_outputs(outputs: list[Tensor], like: Tensor) -> Tensor:
+    """Returns whether outputs are not all finite, 1 or 0, on the device of ``like``."""
+    floats = [t for t in outputs if t.is_floating_point() and t.device == like.device]
+    if not floats:
+        return torch.zeros_like(like)
+    return torch.stack([~t.isfinite().all() for t in floats]).any().to(like.dtype)

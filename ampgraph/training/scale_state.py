@@ -50,10 +50,10 @@ class ScaleState(nn.Module):
         object.__setattr__(self, "probe", probe)
         self.watch(self._tell)
 
-    def set(self, scale: Tensor) -> None:
+    def set(self, scale: Tensor, inverse: Tensor | None = None) -> None:
         """Replaces the scale; the old tensors stay unchanged for pending backwards."""
         object.__setattr__(self, "scale", scale)
-        object.__setattr__(self, "inverse", scale.reciprocal())
+        object.__setattr__(self, "inverse", scale.reciprocal() if inverse is None else inverse)
 
     def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
         """Returns scale, inverse and probe."""

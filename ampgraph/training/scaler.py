@@ -377,6 +377,30 @@ class LossScaler:
         self._count_left_out()
         self.guard.note_call()
 
+    @property
+    def counters(self) -> Tensor:
+        """The counters of `DynamicLossScale`, see `first_counters`."""
+        return self._counters
+
+    def take_step(
+        self, flags: Tensor, found: Tensor, outputs: Tensor, scale: Tensor, inverse: Tensor, counters: Tensor
+    ) -> None:
+        """Takes over the round of a step that ran as one graph.
+
+        Args:
+            flags: Positive in the slots of gradients that were not finite.
+            found: Whether there were any, 1 or 0.
+            outputs: Whether the model's outputs were not finite, 1 or 0.
+            scale: The scale of the next step.
+            inverse: Its inverse.
+            counters: The counters of the next step.
+        """
+        self.guard.steps += 1
+        self.guard.overflows.note(self.guard.steps, flags, self.state.scale, found, outputs=outputs)
+        self.state.set(scale, inverse)
+        self._counters = counters
+        self.guard.end_round()
+
     def note_wrapper(self) -> None:
         """Stores the process group of the wrapper that calls the model now."""
         self.guard.note_wrapper()

@@ -1,0 +1,1 @@
+"""A whole training step as one graph."""

@@ -1,0 +1,165 @@
+"""`compile_step`: forward, loss, backward, finite check, optimizer and scale update as one graph."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
+
+from ..errors import AmpGraphError, PolicyError, warn_user
+from ..module import AmpModule
+from .fit import key_of, loss_of, reason_for_the_loop, values_of
+from .whole_step import WholeStep, trace_step
+
+log = logging.getLogger("ampgraph")
+
+# Each kind of arguments and of settings has a graph.
+MANY_GRAPHS = 8
+
+
+def compile_step(
+    amp: AmpModule,
+    optimizer: Optimizer,
+    loss_fn: Callable[..., Any],
+    clip_norm: float | None = None,
+) -> CompiledStep:
+    """Makes one graph of a training step, ``step = ampgraph.compile_step(..)``; call ``step(x, y)``.
+
+    A step computes ``loss_fn(amp, *args)``, its gradients, the finite check, the optimizer's update, the next
+    loss scale and the low copies of weights. After an overflow the device skips the update; nothing waits for
+    it. The results are those of the plain loop: ``backward``, ``clip_grad_norm_``, ``scaler.step``,
+    ``scaler.update``, ``zero_grad``. On a compiling backend the graph ends with the gradients and the next
+    scale, and the optimizer's fused kernels run after it.
+
+    The first step with new sizes or settings runs the plain loop and captures the model. Learning rates may
+    change at any time. A change of other settings of the optimizer, of sizes, or of the numbers and strings
+    that ``loss_fn`` refers to by name creates another graph. Other Python code in ``loss_fn`` (prints,
+    random choices) runs only when a graph is created.
+
+    An optimizer takes part if torch has a fused form: ``torch.optim.AdamW(..., fused=True)``, Adam, SGD,
+    Adagrad). For all others, for models captured just in time, and for several processes, a step is the plain
+    loop with the compiled model; `CompiledStep.reason` says why, and a warning says it once.
+
+    Args:
+        amp: What `ampgraph.convert` returned for example inputs.
+        optimizer: The optimizer of its parameters, attached to ``amp.scaler`` or not.
+        loss_fn: Takes ``amp`` and the arguments of a step; returns the loss, or a tuple that begins with it.
+        clip_norm: The largest norm of all gradients together; None: gradients are not clipped.
+
+    Returns:
+        The step. It returns what ``loss_fn`` returns, without gradients, and leaves no ``.grad``.
+
+    Raises:
+        AmpGraphError: ``amp`` is no converted model.
+        PolicyError: Another argument is not legal.
+
+    Example:
+        >>> step = ampgraph.compile_step(amp, optimizer, lambda amp, x, y: F.cross_entropy(amp(x), y))
+        >>> for x, y in loader:
+        ...     loss = step(x, y)
+        ...     scheduler.step()
+    """
+    if not isinstance(amp, AmpModule):
+        raise AmpGraphError(
+            f"compile_step: expected what ampgraph.convert returns; got a {type(amp).__name__}."
+        )
+    if not (hasattr(optimizer, "step") and hasattr(optimizer, "param_groups")):
+        raise PolicyError(f"compile_step: expected an optimizer; got a {type(optimizer).__name__}.")
+    if not callable(loss_fn):
+        raise PolicyError(f"compile_step: loss_fn is a {type(loss_fn).__name__}; expected a function.")
+    if clip_norm is not None and not (isinstance(clip_norm, (int, float)) and clip_norm > 0):
+        raise PolicyError(f"compile_step: clip_norm={clip_norm!r}; legal: None, or a positive number.")
+    return CompiledStep(amp, optimizer, loss_fn, clip_norm)
+
+
+class CompiledStep:
+    """What `compile_step` returns.
+
+    Attributes:
+        reason: Why the last call ran the plain loop; None for a call that ran one graph.
+    """
+
+    def __init__(
+        self, amp: AmpModule, optimizer: Optimizer, loss_fn: Callable[..., Any], clip_norm: float | None
+    ) -> None:
+        self.reason: str | None = None
+        self._amp, self._optimizer, self._loss_fn, self._clip_norm = amp, optimizer, loss_fn, clip_norm
+        self._graphs: dict[Hashable, WholeStep | str | None] = {}
+        self._alive: list[object] = []  # what keys know by identity
+        self._told: set[str] = set()
+
+    @property
+    def graph_modules(self) -> list[torch.fx.GraphModule]:
+        """The graphs so far, one for each kind of arguments and settings."""
+        return [found.graph_module for found in self._graphs.values() if isinstance(found, WholeStep)]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Takes a step."""
+        amp, optimizer = self._amp, self._optimizer
+        reason = reason_for_the_loop(amp, optimizer, args, kwargs)
+        if reason is not None:
+            self._tell(reason)
+            return self._loop(reason, args, kwargs)
+        if any(p.grad is not None for group in optimizer.param_groups for p in group["params"]):
+            return self._loop("gradients are there already, which this step takes too", args, kwargs)
+        key = key_of(amp, optimizer, self._loss_fn, args, kwargs)
+        if key not in self._graphs:
+            self._graphs[key] = None
+            self._alive += [value for _, value in values_of(self._loss_fn)]
+            self._warn_if_many()
+            return self._loop("the first step of its kind captures the model", args, kwargs)
+        found = self._graphs[key]
+        if isinstance(found, WholeStep) and not found.is_valid():
+            self._graphs[key] = None
+            return self._loop("the model reads other Python values now", args, kwargs)
+        if found is None:
+            found = self._graphs[key] = self._trace(args, kwargs)
+        if isinstance(found, str):
+            self._tell(found)
+            return self._loop(found, args, kwargs)
+        self.reason = None
+        return found(args, kwargs)
+
+    def _trace(self, args: tuple, kwargs: dict[str, Any]) -> WholeStep | str:
+        try:
+            return trace_step(self._amp, self._optimizer, self._loss_fn, self._clip_norm, args, kwargs)
+        except Exception as error:  # user code and torch's tracing may raise anything; the loop is as right
+            log.info("compile_step", exc_info=error)
+            first = (str(error).strip().splitlines() or [""])[0]
+            return f"tracing fails with {type(error).__name__}: {first}"
+
+    def _loop(self, reason: str, args: tuple, kwargs: dict[str, Any]) -> Any:
+        self.reason = reason
+        amp, optimizer, scaler = self._amp, self._optimizer, self._amp.scaler
+        result = self._loss_fn(amp, *args, **kwargs)
+        loss_of(result).backward()
+        is_attached = scaler.is_enabled() and scaler.guard.is_attached(optimizer)
+        if self._clip_norm is not None:
+            scaler.unscale_(optimizer)
+            held = [p for group in optimizer.param_groups for p in group["params"]]
+            torch.nn.utils.clip_grad_norm_(held, self._clip_norm)
+        if is_attached:
+            optimizer.step()
+        else:
+            scaler.step(optimizer)
+            scaler.update()
+        optimizer.zero_grad(set_to_none=True)
+        return tree_map_only(Tensor, Tensor.detach, result)
+
+    def _tell(self, reason: str) -> None:
+        if reason not in self._told:
+            self._told.add(reason)
+            warn_user(f"ampgraph.compile_step runs the plain loop: {reason}.")
+
+    def _warn_if_many(self) -> None:
+        if len(self._graphs) == MANY_GRAPHS:
+            log.warning(
+                "compile_step sees %d kinds of arguments or settings, and each has its graph; keep sizes the "
+                "same, and pass as tensors the numbers that change.",
+                MANY_GRAPHS,
+            )

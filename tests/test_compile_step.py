@@ -1,0 +1,293 @@
+"""`compile_step`: one graph takes the steps of the plain loop, bit for bit, and says when it cannot."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import ampgraph
+from ampgraph.errors import AmpGraphError, PolicyError
+
+X = torch.randn(6, 8, generator=torch.Generator().manual_seed(0))
+Y = torch.tensor([0, 1, 2, 3, 0, 1])
+ONE = torch.ones(())
+
+
+def net(dropout: float = 0.1, norm: type[nn.Module] = nn.BatchNorm1d) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), norm(16), nn.GELU(), nn.Dropout(dropout), nn.Linear(16, 4))
+
+
+def loss_fn(amp: nn.Module, x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
+    return F.cross_entropy(amp(x), y) * weight
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    groups = [
+        {"params": [p for p in model.parameters() if p.dim() == d], "weight_decay": d / 10} for d in (1, 2)
+    ]
+    return torch.optim.AdamW(groups, lr=1e-2, fused=True)
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9, fused=True)
+
+
+class Run:
+    """A model with its optimizer and a schedule, that trains by one of two ways."""
+
+    def __init__(
+        self,
+        level: str = "O2",
+        dtype: torch.dtype = torch.float16,
+        backend: str = "eager",
+        make: Callable[[nn.Module], torch.optim.Optimizer] = adamw,
+        model: nn.Module | None = None,
+        **options: Any,
+    ) -> None:
+        self.model = model or net()
+        policy = ampgraph.Policy(level, dtype=dtype)  # type: ignore[arg-type]
+        self.amp = ampgraph.convert(self.model, (X,), policy=policy, backend=backend)
+        self.optimizer = make(self.model)
+        self.schedule = torch.optim.lr_scheduler.StepLR(self.optimizer, 7, 0.9)
+        self.step = ampgraph.compile_step(self.amp, self.optimizer, loss_fn, **options)
+        self.losses: list[float] = []
+
+    def train(self, steps: int, whole: bool, bad: int = 9, clip_norm: float | None = None) -> Run:
+        torch.manual_seed(1)
+        if not whole:
+            self.amp.scaler.attach(self.optimizer)
+        for i in range(steps):
+            weight = torch.tensor(1e38 if bad and i % bad == 4 else 1.0)
+            loss = self.step(X + i / 50, Y, weight) if whole else self._plain(X + i / 50, weight, clip_norm)
+            self.schedule.step()
+            self.losses.append(loss.item())
+        return self
+
+    def _plain(self, x: Tensor, weight: Tensor, clip_norm: float | None) -> Tensor:
+        loss = loss_fn(self.amp, x, Y, weight)
+        loss.backward()
+        if clip_norm is not None:
+            self.amp.scaler.unscale_(self.optimizer)
+            held = [p for group in self.optimizer.param_groups for p in group["params"]]
+            nn.utils.clip_grad_norm_(held, clip_norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.detach()
+
+
+def assert_equal(whole: Run, plain: Run) -> None:
+    assert whole.losses == plain.losses
+    for (name, mine), theirs in zip(
+        whole.model.state_dict().items(), plain.model.state_dict().values(), strict=True
+    ):
+        assert torch.equal(mine, theirs), name
+    states = whole.optimizer.state_dict()["state"], plain.optimizer.state_dict()["state"]
+    assert states[0].keys() == states[1].keys()
+    for mine, theirs in zip(states[0].values(), states[1].values(), strict=True):
+        assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+    assert whole.amp.scaler.state_dict() == plain.amp.scaler.state_dict()
+    assert whole.amp.scaler.last_overflow == plain.amp.scaler.last_overflow
+
+
+@pytest.mark.parametrize(
+    ("backend", "level", "make"),
+    [("eager", "O1", sgd), ("eager", "O2", adamw), ("aot_eager", "O1", adamw), ("aot_eager", "O2", sgd)],
+)
+def test_a_hundred_steps_with_overflows_equal_the_loop(
+    backend: str, level: str, make: Callable[[nn.Module], torch.optim.Optimizer]
+) -> None:
+    # AOTAutograd computes batch norm and dropout by other kernels, which round elsewhere.
+    models = [net() if backend == "eager" else net(0.0, nn.LayerNorm) for _ in range(2)]
+    whole = Run(level, backend=backend, make=make, model=models[0]).train(100, whole=True)
+    plain = Run(level, backend=backend, make=make, model=models[1]).train(100, whole=False)
+    assert whole.step.reason is None
+    assert len(whole.step.graph_modules) == 1
+    assert whole.amp.scaler.last_overflow is not None
+    assert_equal(whole, plain)
+
+
+def test_clipping_and_bfloat16() -> None:
+    for dtype, bad in ((torch.float16, 9), (torch.bfloat16, 0)):
+        whole = Run(dtype=dtype, clip_norm=0.5).train(20, whole=True, bad=bad)
+        plain = Run(dtype=dtype).train(20, whole=False, bad=bad, clip_norm=0.5)
+        assert whole.step.reason is None
+        assert_equal(whole, plain)
+
+
+def test_a_compiled_graph_ends_with_the_gradients() -> None:
+    seen: list[torch.fx.GraphModule] = []
+
+    def compiler(graph_module: torch.fx.GraphModule, inputs: list[Any]) -> Callable:
+        seen.append(graph_module)
+        return graph_module.forward
+
+    whole = Run(backend=compiler, clip_norm=0.5).train(20, whole=True)  # type: ignore[arg-type]
+    plain = Run().train(20, whole=False, clip_norm=0.5)
+    assert whole.step.reason is None
+    assert "_fused_adamw_" not in whole.step.graph_modules[0].code
+    assert any("_foreach_norm" in graph_module.code for graph_module in seen)
+    assert_equal(whole, plain)
+
+
+def test_settings_sizes_modes_and_loaded_states_between_steps() -> None:
+    runs = [Run(), Run()]
+    for run, is_whole in zip(runs, (True, False), strict=True):
+        run.train(6, is_whole)
+        saved = copy.deepcopy((run.model.state_dict(), run.optimizer.state_dict()))
+        run.optimizer.param_groups[0]["betas"] = (0.5, 0.9)
+        run.train(6, is_whole)
+        run.amp.eval()
+        run.train(6, is_whole)
+        run.amp.train()
+        run.model.load_state_dict(saved[0])
+        run.optimizer.load_state_dict(saved[1])
+        run.train(6, is_whole)
+        for parameter in run.model.parameters():
+            parameter.data.mul_(0.5)
+            parameter.data = parameter.data.clone()
+        run.train(6, is_whole)
+        run.model[0].requires_grad_(False)
+        run.optimizer.zero_grad()
+    assert_equal(*runs)
+    assert len(runs[0].step.graph_modules) == 4
+
+
+def test_numbers_that_the_loss_refers_to() -> None:
+    factor, run = 1.0, Run(dtype=torch.bfloat16)
+    step = ampgraph.compile_step(run.amp, run.optimizer, lambda amp, x: factor * amp(x).square().mean())
+    run.amp.eval()
+    for group in run.optimizer.param_groups:
+        group["lr"] = 0.0
+        group["weight_decay"] = 0.0
+    first = [step(X) for _ in range(3)][-1]
+    factor = 2.0
+    assert torch.equal(step(X), 2 * first)
+    assert [step(X), step.reason] == [2 * first, None]
+
+
+def test_python_values_that_the_model_reads() -> None:
+    class Scaled(nn.Module):
+        factor = 1.0
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x) * self.factor
+
+    run = Run(dtype=torch.bfloat16, make=sgd, model=Scaled())
+    run.optimizer.param_groups[0]["lr"] = 0.0
+    before = [run.step(X, Y, ONE) for _ in range(3)][-1]
+    run.model.factor = 3.0
+    after = [run.step(X, Y, ONE) for _ in range(3)]
+    assert run.step.reason is None
+    assert before != after[0]
+    assert after[0] == after[1] == after[2]
+
+
+def test_gradients_that_are_there_already_are_taken_too() -> None:
+    runs = [Run("O1", model=net(0.0)) for _ in range(2)]
+    for run in runs:
+        run.train(3, whole=True, bad=0)
+        loss_fn(run.amp, X, Y, ONE).backward()
+    runs[0].step(X, Y, ONE)
+    assert "gradients are there already" in str(runs[0].step.reason)
+    loss_fn(runs[1].amp, X, Y, ONE).backward()
+    runs[1].amp.scaler.step(runs[1].optimizer)
+    assert_parameters_equal(*(run.model for run in runs))
+
+
+def assert_parameters_equal(mine: nn.Module, theirs: nn.Module) -> None:
+    for a, b in zip(mine.parameters(), theirs.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_other_models_of_the_same_weights_see_the_steps() -> None:
+    run = Run(dtype=torch.bfloat16)
+    other = ampgraph.convert(run.model, (X,), policy="O2", dtype=torch.bfloat16)
+    run.train(3, whole=True, bad=0)
+    run.amp.eval()
+    other(X)
+    run.amp.train()
+    run.train(3, whole=True, bad=0)
+    run.amp.eval()
+    fresh = ampgraph.convert(copy.deepcopy(run.model), (X,), policy="O2", dtype=torch.bfloat16)
+    assert torch.equal(other(X), fresh(X))
+    assert torch.equal(run.amp(X), fresh(X))
+
+
+def unfused(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def test_an_optimizer_that_is_not_fused_runs_the_loop_and_says_so() -> None:
+    whole = Run(make=unfused)
+    with pytest.warns(UserWarning, match=r"plain loop: AdamW is not fused; .* fused=True"):
+        whole.train(20, whole=True)
+    assert "not fused" in str(whole.step.reason)
+    assert_equal(whole, Run(make=unfused).train(20, whole=False))
+
+
+def just_in_time(run: Run) -> None:
+    run.amp = ampgraph.convert(run.model, dtype=torch.float16)
+    run.step = ampgraph.compile_step(run.amp, run.optimizer, loss_fn)
+
+
+def parameter_hook(run: Run) -> None:
+    run.model[0].weight.register_hook(lambda g: g)
+
+
+def fewer_parameters(run: Run) -> None:
+    run.step = ampgraph.compile_step(run.amp, sgd(run.model[0]), loss_fn)
+
+
+def prints_a_number(run: Run) -> None:
+    def loss(amp: nn.Module, x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
+        return loss_fn(amp, x, y, weight) * float(amp(x).detach().max())
+
+    run.step = ampgraph.compile_step(run.amp, run.optimizer, loss)
+
+
+REASONS = {
+    just_in_time: "captured just in time",
+    parameter_hook: "a parameter has hooks",
+    fewer_parameters: "does not hold exactly",
+    prints_a_number: "tracing fails with",
+}
+
+
+@pytest.mark.parametrize("change", REASONS, ids=lambda change: change.__name__)
+def test_what_no_graph_can_do_is_said_once(change: Callable[[Run], None]) -> None:
+    run = Run("O1")
+    change(run)
+    with pytest.warns(UserWarning, match=REASONS[change]):
+        losses = [run.step(X, Y, ONE) for _ in range(3)]
+    assert REASONS[change] in str(run.step.reason)
+    assert all(loss.isfinite() for loss in losses)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run.step(X, Y, ONE)
+
+
+def test_wrong_arguments_are_refused() -> None:
+    run = Run("O1")
+    with pytest.raises(AmpGraphError, match="got a Sequential"):
+        ampgraph.compile_step(run.model, run.optimizer, loss_fn)  # type: ignore[arg-type]
+    with pytest.raises(PolicyError, match="expected an optimizer; got a int"):
+        ampgraph.compile_step(run.amp, 3, loss_fn)  # type: ignore[arg-type]
+    with pytest.raises(PolicyError, match="expected a function"):
+        ampgraph.compile_step(run.amp, run.optimizer, None)  # type: ignore[arg-type]
+    with pytest.raises(PolicyError, match="positive number"):
+        ampgraph.compile_step(run.amp, run.optimizer, loss_fn, clip_norm=-1)
+    step = ampgraph.compile_step(run.amp, run.optimizer, lambda amp, x: amp(x))
+    with pytest.raises(PolicyError, match=r"shape \(6, 4\)"):
+        step(X)
