@@ -190,7 +190,7 @@ def _over(source: nn.Module, captured: CapturedGraph, graph: fx.Graph, meta: dic
 
 def _is_complete(captured: CapturedGraph, reads: Reads) -> bool:
     """Whether nothing is in a graph but what its block has by name, and what its code makes."""
-    if captured.lost or reads.carried or reads.set_in_objects or reads.code.changed():
+    if captured.lost or reads.carried or reads.only_set or reads.lost_paths():
         return False
     if reads.asks_for_itself or not reads.code.names.isdisjoint(("id", "hash")):
         return False
