@@ -402,7 +402,7 @@ def _optimizer_on(optimizer: Optimizer, fakes: dict[int, Tensor], rates: Sequenc
     """Gives an optimizer fake parameters, state and learning rates."""
     state, groups = optimizer.state, [dict(group) for group in optimizer.param_groups]
     now = iter(rates)
-    fake_state: dict[Tensor, Any] = defaultdict(dict)
+    fake_state: defaultdict[Tensor, Any] = defaultdict(dict)
     try:
         for group in optimizer.param_groups:
             for parameter in group["params"]:
