@@ -108,9 +108,9 @@ def convert(
     refuse_fsdp1(source)
     check_wrappers(source, capture == JUST_IN_TIME)
     device = device_of(source, device_of_tensors((args, dict(kwargs or {}))))
-    policy = policy.resolved(device)
-    policy.check_outputs("convert")
     backend, mode = choose_backend(backend, mode, device)
+    policy = policy.resolved(device, backend)
+    policy.check_outputs("convert")
     args = as_tuple(args)
     if capture == JUST_IN_TIME and dynamic_shapes is not None:
         raise CaptureError(

@@ -62,13 +62,41 @@ class Cast:
 
 @dataclass(frozen=True)
 class Cost:
-    """Bytes that a labelling reads and writes in one forward, and the share of its casts."""
+    """Modelled bytes of a labelling.
+
+    Attributes:
+        traffic: Bytes that an eager forward reads and writes.
+        cast_bytes: The share of casts.
+        casts: Number of casts.
+        activation_cast_bytes: The share of casts of activations.
+        activation_casts: Number of casts of activations.
+        backward: Bytes that an eager backward reads and writes.
+        saved: Bytes that an eager forward saves for the backward.
+        fused_forward: Bytes of a forward in fused kernels.
+        fused_backward: Bytes of a backward in fused kernels.
+        fused_saved: Bytes saved between them.
+    """
 
     traffic: int = 0
     cast_bytes: int = 0
     casts: int = 0
     activation_cast_bytes: int = 0
     activation_casts: int = 0
+    backward: int = 0
+    saved: int = 0
+    fused_forward: int = 0
+    fused_backward: int = 0
+    fused_saved: int = 0
+
+    @property
+    def step(self) -> int:
+        """Bytes of an eager forward and backward."""
+        return self.traffic + self.backward
+
+    @property
+    def fused(self) -> int:
+        """Bytes of a forward and backward in fused kernels."""
+        return self.fused_forward + self.fused_backward
 
 
 @dataclass(frozen=True)

@@ -16,13 +16,18 @@ from ampgraph.marks import CastMark, mark_of
 from ampgraph.plan import Cost
 from ampgraph.policy.policy import Policy
 
+from .analysis.precision import FP32
 from .analysis.problem import Problem
 from .base import Pass, workspace
 from .placement.build_network import Weigher
 from .placement.build_plan import build_plan
-from .placement.cost_model import FP32_BYTES, cost_of, node_terms, scale_above_traffic
-from .placement.labelling import Placement, autocast_rule, place_optimally
+from .placement.cost_model import FP32_BYTES, node_terms, scale_above_traffic
+from .placement.labelling import Placement, autocast_rule, place_low, place_optimally
+from .placement.step_cost import StepCost
 from .placement.within import place_within
+
+# The estimate of fused bytes errs by about half a percent; below that the autocast rule stays.
+CERTAIN = 0.995
 
 
 @dataclass(frozen=True)
@@ -41,17 +46,32 @@ class PlaceCasts(Pass):
         space = workspace(graph_module)
         problem = space.problem
         assert problem is not None
-        autocast = autocast_rule(problem)
-        baseline = cost_of(problem, autocast.labels, autocast.anchors, shared=False)
-        baselines = {"fp32": _fp32_cost(problem), "autocast": baseline}
+        costs, autocast = StepCost(problem), autocast_rule(problem)
+        baseline = costs.complete(autocast.labels, autocast.anchors, shared=False)
+        baselines = {"fp32": _fp32_cost(problem, costs), "autocast": baseline}
         if self.policy.placement == "autocast":
             placement = autocast
-        elif self.policy.objective == "traffic":
+        elif self.policy.objective == "fused":
+            placement = _place_fused(problem, costs, autocast)
+        elif self.policy.objective in ("auto", "traffic"):
             placement = place_within(problem, baseline.activation_cast_bytes - _cast_before(problem))
         else:
             placement = _place_few(problem, self.policy.objective)
-        space.plan = build_plan(problem, placement.labels, placement.anchors, baselines, placement.gap)
+        labels, anchors = placement.labels, placement.anchors
+        cost = costs.complete(labels, anchors)
+        space.plan = build_plan(problem, labels, anchors, cost, baselines, placement.gap)
         return False
+
+
+def _place_fused(problem: Problem, costs: StepCost, autocast: Placement) -> Placement:
+    """Labels every free node low if that moves fewer bytes in fused kernels, else as the autocast rule does.
+
+    Casts inside fused kernels are free, so that low operands can only make kernels move less; except that a
+    float32 kernel may have to materialise a second copy. The estimate decides that.
+    """
+    low = place_low(problem)
+    least = CERTAIN * costs.fused(autocast.labels).moved
+    return low if costs.fused(low.labels).moved < least else autocast
 
 
 def _cast_before(problem: Problem) -> int:
@@ -81,6 +101,8 @@ def _weigher(problem: Problem, objective: str) -> Weigher:
     return lambda cost: cost.casts * scale + cost.traffic
 
 
-def _fp32_cost(problem: Problem) -> Cost:
+def _fp32_cost(problem: Problem, costs: StepCost) -> Cost:
     traffic = sum(FP32_BYTES * e for n in problem.facts for _, e in node_terms(problem, n))
-    return Cost(traffic=traffic)
+    labels = dict.fromkeys(problem.variables, FP32)
+    eager, fused = costs.eager(labels, {}, traffic, shared=True), costs.fused(labels)
+    return Cost(traffic, 0, 0, 0, 0, eager.backward, eager.saved, *fused)

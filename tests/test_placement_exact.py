@@ -34,7 +34,7 @@ def check(problem, seed=""):
         assert all(anchor in missing[node] for node, anchor in found.anchors.items()), where
         cost = moved(problem, found.labels, found.anchors)
         assert cost.key(objective) == min(c.key(objective) for c in costs), where
-        assert dataclasses.astuple(cost_of(problem, found.labels, found.anchors)) == cost, where
+        assert dataclasses.astuple(cost_of(problem, found.labels, found.anchors))[: len(cost)] == cost, where
 
 
 @pytest.mark.parametrize("block", one_in(4, range(BLOCKS)))

@@ -41,7 +41,7 @@ def test_the_file_is_readable() -> None:
         "rules": {"head": "fp32"},
         "use_fp16_guard": None,
         "placement": "optimal",
-        "objective": "traffic",
+        "objective": "auto",
         "loss_scale": None,
         "keep_io_dtypes": True,
         "hazards": True,

@@ -142,6 +142,7 @@ def test_markdown(explanation: Explanation) -> None:
         "## Modules",
         "## Advice",
         "## Totals",
+        "## Training step, modelled",
     ]
     assert "| operator | float16 | float32 |" in text
     assert "| --- | --: | --: |" in text

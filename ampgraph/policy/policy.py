@@ -27,7 +27,7 @@ from .plain_data import (
 
 LEVELS = ("O0", "O1", "O2", "O3")
 PLACEMENTS = ("optimal", "autocast")
-OBJECTIVES = ("traffic", "cast_bytes", "casts")
+OBJECTIVES = ("auto", "traffic", "fused", "cast_bytes", "casts")
 LOW_DTYPES = (torch.float16, torch.bfloat16)
 DTYPE_NAMES = {
     "float16": torch.float16,
@@ -80,10 +80,13 @@ class Policy:
         use_fp16_guard: True: only code inside `fp16_guard` may go low; False: `fp16_guard` is
             ignored; None: True when the graph contains one.
         placement: ``"optimal"`` (minimum cut) or ``"autocast"`` (the rule of ``torch.autocast``).
-        objective: The quantity that the optimal placement minimises: ``"traffic"`` (bytes that kernels and
-            casts read and write), ``"cast_bytes"`` or ``"casts"``. ``"traffic"`` has a bound: casts of
-            activations move no more bytes than under the rule of ``torch.autocast`` on the same graph.
-            `Plan.gap` bounds the distance to the minimum; `Plan.optimal` means that the gap is 0.
+        objective: The quantity that the optimal placement minimises. ``"traffic"``: bytes that the kernels
+            and casts of an eager forward read and write; casts of activations move no more of them than under
+            the rule of ``torch.autocast`` on the same graph. ``"fused"``: bytes of fused kernels, forward and
+            backward; free nodes run low wherever their constraints allow, if the estimate is below the one of
+            the rule of ``torch.autocast``, and else as under that rule. ``"cast_bytes"`` or ``"casts"``.
+            ``"auto"`` means ``"traffic"`` for the eager backend and ``"fused"`` for others. `Plan.gap` bounds
+            the distance to the minimum; `Plan.optimal` means that the gap is 0.
         loss_scale: `NoLossScale`, `StaticLossScale` or `DynamicLossScale`. None means dynamic for
             float16 and none for bfloat16.
         keep_io_dtypes: Whether graph outputs keep the dtypes of the source model. False is illegal with a
@@ -102,7 +105,7 @@ class Policy:
     rules: Mapping[str, str] = field(default_factory=dict)
     use_fp16_guard: bool | None = None
     placement: str = "optimal"
-    objective: str = "traffic"
+    objective: str = "auto"
     loss_scale: LossScale | None = None
     keep_io_dtypes: bool = True
     hazards: bool = True
@@ -210,12 +213,20 @@ class Policy:
         """
         return cls.from_dict(json_object(text))  # type: ignore[arg-type]  # checked there
 
-    def resolved(self, device: torch.device | str = "cpu") -> Policy:
-        """Returns the policy with its dtype set; the device selects it if the policy does not."""
-        if self.dtype is not None:
-            return self
-        on_cuda = torch.device(device).type == "cuda"
-        return self.replace(dtype=torch.float16 if on_cuda else torch.bfloat16)
+    def resolved(self, device: torch.device | str = "cpu", backend: object = "eager") -> Policy:
+        """Returns the policy with its dtype set, and its objective for a backend that compiles.
+
+        Args:
+            device: Selects the dtype if the policy does not.
+            backend: Selects the objective if the policy does not.
+        """
+        changes: dict[str, object] = {}
+        if self.dtype is None:
+            on_cuda = torch.device(device).type == "cuda"
+            changes["dtype"] = torch.float16 if on_cuda else torch.bfloat16
+        if self.objective == "auto" and backend != "eager":
+            changes["objective"] = "fused"
+        return self.replace(**changes) if changes else self
 
     @property
     def low_dtype(self) -> torch.dtype:

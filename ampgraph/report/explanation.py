@@ -57,7 +57,8 @@ class Explanation(ExplanationData):
 
         Args:
             casts_only: Show only casts and totals, without nodes, operators, modules and advice.
-            peers: Add a row of totals for each peer's op lists; plans the graph again.
+            peers: Add a row of totals for each peer's op lists, and the shares of lists, sharing and
+                placement, see `shares`; plans the graph again.
             top: Show this many rows of each table, the most expensive first: casts by the bytes that they
                 move, nodes by the casts that they read, modules by the casts inside, operators by calls.
             all_layers: Show the rows of all repeated layers (``h.0`` .. ``h.11``), whose rows differ only in
@@ -67,7 +68,7 @@ class Explanation(ExplanationData):
         Raises:
             AmpGraphError: ``top`` is not a positive number.
         """
-        return text.text(self, text.Extent(casts_only, self.peers() if peers else {}, top, all_layers))
+        return text.text(self, self._extent(casts_only, peers, top, all_layers))
 
     def to_markdown(
         self,
@@ -77,7 +78,13 @@ class Explanation(ExplanationData):
         all_layers: bool | None = None,
     ) -> str:
         """Returns the report as Markdown; arguments as for `table`."""
-        return text.markdown(self, text.Extent(casts_only, self.peers() if peers else {}, top, all_layers))
+        return text.markdown(self, self._extent(casts_only, peers, top, all_layers))
+
+    def _extent(
+        self, casts_only: bool, peers: bool, top: int | None, all_layers: bool | None
+    ) -> text.Extent:
+        found = (self.peers(), self.shares()) if peers else ({}, {})
+        return text.Extent(casts_only, *found, top, all_layers)
 
     def to_dict(self) -> dict[str, Any]:
         """Returns plain dicts, lists, strings, integers and booleans; bytes are integers."""
@@ -201,6 +208,15 @@ class Explanation(ExplanationData):
         ``baselines["autocast"]``.
         """
         return self._source().peers()
+
+    def shares(self) -> dict[str, Totals]:
+        """Returns the modelled cost after each step from ``torch.autocast`` to this plan.
+
+        ``"torch.autocast"`` is its rule with its lists, ``"lists"`` the same rule with the policy's lists and
+        level, ``"sharing"`` the same with one cast for all readers of an activation, and ``"placement"`` this
+        plan. The differences are the shares of lists, sharing and placement.
+        """
+        return self._source().shares()
 
     def _source(self) -> Source:
         if self.source is None:

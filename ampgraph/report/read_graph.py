@@ -73,7 +73,10 @@ class Source:
     def under(self, policy: Policy | str | PathLike[str]) -> Source:
         """See `Explanation.under`."""
         policy = Policy.of(policy)
-        return self._planned(policy.replace(dtype=policy.dtype or self.plan.low_dtype), check_rules=True)
+        policy = policy.replace(dtype=policy.dtype or self.plan.low_dtype)
+        if policy.objective == "auto":
+            policy = policy.replace(objective=self.policy.objective)
+        return self._planned(policy, check_rules=True)
 
     def flipped(self, name: str) -> Source:
         """See `Explanation.flip`."""
@@ -95,6 +98,22 @@ class Source:
         }
         plans = {name: replanned(self.graph_module, self.plan, p)[1] for name, p in policies.items()}
         return {name: _from_cost(plan.baselines["autocast"]) for name, plan in plans.items()}
+
+    def shares(self) -> dict[str, Totals]:
+        """See `Explanation.shares`."""
+        rule = replanned(
+            self.graph_module,
+            self.plan,
+            self.policy.replace(placement="autocast"),
+            self.modules,
+            stores_low=self.stores_low,
+        )[1]
+        return {
+            "torch.autocast": self.peers()["torch"],
+            "lists": _from_cost(self.plan.baselines["autocast"]),
+            "sharing": _from_cost(rule.cost),
+            "placement": _from_cost(self.plan.cost),
+        }
 
     def _planned(self, policy: Policy, check_rules: bool = False, pins: Pins = ()) -> Source:
         planned = replanned(
@@ -232,6 +251,7 @@ def _totals(casts: tuple[CastRow, ...], plan: Plan) -> Totals:
         parameter_cast_bytes=sum(parameters),
         # The clean-up may have removed a planned cast.
         traffic=plan.cost.traffic - plan.cost.cast_bytes + moved,
+        **_step(plan.cost),
     )
 
 
@@ -244,4 +264,10 @@ def _from_cost(cost: Cost) -> Totals:
         activation_cast_bytes=cost.activation_cast_bytes,
         parameter_cast_bytes=cost.cast_bytes - cost.activation_cast_bytes,
         traffic=cost.traffic,
+        **_step(cost),
     )
+
+
+def _step(cost: Cost) -> dict[str, int]:
+    names = ("backward", "saved", "fused_forward", "fused_backward", "fused_saved")
+    return {name: getattr(cost, name) for name in names}

@@ -130,7 +130,12 @@ class Totals:
         cast_bytes: Bytes that all casts read and write.
         activation_cast_bytes: Bytes that casts of activations read and write.
         parameter_cast_bytes: Bytes that casts of parameters read and write.
-        traffic: Modelled bytes that all kernels and casts read and write.
+        traffic: Modelled bytes that all kernels and casts of an eager forward read and write.
+        backward: The same for an eager backward.
+        saved: Modelled bytes that an eager forward saves for the backward.
+        fused_forward: Modelled bytes of a forward whose kernels a compiler fuses.
+        fused_backward: The same for a backward.
+        fused_saved: Modelled bytes saved between them.
     """
 
     casts: int
@@ -140,6 +145,11 @@ class Totals:
     activation_cast_bytes: int
     parameter_cast_bytes: int
     traffic: int
+    backward: int = 0
+    saved: int = 0
+    fused_forward: int = 0
+    fused_backward: int = 0
+    fused_saved: int = 0
 
 
 def module_rows(nodes: Iterable[NodeRow], casts: Iterable[CastRow], low_dtype: str) -> tuple[ModuleRow, ...]:

@@ -50,6 +50,15 @@ TOTALS = (
     Column("of parameters", 14, right=True),
     Column("modelled traffic", 16, right=True),
 )
+STEPS = (
+    Column("", 20),
+    Column("eager forward", 14, right=True),
+    Column("backward", 10, right=True),
+    Column("saved", 10, right=True),
+    Column("fused forward", 14, right=True),
+    Column("backward", 10, right=True),
+    Column("saved", 10, right=True),
+)
 MODULES = (
     Column("module", 56, keep="end"),
     Column("ops", 6, right=True),
@@ -71,6 +80,7 @@ class Extent:
 
     casts_only: bool = False
     peers: Mapping[str, Totals] = field(default_factory=dict)
+    shares: Mapping[str, Totals] = field(default_factory=dict)
     top: int | None = None
     all_layers: bool | None = None
 
@@ -80,7 +90,7 @@ class Extent:
 
     def of_body(self) -> Extent:
         """Returns the extent for the body of a higher-order op, which has no peers."""
-        return Extent(self.casts_only, {}, self.top, self.all_layers)
+        return Extent(self.casts_only, {}, {}, self.top, self.all_layers)
 
     def repeats(self, explanation: ExplanationData) -> tuple[Repeat, ...]:
         """Returns the layers that are shown once."""
@@ -159,6 +169,10 @@ def _sections(explanation: ExplanationData, extent: Extent) -> Iterator[Section]
         yield from _modules(explanation, once, top)
         yield from _advice(explanation)
     yield _totals(explanation, extent.peers)
+    if not extent.casts_only:
+        yield _steps(explanation)
+    if extent.shares:
+        yield _shares(extent.shares)
 
 
 def _nodes(explanation: ExplanationData, once: Sequence[Repeat], top: int | None) -> Section:
@@ -313,6 +327,23 @@ def _totals(explanation: ExplanationData, peers: Mapping[str, Totals]) -> Sectio
     if explanation.keeps_low_copies and explanation.totals.parameter_casts:
         notes += ("casts of parameters: once per update, into low copies; counted here for every forward",)
     return Section("Totals", TOTALS, [_total_cells(name, total) for name, total in rows], notes)
+
+
+def _steps(explanation: ExplanationData) -> Section:
+    rows = [("this graph", explanation.totals)]
+    rows += [("autocast rule" if k == "autocast" else k, v) for k, v in explanation.baselines.items()]
+    return Section("Training step, modelled", STEPS, [(name, *_step_cells(total)) for name, total in rows])
+
+
+def _shares(shares: Mapping[str, Totals]) -> Section:
+    names = {"lists": "+ lists and level", "sharing": "+ shared casts", "placement": "+ placement"}
+    rows = [(names.get(name, name), *_step_cells(total)) for name, total in shares.items()]
+    return Section("From torch.autocast to this plan, modelled", STEPS, rows)
+
+
+def _step_cells(total: Totals) -> tuple[str, ...]:
+    eager = (total.traffic, total.backward, total.saved)
+    return tuple(map(human_bytes, (*eager, total.fused_forward, total.fused_backward, total.fused_saved)))
 
 
 def _proof(gap: int | None) -> str:

@@ -203,7 +203,8 @@ def ampgraph_backend(graph_module: fx.GraphModule, inputs: list, **given: Any) -
     device = device_of_tensors(inputs)
     if policy.dtype is None:
         policy = policy.replace(dtype=_autocast_dtype(device))
-    options = Options(policy.resolved(device), *choose_backend(backend, mode, device))
+    backend, mode = choose_backend(backend, mode, device)
+    options = Options(policy.resolved(device, backend), backend, mode)
     shadows = ShadowWeights(None, options.low_dtype) if policy.level in ("O2", "O3") else None
     with no_ambient_autocast():
         compiled = make_backend(options, shadows=shadows)(graph_module, inputs)
@@ -263,7 +264,7 @@ def decided(options: Options, device: torch.device) -> Options:
     backend, mode = None if options.backend == UNDECIDED else options.backend, options.mode
     if backend is None:
         backend, mode = choose_backend(None, mode, device)
-    return replace(options, policy=options.policy.resolved(device), backend=backend, mode=mode)
+    return replace(options, policy=options.policy.resolved(device, backend), backend=backend, mode=mode)
 
 
 def _check_mode(mode: str, backend: str | Callable | None) -> None:

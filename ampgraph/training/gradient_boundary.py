@@ -139,7 +139,7 @@ def non_finite(tensors: Sequence[Tensor], slots: Sequence[int], size: int) -> Te
     return torch.cat(pieces)
 
 
-def _peaks(tensors: Sequence[Tensor]) -> Tensor:
+def _peaks(tensors: list[Tensor]) -> Tensor:
     """Returns the largest absolute value of each tensor.
 
     A compiler fuses each reduction with the product that it reads, and writes its element into the result.

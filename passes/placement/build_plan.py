@@ -12,18 +12,22 @@ from ampgraph.plan import Cast, Cost, Decision, Plan, Use
 from ..analysis.facts import Operand, OperandRule
 from ..analysis.precision import Precision
 from ..analysis.problem import Problem
-from .cost_model import CAST_BYTES, Anchors, Demand, Labels, cost_of, demands, label_of
+from .cost_model import CAST_BYTES, Anchors, Demand, Labels, demands, label_of
 
 
 def build_plan(
-    problem: Problem, labels: Labels, anchors: Anchors, baselines: Mapping[str, Cost], gap: int | None
+    problem: Problem,
+    labels: Labels,
+    anchors: Anchors,
+    cost: Cost,
+    baselines: Mapping[str, Cost],
+    gap: int | None,
 ) -> Plan:
     """Freezes a labelling; see `Plan`."""
     decisions = {n.name: _decision(problem, labels, n) for n in problem.facts}
     found = demands(problem, labels, anchors)
     casts = [c for demand, uses in found.items() for c in _casts(problem, decisions, demand, uses)]
     widened, dtype_args = _in_kernel(problem, labels, anchors)
-    cost = cost_of(problem, labels, anchors)
     return Plan(decisions, tuple(casts), widened, dtype_args, problem.low_dtype, cost, baselines, gap)
 
 

@@ -54,6 +54,19 @@ def autocast_rule(problem: Problem) -> Placement:
     return Placement(labels, greedy_anchors(problem, labels), gap=None)
 
 
+def place_low(problem: Problem) -> Placement:
+    """Labels every free node low if its constraints allow."""
+    labels: dict[Node, Precision] = {}
+    for node, variable in problem.variables.items():
+        label = LOW if variable.pinned is None else variable.pinned
+        if variable.pinned is None and variable.follows:
+            followed = [o.tensor for o in problem.facts[node].operands if o.follow]
+            lows = [labels[problem.facts[t].dtype_source] is LOW for t in followed]
+            label = LOW if all(lows) else FP32
+        labels[node] = label
+    return Placement(labels, greedy_anchors(problem, labels), gap=None)
+
+
 def place_optimally(
     problem: Problem, weigh: Weigher, search: Search | None = None, prices: Iterable[Price] = ()
 ) -> Placement:

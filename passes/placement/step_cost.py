@@ -1,0 +1,224 @@
+"""Bytes of a training step of a labelling: eager op by op, and after fusion by a compiler.
+
+Both are estimates that compare labellings of one graph. A gradient has the dtype of its tensor. Casts inside
+a fused kernel are free. Bytes count for tensors in memory: operands and results of library kernels, values
+that another kernel reads, and values that the backward reads.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+from torch.fx import Node
+
+from ampgraph.ops import fusion_tables as fusion
+from ampgraph.plan import Cost
+
+from ..analysis.facts import OperandRule
+from ..analysis.precision import Precision
+from ..analysis.problem import Problem
+from .cost_model import CAST_BYTES, WIDTHS, Anchors, Labels, cost_of, demands
+from .fused_kernels import FusedKernels, Kind, Read, elements, op_name
+
+# At most this many kernels of a backward read one saved tensor.
+MAX_BACKWARD_READS = 3
+
+
+class Step(NamedTuple):
+    """Bytes of a forward, of its backward, and of what is saved between them."""
+
+    forward: int
+    backward: int
+    saved: int
+
+    @property
+    def moved(self) -> int:
+        """Bytes of forward and backward."""
+        return self.forward + self.backward
+
+
+@dataclass
+class _Ledger:
+    forward: int = 0
+    backward: int = 0
+    saved: dict[tuple[Node, Precision], int] = field(default_factory=lambda: defaultdict(int))
+
+    def save(self, tensor: Node, label: Precision, count: int) -> None:
+        self.saved[tensor, label] = max(self.saved[tensor, label], count * WIDTHS[label])
+
+    def step(self) -> Step:
+        return Step(self.forward, self.backward, sum(self.saved.values()))
+
+
+class StepCost:
+    """Counts the bytes of the labellings of one problem."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.kernels = FusedKernels(problem.facts)
+
+    def complete(self, labels: Labels, anchors: Anchors, shared: bool = True) -> Cost:
+        """Returns the cost of a labelling with all fields; arguments as for `cost_of`."""
+        cost, fused = cost_of(self.problem, labels, anchors, shared), self.fused(labels)
+        eager = self.eager(labels, anchors, cost.traffic, shared)
+        return replace(
+            cost,
+            backward=eager.backward,
+            saved=eager.saved,
+            fused_forward=fused.forward,
+            fused_backward=fused.backward,
+            fused_saved=fused.saved,
+        )
+
+    def eager(self, labels: Labels, anchors: Anchors, forward: int, shared: bool) -> Step:
+        """Returns the bytes of a step whose ops run one by one.
+
+        Args:
+            labels: A precision for every variable.
+            anchors: The operand that each float32 promoting op over low operands widens.
+            forward: The bytes of the forward.
+            shared: Whether one cast serves all uses of a tensor.
+        """
+        ledger, problem = _Ledger(forward), self.problem
+        for node, fact in problem.facts.items():
+            if not fact.moves_data or not self.kernels.has_gradient[node]:
+                continue
+            if fact.dtype is not None:
+                ledger.backward += WIDTHS[labels[fact.dtype_source]] * fact.elements
+            needs_values = op_name(node) not in fusion.LINEAR
+            for operand in fact.operands:
+                label = self._label_read(labels, node, operand.tensor, operand.rule)
+                source = problem.facts[operand.tensor]
+                moved = WIDTHS[label] * source.elements
+                ledger.backward += moved * (needs_values + self.kernels.has_gradient[operand.tensor])
+                if needs_values and not (source.is_parameter and label is self._own(labels, operand.tensor)):
+                    ledger.save(self.kernels.roots[operand.tensor], label, source.elements)
+        for (tensor, _), uses in demands(problem, labels, anchors).items():
+            fact = problem.facts[tensor]
+            casts = 1 if (shared or fact.is_parameter) and not fact.mutated else len(uses)
+            if self.kernels.has_gradient[tensor]:
+                ledger.backward += casts * CAST_BYTES * fact.elements
+        return ledger.step()
+
+    def fused(self, labels: Labels) -> Step:
+        """Returns the bytes of a step that a compiler fuses."""
+        ledger = _Ledger()
+        for tensor in self.problem.facts:
+            if self.kernels.roots[tensor] is tensor and self.kernels.is_managed(tensor):
+                self._count(tensor, labels, ledger)
+        return ledger.step()
+
+    def _own(self, labels: Labels, tensor: Node) -> Precision:
+        return labels[self.problem.facts[tensor].dtype_source]
+
+    def _label_read(self, labels: Labels, reader: Node, tensor: Node, rule: OperandRule) -> Precision:
+        """Returns the dtype in which a kernel of its own reads a tensor."""
+        if rule is OperandRule.NODE_DTYPE:
+            return labels[reader]
+        if rule is OperandRule.SOURCE_DTYPE:
+            return self.problem.source_precision(tensor)
+        return self._own(labels, tensor)
+
+    def _count(self, tensor: Node, labels: Labels, ledger: _Ledger) -> None:
+        """Adds what is written and read of one tensor and of its gradient."""
+        size, kind = elements(tensor), self.kernels.producer_kind(tensor)
+        if size < 2 or kind is Kind.OUTPUT:
+            return
+        own, trained = self._own(labels, tensor), self.kernels.has_gradient[tensor]
+        alone, kernels = self._readers(tensor)
+        for read in alone:
+            self._count_library_read(tensor, read, labels, ledger)
+        if kind is not Kind.INPUT:
+            for reads in kernels.values():
+                self._count_fused_read(tensor, reads, labels, ledger)
+        wanted = {self._library_label(labels, tensor, read) for read in alone}
+        if kind in (Kind.INPUT, Kind.EXTERN, Kind.CONCATENATES):
+            if wanted - {own}:
+                ledger.forward += CAST_BYTES * size
+                ledger.backward += CAST_BYTES * size * trained
+        else:
+            for label in wanted | ({own} if kernels else set()):
+                ledger.forward += WIDTHS[label] * size
+        if kind is Kind.EXTERN:
+            is_attention = op_name(tensor) in fusion.ATTENTION
+            ledger.forward += WIDTHS[own] * size
+            # The gradient is read for the gradients of input, weight and bias.
+            ledger.backward += WIDTHS[own] * size * (3 if is_attention else 4) * trained
+        if kind is Kind.CONCATENATES:
+            ledger.forward += WIDTHS[own] * size
+            ledger.backward += WIDTHS[own] * size * trained
+        self._count_norms(tensor, labels, ledger)
+
+    def _readers(self, tensor: Node) -> tuple[list[Read], dict[Node, list[Read]]]:
+        """Returns the reads by library kernels, and those by fused kernels in memory, by kernel."""
+        alone: list[Read] = []
+        kernels: dict[Node, list[Read]] = defaultdict(list)
+        for read in self.kernels.reads(tensor):
+            kind = self.kernels.kinds[read.reader]
+            if kind is Kind.EXTERN:
+                alone.append(read)
+            elif kind is not Kind.OUTPUT and not self._is_in_kernel(tensor, read.reader):
+                kernels[self.kernels.kernel(read.reader)].append(read)
+        return alone, kernels
+
+    def _is_in_kernel(self, tensor: Node, reader: Node) -> bool:
+        if not self.kernels.stays_in_registers(tensor, reader):
+            return False
+        return self.kernels.kernel(tensor) is self.kernels.kernel(reader)
+
+    def _library_label(self, labels: Labels, tensor: Node, read: Read) -> Precision:
+        operands = self.problem.facts[read.reader].operands
+        rule = next((o.rule for o in operands if o.tensor is read.through), OperandRule.EITHER)
+        if rule is OperandRule.NODE_DTYPE and read.reader in labels:
+            return labels[read.reader]
+        return self._own(labels, tensor)
+
+    def _count_library_read(self, tensor: Node, read: Read, labels: Labels, ledger: _Ledger) -> None:
+        label, is_input = self._library_label(labels, tensor, read), tensor.op != "call_function"
+        moved = WIDTHS[label] * read.elements
+        ledger.forward += moved
+        if not self.kernels.has_gradient[read.reader]:
+            return
+        ledger.backward += moved
+        if not is_input or label is not self._own(labels, tensor):
+            ledger.save(tensor, label, read.elements)
+        if self.kernels.has_gradient[tensor]:
+            ledger.backward += moved if is_input else 2 * moved
+
+    def _count_fused_read(self, tensor: Node, reads: list[Read], labels: Labels, ledger: _Ledger) -> None:
+        own, size = self._own(labels, tensor), max(read.elements for read in reads)
+        moved, readers = WIDTHS[own] * size, [read.reader for read in reads]
+        ledger.forward += moved * max(fusion.READS.get(op_name(r), 1) for r in readers)
+        if not any(self.kernels.has_gradient[r] for r in readers):
+            return
+        again = sum(self._backward_reads(r) for r in readers)
+        if again:
+            ledger.backward += moved * min(again, MAX_BACKWARD_READS)
+            ledger.save(tensor, own, size)
+        if self.kernels.has_gradient[tensor] and self.kernels.producer_kind(tensor) is not Kind.EXTERN:
+            ledger.backward += 2 * moved
+
+    def _backward_reads(self, reader: Node) -> int:
+        if self.kernels.needs_values.get(reader) or op_name(reader) in fusion.NORMS:
+            return fusion.READS_BACKWARD.get(op_name(reader), 1)
+        return 0
+
+    def _count_norms(self, tensor: Node, labels: Labels, ledger: _Ledger) -> None:
+        """Adds what the backward reads of values that a kernel computes and passes on in registers."""
+        own, size = self._own(labels, tensor), elements(tensor)
+        if tensor in self.kernels.kept:
+            times = 1
+        else:
+            readers = [read.reader for read in self.kernels.reads(tensor)]
+            times = sum(self._is_normalized_inside(tensor, reader) for reader in readers)
+        if times:
+            ledger.backward += WIDTHS[own] * size * times
+            ledger.save(tensor, own, size)
+
+    def _is_normalized_inside(self, tensor: Node, reader: Node) -> bool:
+        if op_name(reader) not in fusion.NORMS or not self.kernels.has_gradient[reader]:
+            return False
+        return reader.all_input_nodes[0] is tensor and self._is_in_kernel(tensor, reader)
+

@@ -1,0 +1,173 @@
+"""The objective for backends that compile: free nodes low wherever allowed, never above the autocast rule."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import nn
+
+import ampgraph
+from ampgraph import OpLists, Policy
+from ampgraph.passes.analysis.precision import FP32, LOW
+from ampgraph.passes.analysis.problem import Problem
+from ampgraph.passes.place import _place_fused
+from ampgraph.passes.placement.labelling import Placement, autocast_rule, place_low
+from ampgraph.passes.placement.step_cost import StepCost
+from tests.brute_force import allowed, labellings
+from tests.helpers import RandomGraph, problem_of
+from tests.test_precision_property import fp32_reads_rounded
+
+SEEDS = range(60)
+LISTS = {"default": OpLists.default, "torch": OpLists.torch, "paddle": OpLists.paddle}
+
+
+class Case(NamedTuple):
+    """A random graph, its free nodes low, and the placement that the guard accepts."""
+
+    problem: Problem
+    costs: StepCost
+    low: Placement
+    placed: Placement
+
+
+@cache
+def cases(level: str, lists: str) -> list[Case]:
+    made = []
+    for seed in SEEDS:
+        policy = Policy(level=level, ops=LISTS[lists](), keep_io_dtypes=seed % 4 != 0)
+        problem = problem_of(RandomGraph(seed, steps=8 + seed % 7).graph_module, policy)
+        costs = StepCost(problem)
+        placed = _place_fused(problem, costs, autocast_rule(problem))
+        made.append(Case(problem, costs, place_low(problem), placed))
+    return made
+
+
+EVERY = pytest.mark.parametrize(
+    ("level", "lists"), [("O1", "default"), ("O1", "torch"), ("O1", "paddle"), ("O2", "default")]
+)
+
+
+@EVERY
+def test_placements_keep_pins_and_constraints(level, lists):
+    for seed, case in enumerate(cases(level, lists)):
+        assert allowed(case.problem, case.low.labels), seed
+        assert allowed(case.problem, case.placed.labels), seed
+
+
+@EVERY
+def test_no_other_legal_labelling_has_a_low_node_more(level, lists):
+    compared = 0
+    for case in cases(level, lists):
+        if sum(v.pinned is None for v in case.problem.variables.values()) > 6:
+            continue
+        for labels in labellings(case.problem):
+            compared += 1
+            assert all(case.low.labels[n] is LOW for n, label in labels.items() if label is LOW)
+    assert compared > 20
+
+
+@pytest.mark.parametrize("lists", LISTS)
+def test_o1_rounds_no_float32_value_on_its_way_to_a_float32_consumer(lists):
+    for seed, case in enumerate(cases("O1", lists)):
+        assert fp32_reads_rounded(case.problem, case.placed.labels) == [], seed
+
+
+@EVERY
+def test_prediction_is_never_above_the_autocast_rule(level, lists):
+    lower = 0
+    for seed, case in enumerate(cases(level, lists)):
+        rule = case.costs.fused(autocast_rule(case.problem).labels).moved
+        found = case.costs.fused(case.placed.labels).moved
+        assert found <= rule, seed
+        lower += found < rule
+    assert lower > 3 or level == "O1"
+
+
+@EVERY
+def test_guard_takes_the_rule_where_low_nodes_move_more(level, lists):
+    for case in cases(level, lists):
+        rule = autocast_rule(case.problem)
+        if case.costs.fused(case.low.labels).moved > case.costs.fused(rule.labels).moved:
+            assert case.placed.labels == rule.labels
+
+
+class Residual(nn.Module):
+    """Where the eager optimum under torch's lists keeps the sums float32, although kernels could read low."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(32) for _ in range(2))
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.layers[0](x)
+        for norm, layer in zip(self.norms, self.layers[1:], strict=False):
+            x = x + layer(norm(x))
+        return self.layers[3](x)
+
+
+X = torch.randn(64, 32, generator=torch.Generator().manual_seed(0))
+TORCH = Policy(ops=OpLists.torch(), dtype=torch.bfloat16)
+
+
+def test_backend_selects_the_objective():
+    model = Residual()
+    assert ampgraph.convert(model, (X,), policy=TORCH).policy.objective == "auto"
+    assert ampgraph.convert(model, (X,), policy=TORCH, backend="aot_eager").policy.objective == "fused"
+    named = TORCH.replace(objective="casts")
+    assert ampgraph.convert(model, (X,), policy=named, backend="aot_eager").policy.objective == "casts"
+    assert ampgraph.convert(model, backend="aot_eager").policy.objective == "fused"
+
+
+def test_auto_on_eager_is_the_traffic_of_the_forward():
+    auto, named = (
+        ampgraph.convert(Residual(), (X,), policy=TORCH.replace(objective=objective)).plan
+        for objective in ("auto", "traffic")
+    )
+    assert auto.cost == named.cost
+    assert auto.gap == 0
+
+
+def test_plan_again_keeps_the_objective_of_the_backend():
+    amp = ampgraph.convert(Residual(), (X,), policy=TORCH, backend="aot_eager")
+    assert "objective='fused'" in ampgraph.explain(amp).under("O2").policy
+    assert "objective='casts'" in ampgraph.explain(amp).under(Policy(objective="casts")).policy
+
+
+def test_explain_reports_both_costs_and_shares():
+    explanation = ampgraph.explain(ampgraph.convert(Residual(), (X,), policy="O2"))
+    totals, rule = explanation.totals, explanation.baselines["autocast"]
+    for cost in (totals, rule, explanation.baselines["fp32"]):
+        assert min(cost.backward, cost.saved, cost.fused_forward, cost.fused_backward, cost.fused_saved) > 0
+    shares = explanation.shares()
+    assert list(shares) == ["torch.autocast", "lists", "sharing", "placement"]
+    moved = [t.traffic + t.backward for t in shares.values()]
+    assert moved == sorted(moved, reverse=True)
+    assert shares["lists"] == rule
+    assert shares["placement"].fused_forward == totals.fused_forward
+    text = explanation.table(peers=True)
+    assert "fused forward" in text
+    assert "+ shared casts" in text
+
+
+def test_report_with_all_costs_survives_json():
+    explanation = ampgraph.explain(ampgraph.convert(Residual(), (X,)))
+    again = ampgraph.Explanation.from_dict(explanation.to_dict())
+    assert again.totals == explanation.totals
+
+
+def test_evaluation_has_no_backward():
+    model = Residual().requires_grad_(False)
+    cost = ampgraph.convert(model, (X,)).plan.cost
+    assert (cost.backward, cost.saved, cost.fused_backward, cost.fused_saved) == (0, 0, 0, 0)
+    assert cost.fused_forward > 0
+
+
+def test_float32_costs_more_than_low_on_matrix_products():
+    problem = problem_of(ampgraph.convert(Residual(), (X,), policy="O0").graph_module, Policy(level="O2"))
+    costs, low = StepCost(problem), place_low(problem)
+    wide = dict.fromkeys(problem.variables, FP32)
+    assert costs.fused(low.labels).saved < costs.fused(wide).saved
