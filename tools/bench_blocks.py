@@ -124,7 +124,8 @@ TEXT = """# Identical blocks
 {written}
 
 `ampgraph.convert_blocks` captures, plans and compiles blocks that are alike once
-([distributed training](../distributed.md)). The model is a stack of decoder layers of transformers' Llama (width {width}), in
+([distributed training](../distributed.md)).
+The model is a stack of decoder layers of transformers' Llama (width {width}), in
 bfloat16, one thread; a step is forward and backward of a batch of 2 x 8 tokens. The capture of
 the first block is in "capture s", and so are the comparisons and copies of graphs for the others; "rewrite s"
 has the plan of the first block, and for the others a look at the size of their weights. torch.compile's own
