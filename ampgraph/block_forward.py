@@ -47,9 +47,7 @@ class BlockForward:
         is_restored: Whether the block has its original forward again. A wrapper may still call this object.
     """
 
-    def __init__(
-        self, block: nn.Module, path: str, options: Options, scaler: LossScaler, siblings: Siblings
-    ):
+    def __init__(self, block: nn.Module, path: str, options: Options, scaler: LossScaler, siblings: Siblings):
         self.block, self.path, self.options, self.scaler = block, path, options, scaler
         self.siblings = siblings
         self.stored_low: tuple[str, ...] = ()

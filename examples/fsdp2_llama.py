@@ -79,9 +79,7 @@ def main(checkpoint: Path, resume: bool = False) -> dict[str, object]:
     if resume:
         state = state_of(model, optimizer, scaler)
         dcp.load(state, checkpoint_id=checkpoint)
-        set_state_dict(
-            model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
-        )
+        set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
         scaler.load_state_dict(state["scaler"])
     losses = []
     for step in range(SAVED_AFTER if resume else 0, STEPS):

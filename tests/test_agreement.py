@@ -100,9 +100,7 @@ def test_ranks_with_unlike_models_skip_together(ranks, fused) -> None:
 
 
 def _many_or_few_models(rank: int) -> list[float]:
-    models = [
-        ampgraph.convert(linears(1), (torch.ones(2, 4),), policy=FLOAT16) for _ in range((2, 20)[rank])
-    ]
+    models = [ampgraph.convert(linears(1), (torch.ones(2, 4),), policy=FLOAT16) for _ in range((2, 20)[rank])]
     optimizer = torch.optim.SGD([p for m in models for p in m.parameters()], lr=0.1)
     models[0].scaler.attach(optimizer)
     for bad in (None, 1, 18):

@@ -113,13 +113,8 @@ def test_dropout_draws_the_same_in_both(net: Net, x: Tensor) -> None:
     assert start.error < 0.01
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "transformers/gpt2",
-        *(pytest.param(name, marks=pytest.mark.exhaustive) for name in REAL),
-    ],
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", ["transformers/gpt2", *REAL])
 def test_budgets_are_met_on_real_models(name: str) -> None:
     model, args, kwargs = zoo.get(name).seeded()
     model.eval()

@@ -252,7 +252,7 @@ def recorded(reads: Reads, is_capturing: Callable[[], bool]) -> Iterator[None]:
 
     before = {key: dict(vars(module)) for key, module in reads.modules.items()}
     hashed = vars(nn.Module).get("__hash__")
-    nn.Module.__hash__ = watched_hash  # type: ignore[method-assign]
+    nn.Module.__hash__ = watched_hash  # type: ignore[assignment, method-assign]
     nn.Module.__setattr__ = watched_set  # type: ignore[method-assign]
     nn.Module.__getattribute__ = _WatchedGet(outer, reads, is_capturing)  # type: ignore
     torch.is_grad_enabled = _WatchedQuestion(asked, reads, is_capturing)  # type: ignore[assignment]

@@ -80,9 +80,7 @@ class Explanation(ExplanationData):
         """Returns the report as Markdown; arguments as for `table`."""
         return text.markdown(self, self._extent(casts_only, peers, top, all_layers))
 
-    def _extent(
-        self, casts_only: bool, peers: bool, top: int | None, all_layers: bool | None
-    ) -> text.Extent:
+    def _extent(self, casts_only: bool, peers: bool, top: int | None, all_layers: bool | None) -> text.Extent:
         found = (self.peers(), self.shares()) if peers else ({}, {})
         return text.Extent(casts_only, *found, top, all_layers)
 

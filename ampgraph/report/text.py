@@ -210,7 +210,6 @@ def _low_on_arrival(nodes: Sequence[NodeRow]) -> Iterator[str]:
         yield f"low on arrival: {', '.join(parts)}"
 
 
-
 def _times(module: str, once: Sequence[Repeat]) -> str:
     count = times(module, once)
     return f"{count}x" if count > 1 else ""

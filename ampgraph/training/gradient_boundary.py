@@ -146,7 +146,7 @@ def _peaks(tensors: list[Tensor]) -> Tensor:
     It would copy the scalars of ``_foreach_norm`` with one kernel each.
     """
     if not torch.compiler.is_compiling():
-        return torch.stack(torch._foreach_norm(tensors, float("inf")))
+        return torch.stack(torch._foreach_norm([*tensors], float("inf")))
     return torch.cat([_in_memory_order(t).abs().reshape(-1).amax(0, keepdim=True) for t in tensors])
 
 

@@ -68,7 +68,11 @@ class OverflowLog:
         self._outputs = [t.detach() for t in leaves if isinstance(t, Tensor) and t.nbytes <= MOST_BYTES]
 
     def note(
-        self, step: int | Tensor, flags: Tensor, scale: Tensor, found: Tensor,
+        self,
+        step: int | Tensor,
+        flags: Tensor,
+        scale: Tensor,
+        found: Tensor,
         key: Tensor | None = None,
         outputs: Tensor | None = None,
     ) -> None:

@@ -221,4 +221,3 @@ class StepCost:
         if op_name(reader) not in fusion.NORMS or not self.kernels.has_gradient[reader]:
             return False
         return reader.all_input_nodes[0] is tensor and self._is_in_kernel(tensor, reader)
-
