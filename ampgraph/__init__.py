@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from .numerics.numeric_comparison import NumericComparison
     from .numerics.watch import Sighting, watch
     from .step.compile_step import CompiledStep, compile_step
-    from .tuning.tune import tune
+    from .tune_model import tune
 
 __version__ = "0.1.0"
 
@@ -87,7 +87,7 @@ _LATER = {
     "compare": "numerics.compare",
     "compile_step": "step.compile_step",
     "Sighting": "numerics.watch",
-    "tune": "tuning.tune",
+    "tune": "tune_model",
     "watch": "numerics.watch",
 }
 

@@ -86,10 +86,12 @@ def test_a_cache_among_the_outputs_is_captured_when_turned_off() -> None:
 
 def test_the_table_names_every_example() -> None:
     page = (EXAMPLES / "README.md").read_text()
-    rows = re.findall(r"^\| \[(\w+\.py)\]\((\w+\.py)\) .*`python examples/(\w+\.py)` \|$", page, re.MULTILINE)
+    command = r"(?:python|torchrun --nproc-per-node 4) examples/"
+    row = rf"^\| \[(\w+\.py)\]\((\w+\.py)\) .*`{command}(\w+\.py)[^`]*` \|$"
+    rows = re.findall(row, page, re.MULTILINE)
     assert sorted(rows) == [(path.name,) * 3 for path in sorted(EXAMPLES.glob("*.py"))]
     for path in EXAMPLES.glob("*.py"):
-        assert f"\n    python examples/{path.name}" in path.read_text().split('"""')[1]
+        assert re.search(rf"\n    {command}{path.name}", path.read_text().split('"""')[1])
 
 
 def test_plain_loop(tmp_path: Path) -> None:

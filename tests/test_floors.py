@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from collections import Counter
 from pathlib import Path
 from types import ModuleType
@@ -26,7 +27,9 @@ FLOORS = (
     ("drawing",),
     ("module",),
     ("numerics", "step"),
-    ("block_forward", "blocks", "convert", "export", "testing", "tuning"),
+    ("tuning",),
+    ("blocks", "convert", "export", "testing"),
+    ("tune_model",),
     ("ampgraph",),
     ("integrations", "cli", "__main__", "pytest_plugin"),
 )
@@ -92,3 +95,15 @@ def test_the_tool_finds_a_circle(tool: ModuleType, tmp_path: Path) -> None:
     graph = tool.import_graph(tmp_path)
     assert tool.circles(graph) == [["ampgraph.a", "ampgraph.b"]]
     assert ("ampgraph.passes", "ampgraph.a") in graph.edges
+
+
+def test_the_wheel_holds_every_room() -> None:
+    text = (ROOT / "pyproject.toml").read_text()
+    listed = re.search(r"^packages = \[(.*?)\]$", text, re.MULTILINE | re.DOTALL)
+    assert listed is not None
+    rooms = [path.parent.relative_to(ROOT) for path in (ROOT / "ampgraph").rglob("__init__.py")]
+    rooms += [path.parent.relative_to(ROOT) for path in (ROOT / "passes").rglob("__init__.py")]
+    names = {".".join(room.parts) for room in rooms}
+    expected = {f"ampgraph.{name}" if name.startswith("passes") else name for name in names}
+    expected = expected - {"ampgraph.pytest_plugin"} | {"pytest_ampgraph"}
+    assert set(re.findall(r'"([\w.]+)"', listed[1])) == expected

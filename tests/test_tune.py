@@ -15,8 +15,8 @@ from torch import Tensor, nn
 import ampgraph
 from ampgraph import AmpGraphError, Policy, PolicyError
 from ampgraph.cli.main import main
+from ampgraph.tune_model import tuned
 from ampgraph.tuning.result_error import ResultError
-from ampgraph.tuning.tune import tuned
 from ampgraph.tuning.tuner import RUNS
 
 from .small_graphs import EverySet, SmallModel

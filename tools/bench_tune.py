@@ -34,9 +34,9 @@ from ampgraph import Policy  # noqa: E402
 from ampgraph.numerics.neighbours import is_changeable  # noqa: E402
 from ampgraph.numerics.run_model import ModelRunner, Part  # noqa: E402
 from ampgraph.passes.placement.amounts import moved  # noqa: E402
+from ampgraph.tune_model import tuned  # noqa: E402
 from ampgraph.tuning.result_error import ResultError  # noqa: E402
 from ampgraph.tuning.sensitivity import EqualDraws  # noqa: E402
-from ampgraph.tuning.tune import tuned  # noqa: E402
 from tests.zoo import models as zoo  # noqa: E402
 
 Record = dict[str, Any]

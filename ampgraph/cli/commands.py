@@ -28,8 +28,8 @@ from ..policy.policy import Policy
 from ..report.comparison import compare_policies
 from ..report.explain import explain
 from ..report.explanation import Explanation
+from ..tune_model import check_level
 from ..tuning.result_error import ResultError, checked_budget
-from ..tuning.tune import check_level
 from ..tuning.tuner import Tuner
 from .model_spec import ModelSpec, SpecError, build_inputs, parse_input, resolve
 from .parser import UsageError, given, policy_of

@@ -18,18 +18,18 @@ from os import PathLike
 import torch
 from torch import nn
 
-from ._compat import path_inside_wrappers
+from .._compat import path_inside_wrappers
+from ..errors import CaptureError, PolicyError, did_you_mean
+from ..module import AmpModule
+from ..policy.policy import Policy
+from ..policy.rules import NODE_PREFIX
+from ..runtime.device import CPU, device_of
+from ..runtime.dynamo_backend import choose_backend
+from ..runtime.options import AUTO, Options, check_capture
+from ..runtime.siblings import Siblings
+from ..training.fsdp1 import refuse_fsdp1
+from ..training.scaler import LossScaler
 from .block_forward import BlockForward, converted_forward
-from .errors import CaptureError, PolicyError, did_you_mean
-from .module import AmpModule
-from .policy.policy import Policy
-from .policy.rules import NODE_PREFIX
-from .runtime.device import CPU, device_of
-from .runtime.dynamo_backend import choose_backend
-from .runtime.options import AUTO, Options, check_capture
-from .runtime.siblings import Siblings
-from .training.fsdp1 import refuse_fsdp1
-from .training.scaler import LossScaler
 
 Which = str | type
 

@@ -7,13 +7,13 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-from ..convert import convert
-from ..errors import AmpGraphError, PolicyError
-from ..numerics.batches import Batch, arguments_of
-from ..numerics.calibration import Calibration
-from ..policy.policy import Policy
-from .result_error import Metric, ResultError, checked_budget
-from .tuner import Tuned, Tuner
+from .convert import convert
+from .errors import AmpGraphError, PolicyError
+from .numerics.batches import Batch, arguments_of
+from .numerics.calibration import Calibration
+from .policy.policy import Policy
+from .tuning.result_error import Metric, ResultError, checked_budget
+from .tuning.tuner import Tuned, Tuner
 
 
 def tune(

@@ -13,15 +13,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from ._compat import apart_from_dynamo, is_exporting
-from .errors import AmpGraphError, NoGraphError
-from .module import AmpModule
-from .proxy.bound_proxy import behind_the_scenes, over_dict_of
-from .runtime.device import device_of
-from .runtime.dynamo_backend import decided
-from .runtime.options import Options
-from .runtime.siblings import Siblings
-from .training.scaler import LossScaler
+from .._compat import apart_from_dynamo, is_exporting
+from ..errors import AmpGraphError, NoGraphError
+from ..module import AmpModule
+from ..proxy.bound_proxy import behind_the_scenes, over_dict_of
+from ..runtime.device import device_of
+from ..runtime.dynamo_backend import decided
+from ..runtime.options import Options
+from ..runtime.siblings import Siblings
+from ..training.scaler import LossScaler
 
 # Instance attributes that may hold a forward. Accelerate's hooks set ``forward`` and call ``_old_forward``:
 # a hook moves arguments and loads weights, and has to run at every call.
