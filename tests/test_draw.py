@@ -226,7 +226,12 @@ def test_forward_and_backward_side_by_side() -> None:
     assert {n.name for n in backward.graph.nodes} <= set(alone)
     purple = {n for n, s in alone.items() if s.get("fillcolor") == styles.CAST and "_legend" not in n}
     assert {alone[n]["shape"] for n in purple} == {"trapezium", "invtrapezium"}
-    assert alone["_foreach_mul"]["fillcolor"] == styles.BOUNDARY
+    boundary = {n.name for n in backward.graph.nodes if alone[n.name].get("fillcolor") == styles.BOUNDARY}
+    products = {n.name for n in backward.graph.nodes if n.target is torch.ops.aten.mul.Tensor}
+    peaks = {n.name for n in backward.graph.nodes if n.target is torch.ops.aten.amax.default}
+    assert len(peaks & boundary) == len([*amp.parameters()]) == 4
+    assert peaks < boundary
+    assert len(products & boundary) > 4
 
 
 def test_names_are_quoted() -> None:

@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parent.parent
 OUT = ROOT / "out" / "matrix"
 # torch 2.11 wants another setuptools; torchvision belongs to one torch.
 GOES_WITH_TORCH = ("torch", "torchvision", "setuptools")
-TORCHVISION = {"2.11.0": "0.26.0", "2.12.0": "0.27.0", "2.13.0": "0.28.0"}
+TORCHVISION = {"2.11.0": "0.26.0", "2.12.0": "0.27.0", "2.13.0": "0.28.0", "2.14.1": "0.29.1"}
 COUNT = re.compile(r"(\d+) (passed|failed|error|skipped|xfailed)")
 
 Record = dict[str, Any]
