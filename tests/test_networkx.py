@@ -161,8 +161,8 @@ def test_graph_without_a_plan() -> None:
     assert sum(data["bytes"] for data in casts.values()) == 6 * (weights + 2 * 8)  # and the incoming gradient
     roles = {n: data["boundary"] for n, data in graph.nodes(data=True) if data["boundary"]}
     assert roles["mul"] == "scale"
-    assert roles["_foreach_mul"] == roles["getitem"] == "unscale"
-    assert roles["_foreach_norm"] == "finite check"
+    assert roles["mul_1"] == roles["mul_4"] == "unscale"  # a product for each parameter
+    assert roles["amax"] == roles["cat"] == "finite check"
     assert "mm" not in roles
 
 
