@@ -55,6 +55,7 @@ results: $(VENV)/.dev
 	$(BIN)/python tools/bench_convert.py --output docs/results/conversion.md
 	$(BIN)/python tools/bench_calls.py --output docs/results/calls.md
 	$(BIN)/python tools/bench_host.py --output docs/results/host.md
+	$(BIN)/python tools/bench_blocks.py --output docs/results/blocks.md
 	$(BIN)/python tools/bench_bytes.py --output docs/results/bytes.md
 	$(BIN)/python tools/planted_faults.py --output docs/results/planted-faults.md
 	$(BIN)/python tools/train_curves.py --output docs/results/training.md
