@@ -57,9 +57,8 @@ class PlaceCasts(Pass):
             placement = place_within(problem, baseline.activation_cast_bytes - _cast_before(problem))
         else:
             placement = _place_few(problem, self.policy.objective)
-        labels, anchors = placement.labels, placement.anchors
-        cost = costs.complete(labels, anchors)
-        space.plan = build_plan(problem, labels, anchors, cost, baselines, placement.gap)
+        cost = costs.complete(placement.labels, placement.anchors)
+        space.plan = build_plan(problem, placement, cost, baselines)
         return False
 
 

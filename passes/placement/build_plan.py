@@ -13,25 +13,20 @@ from ..analysis.facts import Operand, OperandRule
 from ..analysis.precision import Precision
 from ..analysis.problem import Problem
 from .cost_model import CAST_BYTES, Anchors, Demand, Labels, demands, label_of
+from .labelling import Placement
 
 
-def build_plan(
-    problem: Problem,
-    labels: Labels,
-    anchors: Anchors,
-    cost: Cost,
-    baselines: Mapping[str, Cost],
-    gap: int | None,
-) -> Plan:
-    """Freezes a labelling; see `Plan`."""
-    decisions = {n.name: _decision(problem, labels, n) for n in problem.facts}
+def build_plan(problem: Problem, placement: Placement, cost: Cost, baselines: Mapping[str, Cost]) -> Plan:
+    """Freezes a placement; see `Plan`."""
+    labels, anchors, gap = placement.labels, placement.anchors, placement.gap
+    decisions = {n.name: _decision(problem, labels, n, placement.motive) for n in problem.facts}
     found = demands(problem, labels, anchors)
     casts = [c for demand, uses in found.items() for c in _casts(problem, decisions, demand, uses)]
     widened, dtype_args = _in_kernel(problem, labels, anchors)
     return Plan(decisions, tuple(casts), widened, dtype_args, problem.low_dtype, cost, baselines, gap)
 
 
-def _decision(problem: Problem, labels: Labels, node: Node) -> Decision:
+def _decision(problem: Problem, labels: Labels, node: Node, motive: str) -> Decision:
     fact = problem.facts[node]
     op_class = fact.op_class.value if fact.op_class else None
     if fact.dtype is None:
@@ -46,23 +41,23 @@ def _decision(problem: Problem, labels: Labels, node: Node) -> Decision:
         )
     variable, dtype = problem.variables[node], labels[node].dtype(problem.low_dtype)
     if variable.pinned is None:
-        reason, because = _choice(problem, labels, node)
+        reason, because = _choice(problem, labels, node, motive)
         return Decision(dtype, "placement", f"{variable.reason}: {reason}", op_class, because)
     because = (variable.because.name,) if variable.because else ()
     return Decision(dtype, variable.by, variable.reason, op_class, because)
 
 
-def _choice(problem: Problem, labels: Labels, node: Node) -> tuple[str, tuple[str, ...]]:
+def _choice(problem: Problem, labels: Labels, node: Node, motive: str) -> tuple[str, tuple[str, ...]]:
     """Returns the reason for a free node's dtype, and the neighbours with the same dtype."""
     label = labels[node]
     dtype = str(label.dtype(problem.low_dtype)).removeprefix("torch.")
     producers = [s.tensor for s in problem.facts[node].operands if s.follow]
     agreeing = tuple(t.name for t in producers if label_of(problem, labels, t) is label)
     if len(agreeing) == len(producers):
-        return f"its inputs are {dtype} and fewest bytes move so", agreeing
+        return f"its inputs are {dtype}, and {motive}", agreeing
     users = [user for user, _ in problem.uses.get(node, ()) if labels.get(user) is label]
     users.sort(key=lambda user: problem.variables[user].pinned is None)
-    return f"fewest bytes move with it in {dtype}", (*(user.name for user in users), *agreeing)
+    return f"it is {dtype}, because {motive}", (*(user.name for user in users), *agreeing)
 
 
 def _casts(

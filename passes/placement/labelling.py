@@ -27,11 +27,13 @@ class Placement:
         labels: A precision for every variable.
         anchors: The operand that each float32 promoting op over low operands widens.
         gap: Upper bound on the distance to the minimum: 0 for a proven minimum, None if unknown.
+        motive: Why free nodes have their dtypes, for people.
     """
 
     labels: dict[Node, Precision]
     anchors: dict[Node, Node]
     gap: int | None = 0
+    motive: str = "this moves the fewest bytes"
 
     @property
     def optimal(self) -> bool:
@@ -51,7 +53,8 @@ def autocast_rule(problem: Problem) -> Placement:
             operands = [s for s in problem.facts[node].operands if s.follow]
             low = all(labels[problem.facts[s.tensor].dtype_source] is LOW for s in operands)
             labels[node] = LOW if low else FP32
-    return Placement(labels, greedy_anchors(problem, labels), gap=None)
+    motive = "the rule of torch.autocast gives this"
+    return Placement(labels, greedy_anchors(problem, labels), gap=None, motive=motive)
 
 
 def place_low(problem: Problem) -> Placement:
@@ -64,7 +67,8 @@ def place_low(problem: Problem) -> Placement:
             lows = [labels[problem.facts[t].dtype_source] is LOW for t in followed]
             label = LOW if all(lows) else FP32
         labels[node] = label
-    return Placement(labels, greedy_anchors(problem, labels), gap=None)
+    motive = "casts inside fused kernels are free"
+    return Placement(labels, greedy_anchors(problem, labels), gap=None, motive=motive)
 
 
 def place_optimally(
