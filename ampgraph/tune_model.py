@@ -1,4 +1,4 @@
-"""`tune`: the policy that meets an error budget at the least traffic."""
+"""`tune`: a policy that meets an error budget, found by a few runs of the model."""
 
 from __future__ import annotations
 
@@ -27,12 +27,14 @@ def tune(
     calibration: Calibration | None = None,
     progress: bool | None = None,
 ) -> Policy:
-    """Finds by measurement what has to stay float32, so that an error budget is met at the least traffic.
+    """Finds by measurement what has to stay float32, so that an error budget is met at little traffic.
 
     The model runs at most eight times over the batches, and some eight backwards show how much rounding each
     tensor changes the result. Nodes to keep float32 are chosen by a minimum cut that prices traffic and this
-    error together. Each choice is verified by running it. The model stays as it was: weights, buffers,
-    gradients, training mode and random numbers. It runs eagerly, in its current training mode.
+    error together. The priced error is an estimate, so each choice is verified by running it. Of the verified
+    choices the one with the least traffic is returned; it may not be the best of all. The model stays as it
+    was: weights, buffers, gradients, training mode and random numbers. It runs eagerly, in its current
+    training mode.
 
     Args:
         model: The model, not yet converted.

@@ -2,7 +2,7 @@
 
     python tools/bench_blocks.py --output docs/results/blocks.md
 
-Each row is a process of its own. A decoder layer of transformers' Llama is repeated 1, 8 and 32 times.
+A new process measures each row. A decoder layer of transformers' Llama is repeated 1, 8 and 32 times.
 """
 
 from __future__ import annotations

@@ -152,7 +152,7 @@ def _tune(commands: Any) -> None:
     command = _command(
         commands,
         "tune",
-        "find what has to stay float32 for an error budget, at the least traffic",
+        "find what has to stay float32 for an error budget, at little traffic",
         "Measures a model and writes the policy that meets the budget on the example input.",
         _TUNE_EXAMPLES,
     )

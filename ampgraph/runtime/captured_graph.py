@@ -29,7 +29,7 @@ from .shadow_weights import ShadowWeights
 from .shared_code import SharedCode, can_share
 from .written import Writes
 
-# The attribute of a graph module with the slots of its own parameters.
+# A graph module keeps the slots of its parameters under this name.
 PART = "_amp_slots"
 # Runs a graph for the model's arguments.
 Runner = Callable[..., Any]

@@ -1,7 +1,7 @@
 """`SharedCode`: graphs of blocks that are alike run one compiled function.
 
-Each graph reads the parameters of its own block. The function takes the graph as an argument, and its guards
-check what it relies on. So it is compiled once for all graphs with the same code.
+Each graph reads the parameters of one block. The function takes the graph as an argument, and its guards
+check its assumptions. So it is compiled once for all graphs with the same code.
 """
 
 from __future__ import annotations
