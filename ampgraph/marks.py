@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from torch.fx import Node
+
+BoundaryRole = Literal["scale", "unscale", "finite check", "shadow"]
 
 META_KEY = "ampgraph"
 _INPUT_KEY = "ampgraph_input"
@@ -68,9 +70,9 @@ class DecisionMark(Mark):
 
 @dataclass(frozen=True, repr=False)
 class BoundaryMark(Mark):
-    """On a node of the loss-scaling boundary: the pass that made it, or its role in a backward graph."""
+    """On a node of the loss-scaling boundary: its role, in the rewritten graph and in its backward graph."""
 
-    boundary: str
+    boundary: BoundaryRole
 
 
 @dataclass(frozen=True, repr=False)

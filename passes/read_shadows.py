@@ -64,11 +64,11 @@ def _read(graph: Graph, casts: list[Node], reads: list[tuple[Node, Node]]) -> No
     with graph.inserting_before(at):
         call = graph.call_function(shadow_weights, (*shadows, *parameters))
         call.meta["val"] = tuple(cast.meta["val"] for cast in casts)
-        set_mark(call, BoundaryMark(ReadShadows.name))
+        set_mark(call, BoundaryMark("shadow"))
         for index, cast in enumerate(casts):
             read = graph.call_function(operator.getitem, (call, index))
             read.meta.update(cast.meta)
-            set_mark(read, BoundaryMark(ReadShadows.name))
+            set_mark(read, BoundaryMark("shadow"))
             cast.replace_all_uses_with(read)
 
 
@@ -76,7 +76,7 @@ def _attribute(graph: Graph, target: str, cast: Node) -> Node:
     with graph.inserting_before(next(iter(graph.nodes))):
         node = graph.create_node("get_attr", target)
     node.meta["val"] = cast.meta["val"]
-    set_mark(node, BoundaryMark(ReadShadows.name))
+    set_mark(node, BoundaryMark("shadow"))
     return node
 
 

@@ -11,7 +11,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from ampgraph.marks import BoundaryMark, mark_of, set_mark
-from ampgraph.training.gradient_boundary import scale_gradients, trace_of, unscale_gradients
+from ampgraph.training.gradient_boundary import scale_gradients, unscale_gradients
 
 from .analysis.gradient_flow import differentiable_outputs, groups, is_differentiable, reached_by_gradients
 from .base import Pass
@@ -67,7 +67,7 @@ class ScaleLoss(Pass):
             if self.part:
                 part = graph.create_node("get_attr", self.part)
                 nodes[2] = graph.call_function(torch.ops.aten.index_select.default, (nodes[2], 0, part))
-                set_mark(nodes[2], BoundaryMark(ScaleLoss.name))
+                set_mark(nodes[2], BoundaryMark("unscale"))
             return nodes
 
 
@@ -85,13 +85,13 @@ def _wrap(
     users = {n: [only] if only else [u for u in n.users if u.op != "output"] for n in nodes}
     with graph.inserting_before(at):
         call = graph.call_function(function, (*arguments, *nodes))
+        mark = BoundaryMark("scale" if function is scale_gradients else "unscale")
         call.meta["val"] = tuple(n.meta["val"] for n in nodes)
-        set_mark(call, BoundaryMark(ScaleLoss.name))
-        call.meta["stack_trace"] = trace_of(function)
+        set_mark(call, mark)
         for index, node in enumerate(nodes):
             result = graph.call_function(operator.getitem, (call, index))
             result.meta["val"] = node.meta["val"]
-            set_mark(result, BoundaryMark(ScaleLoss.name))
+            set_mark(result, mark)
             for user in users[node]:
                 user.replace_input_with(node, result)
 

@@ -91,3 +91,13 @@ def test_flags_by_slot(slots):
         tensors = [torch.full((2,), torch.inf if b else 1.0) for b in bad]
         expected = [float(any(b and s == slot for s, b in zip(slots, bad, strict=True))) for slot in range(5)]
         assert non_finite(tensors, slots, 5).tolist() == expected
+
+
+def test_roles_are_annotations_and_not_read_from_stack_traces():
+    amp = trained((X,))
+    marked = [n for n in amp.training_graph.graph.nodes if n.meta.get("ampgraph", {}).get("boundary")]
+    assert {n.meta["ampgraph"]["boundary"] for n in marked} == {"unscale", "scale"}
+    assert not any("stack_trace" in n.meta for n in marked)
+    graph = amp.backward_graph.graph
+    kept = [n.meta.get("custom") for n in graph.nodes if n.meta.get("ampgraph")]
+    assert {mark["ampgraph_boundary"] for mark in kept} == {"scale", "unscale", "finite check"}

@@ -10,10 +10,8 @@ from torch.fx import GraphModule, Node
 from ..guards import guard_of
 from ..marks import BoundaryMark, CastMark, Mark, mark_of
 from ..origin import clean_path, module_stack
-from ..passes import ReadShadows
 from ..plan import Plan
 from ..report import graph_view as view
-from ..training.gradient_boundary import ROLES, unscale_gradients
 
 LOW_DTYPES = ("float16", "bfloat16")
 _CASTS = ("aten._to_copy", "aten.to.dtype", "prims.convert_element_type")
@@ -78,16 +76,8 @@ def modules_around(node: Node, called: dict[str, tuple[str, ...]]) -> tuple[str,
 
 def boundary_role(node: Node) -> str:
     """Returns a node's role in the loss scaling, ``"shadow"`` for a low copy of a parameter, or ``""``."""
-    found = mark_of(node, BoundaryMark)
-    if found is None:
-        return ""
-    mark = found.boundary
-    if mark in ROLES.values():  # AOTAutograd's backward
-        return str(mark)
-    if mark == ReadShadows.name:
-        return "shadow"
-    call = node.args[0] if view.is_item(node) else node
-    return "unscale" if call.target is unscale_gradients else "scale"  # type: ignore[union-attr]
+    mark = mark_of(node, BoundaryMark)
+    return mark.boundary if mark else ""
 
 
 def _kind(node: Node, plan: Plan | None) -> str:

@@ -18,14 +18,22 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
+from torch.fx import traceback as fx_traceback
 
 from .._compat import is_batched
+from ..guards import is_capturing
+from ..marks import BoundaryRole
 from .scale_state import CHECKED
+
+# A trace carries an annotation onto every node made inside it.
+_ROLE_KEY = "ampgraph_boundary"
+_NOT_TRACED = nullcontext()
 
 
 class ScaleGradients(Function):
@@ -42,7 +50,8 @@ class ScaleGradients(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        return None, *(None if g is None else scaled(g, ctx.scale) for g in grads)
+        with _role("scale"):
+            return None, *(None if g is None else scaled(g, ctx.scale) for g in grads)
 
 
 class UnscaleGradients(Function):
@@ -67,13 +76,15 @@ class UnscaleGradients(Function):
         given = [g for g in grads if g is not None]
         if not given:
             return None, None, None, *grads
-        true = unscaled(given, ctx.inverse)
+        with _role("unscale"):
+            true = unscaled(given, ctx.inverse)
         slots = [int(s) for s, g in zip(ctx.slots.split(), grads, strict=True) if g is not None]
         results = iter(true)
         flags = None
         # Only torch.autograd.grad takes batches of gradients, and it does not add to the probe.
         if not _is_batched(given):
-            flags = non_finite(true, slots, ctx.size)
+            with _role("finite check"):
+                flags = non_finite(true, slots, ctx.size)
             if ctx.checked is not None:
                 ctx.checked.note(slots, true)
         return flags, None, None, *(None if g is None else next(results) for g in grads)
@@ -94,9 +105,6 @@ class _Times(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         return None, *grads
-
-
-# `role_of` recognises the nodes of the backward graph by the names of these functions.
 
 
 def scaled(grad: Tensor, scale: Tensor) -> Tensor:
@@ -181,25 +189,16 @@ def _counts_once() -> bool:
     return torch.is_grad_enabled() and not torch.compiler.is_compiling()
 
 
-ROLES = {scaled.__name__: "scale", unscaled.__name__: "unscale", non_finite.__name__: "finite check"}
-
-
-def role_of(node: torch.fx.Node) -> str | None:
+def role_of(node: torch.fx.Node) -> BoundaryRole | None:
     """Returns ``"scale"``, ``"unscale"`` or ``"finite check"`` for a boundary node of a backward graph."""
-    trace = node.meta.get("stack_trace") or ""
-    calls = [line.split()[-1] for line in trace.splitlines() if __file__ in line]
-    role = next((ROLES[name] for name in calls if name in ROLES), None)
-    if role != "unscale":
-        return role
-    # A trace of the forward node is the same for all nodes of its backward.
-    is_product = node.target is torch.ops.aten.mul.Tensor and node.meta["val"].dtype != torch.bool
-    return role if is_product else ROLES[non_finite.__name__]
+    return (node.meta.get("custom") or {}).get(_ROLE_KEY)
 
 
-def trace_of(function: Callable) -> str:
-    """Returns the stack trace of a boundary node: where its backward is computed."""
-    code = {scale_gradients: scaled, unscale_gradients: unscaled}[function].__code__
-    return f'  File "{code.co_filename}", line {code.co_firstlineno}, in {code.co_name}\n'
+def _role(name: BoundaryRole) -> AbstractContextManager:
+    """Annotates the nodes that a trace makes inside; in eager mode it does nothing."""
+    if torch.compiler.is_compiling() or is_capturing():
+        return fx_traceback.annotate({_ROLE_KEY: name})
+    return _NOT_TRACED
 
 
 class ShadowWeights(Function):
