@@ -38,7 +38,8 @@ class CaptureLock:
     def __exit__(self, *error: object) -> None:
         with self._changed:
             self._running -= 1
-            self._changed.notify_all()
+            if self._captures:  # calls wait for nothing but captures
+                self._changed.notify_all()
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:

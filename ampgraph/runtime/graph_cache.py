@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Hashable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx, nn
@@ -31,7 +31,7 @@ from .python_state import PythonState
 from .shadow_weights import ShadowWeights
 from .shared_code import SharedCode
 from .siblings import Call, Siblings, Unplanned
-from .signature import Signature, accepted_shapes, changed_dims, fits, signature_of
+from .signature import Likeness, Signature, accepted_shapes, changed_dims, fits, signature_of
 from .written import writes_of
 
 log = logging.getLogger("ampgraph")
@@ -40,6 +40,15 @@ MANY_CAPTURES = 8
 
 # The training mode of every module; a model may run other code in another mode.
 Flags = tuple[bool, ...]
+
+
+class _Last(NamedTuple):
+    """The last call that found its graph: what the model and the arguments were, and the graph."""
+
+    structure: Structure
+    flags: Flags
+    likeness: Likeness
+    captured: CapturedGraph
 
 
 class GraphCache:
@@ -73,6 +82,7 @@ class GraphCache:
         self._siblings = None if options.policy.level == "O3" else siblings
         self._structure = Structure(source)
         self._graphs: dict[tuple[Flags, Hashable], list[CapturedGraph]] = {}
+        self._last: _Last | None = None
         self._current: CapturedGraph | None = None
         self._current_flags: Flags = ()
         self._told: set[str] = set()
@@ -114,7 +124,24 @@ class GraphCache:
 
     def find(self, args: tuple, kwargs: dict[str, Any]) -> CapturedGraph:
         """Returns the captured graph for these arguments; captures one if none fits."""
-        signature, flags = signature_of(args, kwargs), self._flags()
+        flags, last = self._flags(), self._last
+        structure = self._structure
+        if (
+            last is not None
+            and last.structure is structure
+            and last.flags == flags
+            and last.likeness.fits(args, kwargs)
+            and last.captured.fits(args, kwargs)
+        ):
+            self._current, self._current_flags = last.captured, flags
+            return last.captured
+        captured = self._find(args, kwargs, flags)
+        self._last = _Last(structure, flags, Likeness(args, kwargs), captured)
+        return captured
+
+    def _find(self, args: tuple, kwargs: dict[str, Any], flags: Flags) -> CapturedGraph:
+        """Returns the captured graph of a call that is not like the last."""
+        signature = signature_of(args, kwargs)
         if (captured := self._known(args, kwargs, signature, flags)) is not None:
             return captured
         with self.lock.alone():
@@ -189,9 +216,9 @@ class GraphCache:
 
     def _flags(self) -> Flags:
         if not self._structure.is_current():
-            self._structure = Structure(self._source)
             if not self._options.just_in_time:
-                self._graphs.clear()
+                self._graphs.clear()  # first: another thread trusts graphs that it finds with the structure
+            self._structure = Structure(self._source)
         return self._structure.training_modes()
 
     def _known(

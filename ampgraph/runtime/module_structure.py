@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import chain
+from itertools import chain, repeat
+from operator import is_, itemgetter
 from typing import Any
 
 from torch import nn
@@ -11,10 +12,14 @@ from torch import nn
 from .._compat import hooks_registered
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_training_of = itemgetter("training")
 
 
 class Structure:
     """The modules of a model at capture, with their parts, hooks and instance ``forward``.
+
+    Each check reads all modules in a few calls of C functions. It keeps views of the dicts, which show later
+    changes, and compares no tensors.
 
     Attributes:
         modules: All modules, at any depth.
@@ -27,10 +32,13 @@ class Structure:
         children = [m._modules for m in self.modules]
         # Most are empty, and one call checks that all of them still are.
         self._empty = [held for held in (*slots, *children) if not held]
-        self._children = [held for held in children if held]
+        self._children = [held.values() for held in children if held]
         self._slots = [held for held in slots if held]
-        self._vars = [vars(m) for m in self.modules]
-        hooks = [held for own in self._vars for name in _HOOKS if (held := own.get(name)) is not None]
+        self._tensors = [held.values() for held in self._slots]
+        own = [vars(m) for m in self.modules]
+        self._own_forward = [held for held in own if "forward" in held]
+        self._no_forward = [held for held in own if "forward" not in held]
+        hooks = [held for o in own for name in _HOOKS if (held := o.get(name)) is not None]
         self._unhooked = [held for held in hooks if not held]
         self._hooked = [held for held in hooks if held]
         # A proxy may compute its mode.
@@ -40,7 +48,12 @@ class Structure:
 
     def is_current(self) -> bool:
         """Whether no part was added or removed, including parts that are None. Runs at every call."""
-        return not any(self._empty) and self._seen == self._now() and not self._has_new_hooks()
+        return (
+            not any(self._empty)
+            and not any(map(dict.__contains__, self._no_forward, repeat("forward")))
+            and self._seen == self._now()
+            and not self._has_new_hooks()
+        )
 
     def _has_new_hooks(self) -> bool:
         """Whether a module without hooks has one now; checks only if any hook was registered since."""
@@ -52,12 +65,13 @@ class Structure:
         return False
 
     def _now(self) -> tuple[Sequence[object], ...]:
-        children = list(chain.from_iterable(map(dict.values, self._children)))
-        tensors = chain.from_iterable(map(dict.values, self._slots))
-        forwards = [own.get("forward") for own in self._vars]
-        names, are_none = list(chain.from_iterable(self._slots)), [tensor is None for tensor in tensors]
-        return children, names, are_none, forwards, list(chain.from_iterable(self._hooked))
+        flatten = chain.from_iterable
+        children, names = [*flatten(self._children)], [*flatten(self._slots)]
+        are_none = [*map(is_, flatten(self._tensors), repeat(None))]
+        forwards = [own.get("forward") for own in self._own_forward]
+        return children, names, are_none, forwards, [*flatten(self._hooked)]
 
     def training_modes(self) -> tuple[bool, ...]:
         """Returns the training mode of every module; a model may run other code in another mode."""
-        return (*[own["training"] for own in self._plain], *[m.training for m in self._computed])
+        modes = tuple(map(_training_of, self._plain))
+        return (*modes, *[m.training for m in self._computed]) if self._computed else modes

@@ -17,6 +17,9 @@ _DEPTH = 3  # of objects inside objects: model.config.rope.base
 _MOST_SETTINGS = 256
 _EQUAL_IF_SAME = (FunctionType, BuiltinFunctionType, MethodType, ModuleType, type)
 _NO_SETTINGS = (torch.Tensor, nn.Module)
+_COLUMN = 4  # so many holders of one name are read by name, fewer by holder
+# A getter; its holder, or its holders; the values that it returned.
+_Read = tuple[Callable[[Any], Any], Any, Any]
 
 
 class Places:
@@ -28,8 +31,8 @@ class Places:
 
     def __init__(self) -> None:
         self._known: dict[tuple[int, str], Place] = {}
-        self._plain: dict[int, list[Place]] = {}
-        self._objects: dict[int, list[Place]] = {}
+        self._plain: list[Place] = []
+        self._objects: list[Place] = []
         self._containers: list[tuple[Place, Any]] = []
         self._sizes: list[dict[str, Any]] = []
 
@@ -40,32 +43,40 @@ class Places:
             return
         self._known[key] = place
         if has_plain_leaves(value) or isinstance(value, _EQUAL_IF_SAME):
-            self._plain.setdefault(key[0], []).append(place)
+            self._plain.append(place)
         elif is_container(value):
             self._add_container(place, value, depth)
         elif isinstance(value, nn.Parameter):
             pass  # graphs read those where they are
         elif place.value() is value:  # not made at each access
-            self._objects.setdefault(key[0], []).append(place)
+            self._objects.append(place)
             self._look_into(value, place.path, depth)
 
     def settle(self) -> None:
         """Takes down what the places hold now."""
-        self._plain_groups = [(_getter(places), places[0].holder) for places in self._plain.values()]
-        self._seen = [copied(get(held)) for get, held in self._plain_groups]
-        getters = [
-            (_getter(places, always_tuple=True), places[0].holder) for places in self._objects.values()
-        ]
-        self._object_groups = [(get, held, get(held)) for get, held in getters]
+        self._seen_plain = [copied(place.value()) for place in self._plain]
+        self._seen_objects = [place.value() for place in self._objects]
+        self._plain_columns, rest = _columns(self._plain, self._seen_plain)
+        rows = _rows(rest)
+        self._plain_rows = [(get, held) for get, held, _ in rows]
+        self._seen_rows = [seen for _, _, seen in rows]
+        self._object_columns, rest = _columns(self._objects, self._seen_objects)
+        self._object_rows = _rows(rest, always_tuple=True)
         self._seen_sizes = [*map(len, self._sizes)]
 
     def are_same(self) -> bool:
         """Whether all places hold the same. Runs at every call."""
         try:
-            if [get(held) for get, held in self._plain_groups] != self._seen:
+            if self._plain_rows and [get(held) for get, held in self._plain_rows] != self._seen_rows:
                 return False
-            for get, held, seen in self._object_groups:
+            for get, holders, seen in self._plain_columns:
+                if [*map(get, holders)] != seen:
+                    return False
+            for get, held, seen in self._object_rows:
                 if not all(map(is_, get(held), seen)):
+                    return False
+            for get, holders, seen in self._object_columns:
+                if not all(map(is_, map(get, holders), seen)):
                     return False
         # Gone, or an array now, which compares item by item; ValueError is an empty cell's as well.
         except (KeyError, AttributeError, ValueError, RuntimeError):
@@ -76,22 +87,15 @@ class Places:
 
     def changed(self) -> list[str]:
         """Returns the places that hold something else now, as a user writes them."""
-        pairs = [*self._containers]
-        for places, seen in zip(self._plain.values(), self._seen, strict=True):
-            pairs += zip(places, seen if len(places) > 1 else (seen,), strict=True)
-        for places, (_, _, seen) in zip(self._objects.values(), self._object_groups, strict=True):
-            pairs += zip(places, seen[: len(places)], strict=True)
-        return [place.path for place, seen in pairs if not same(place.value(), seen)]
+        return [place.path for place, seen in self._pairs() if not same(place.value(), seen)]
 
     def seen(self) -> list[Any]:
         """Returns all places with what they held, to compare with those of another model."""
-        pairs = [(place.path, value) for place, value in self._containers]
-        for places, values in zip(self._plain.values(), self._seen, strict=True):
-            each = values if len(places) > 1 else (values,)
-            pairs += [(place.path, value) for place, value in zip(places, each, strict=True)]
-        for places, (_, _, values) in zip(self._objects.values(), self._object_groups, strict=True):
-            pairs += [(place.path, value) for place, value in zip(places, values, strict=False)]
-        return [pairs, self._seen_sizes]
+        return [[(place.path, value) for place, value in self._pairs()], self._seen_sizes]
+
+    def _pairs(self) -> list[tuple[Place, Any]]:
+        plain = zip(self._plain, self._seen_plain, strict=True)
+        return [*self._containers, *plain, *zip(self._objects, self._seen_objects, strict=True)]
 
     def _add_container(self, place: Place, value: Any, depth: int) -> None:
         if not is_small(value):
@@ -140,9 +144,32 @@ def _settings_of_class(cls: type) -> Iterator[str]:
                 yield name
 
 
-def _getter(places: list[Place], always_tuple: bool = False) -> Callable[[Any], Any]:
-    """Returns what reads all places of one holder in one call; of a single place, it gives no tuple."""
-    names = [place.name for place in places]
-    if always_tuple and len(names) == 1:
-        names *= 2
-    return (itemgetter if isinstance(places[0].holder, dict) else attrgetter)(*names)
+def _columns(places: list[Place], seen: list[Any]) -> tuple[list[_Read], list[tuple[Place, Any]]]:
+    """Returns reads of one name from many holders, and the places that are left."""
+    named: dict[tuple[bool, str], list[tuple[Place, Any]]] = {}
+    for place, value in zip(places, seen, strict=True):
+        named.setdefault((isinstance(place.holder, dict), place.name), []).append((place, value))
+    columns, rest = [], []
+    for (is_dict, name), pairs in named.items():
+        if len(pairs) < _COLUMN:
+            rest += pairs
+            continue
+        get = (itemgetter if is_dict else attrgetter)(name)
+        columns.append((get, [place.holder for place, _ in pairs], [value for _, value in pairs]))
+    return columns, rest
+
+
+def _rows(pairs: list[tuple[Place, Any]], always_tuple: bool = False) -> list[_Read]:
+    """Returns reads of all names from one holder; of a single name, without a tuple around the value."""
+    held: dict[int, list[tuple[Place, Any]]] = {}
+    for place, value in pairs:
+        held.setdefault(id(place.holder), []).append((place, value))
+    rows = []
+    for of_one in held.values():
+        holder = of_one[0][0].holder
+        if always_tuple and len(of_one) == 1:
+            of_one *= 2
+        get = (itemgetter if isinstance(holder, dict) else attrgetter)(*[place.name for place, _ in of_one])
+        values = tuple(value for _, value in of_one)
+        rows.append((get, holder, values if len(values) > 1 else values[0]))
+    return rows
