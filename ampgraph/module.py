@@ -28,6 +28,7 @@ from .guards import is_capturing, keep_errors_out_of_log, warn_about_uncaptured_
 from .plan import Plan
 from .policy.policy import Policy
 from .policy.rules import NODE_PREFIX, RuleBook
+from .proxy.all_parameters import all_parameters
 from .proxy.module_proxy import without_swapping
 from .report.converted import Converted
 from .runtime.captured_graph import CapturedGraph, Timing
@@ -275,7 +276,7 @@ class AmpModule(Converted):
         if not torch.is_grad_enabled():
             return False
         tensors = (x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor))
-        return any(t.requires_grad for t in (*self.source.parameters(), *tensors))
+        return any(t.requires_grad for t in (*all_parameters(self.source), *tensors))
 
     def _lost_error(self, captured: CapturedGraph) -> AheadOfTimeError:
         name = type(self.source).__name__

@@ -44,7 +44,7 @@ class ScaleLoss(Pass):
         parameters = [n for n in graph.nodes if n.name in slots and n in reached]
         parameters.sort(key=lambda node: slots[node.name])
         inputs = [n for n in graph.find_nodes(op="placeholder") if n.name not in slots and n in reached]
-        inputs = [n for n in inputs if n.name not in self.state and is_differentiable(n)]
+        inputs = [n for n in inputs if is_differentiable(n) and not is_boundary(n)]
         if not outputs or not (parameters or inputs):
             return False
         scale, inverse, probe = self._state_nodes(graph)

@@ -512,3 +512,45 @@ def test_o0_is_the_source_bit_for_bit():
     amp = convert(model, "ahead of time", X, policy="O0")
     assert torch.equal(amp(X), model(X))
     assert set(dtype_of(amp.graph_module, "linear")) == {FP32}
+
+
+class FrozenNorm(nn.Sequential):
+    """Overrides methods of `nn.Module`, as models do that keep a batch norm in evaluation mode."""
+
+    def train(self, mode=True):
+        super().train(mode)
+        self[1].eval()
+        return self
+
+    def parameters(self, recurse=True):
+        return self[0].parameters(recurse)
+
+    def to(self, *args, **kwargs):
+        self.moved = args
+        return super().to(*args, **kwargs)
+
+
+@CAPTURES
+def test_overridden_methods_of_nn_module_are_the_sources(how):
+    model = FrozenNorm(nn.Linear(8, 8), nn.BatchNorm1d(8)).train()
+    amp = convert(model, how, X).eval()
+    assert amp.train() is amp
+    assert (amp.training, model[0].training, model[1].training) == (True, True, False)
+    amp(X)
+    assert model[1].num_batches_tracked == 0
+    assert len(list(amp.parameters())) == 2
+    assert amp.to(torch.float64) is amp
+    assert model.moved == (torch.float64,)
+    assert torch.allclose(amp(X.double()), model(X.double()))
+
+
+def test_methods_patched_on_the_instance_are_used():
+    model = FrozenNorm(nn.Linear(8, 8), nn.BatchNorm1d(8)).eval()
+    model.train = lambda mode=True: model
+    amp = ampgraph.convert(model)
+    assert amp.train() is model
+    assert not amp.training
+    amp.eval = lambda: "patched later"
+    assert amp.eval() == "patched later"
+    del model.train, amp.eval
+    assert amp.train().training

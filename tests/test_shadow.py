@@ -150,6 +150,13 @@ def test_gradients_are_those_of_casts_in_the_graph(backend, args):
         torch.testing.assert_close(mine.grad, theirs.grad, rtol=tolerance, atol=tolerance / 10)
 
 
+@CAPTURES
+def test_copies_are_no_inputs_with_gradients_in_float16(args, recwarn):
+    _model, amp = converted(args, loss_scale=ampgraph.DynamicLossScale())
+    amp(X).sum().backward()
+    assert [str(w.message) for w in recwarn if "float16" in str(w.message)] == []
+
+
 def test_a_skipped_step_changes_no_shadow():
     _model, amp = converted(loss_scale=ampgraph.DynamicLossScale(init_scale=8.0))
     optimizer = torch.optim.SGD(amp.parameters(), lr=0.1)

@@ -25,20 +25,26 @@ class _Unannounced:
         pass
 
 
-def stand_in(source: nn.Module, call: Callable[..., Any]) -> nn.Module:
-    """Returns an object with the source's class, state and methods that runs ``call`` when it is called.
+def stand_in(source: nn.Module, owner: nn.Module) -> nn.Module:
+    """Returns an object with the source's class, state and methods that runs ``owner`` when it is called.
 
-    Copies, pickles and new objects of its type are the source's: no other object runs ``call``.
+    What moves its tensors (``self.to(...)``) moves the owner's too. Copies, pickles and new objects of its
+    type are the source's: no other object runs ``owner``.
     """
     cls = type(source)
 
     @functools.wraps(cls.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return call(*args, **kwargs)
+        return owner(*args, **kwargs)
+
+    def _apply(self: nn.Module, fn: Callable, recurse: bool = True) -> nn.Module:
+        owner._apply(fn, recurse)
+        return self
 
     members = {
         "__call__": forward,
         "forward": forward,
+        "_apply": _apply,
         "__reduce_ex__": lambda _, protocol: source.__reduce_ex__(protocol),
     }
     return over_dict_of(source, behind_the_scenes(cls, members))

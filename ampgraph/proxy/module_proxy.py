@@ -11,7 +11,7 @@ from torch import nn
 
 from ..errors import CaptureError
 from .bound_proxy import is_method_of, rebound, stand_in
-from .special_methods import class_with_methods_of
+from .special_methods import class_with_methods_of, follow_overrides
 
 _SHARED = (
     "_parameters",
@@ -38,6 +38,7 @@ def without_swapping() -> Iterator[None]:
         torch.__future__.set_swap_module_params_on_conversion(is_on)
 
 
+@follow_overrides
 class ModuleProxy(nn.Module):
     """Shares the source's parameters, buffers, submodules, training mode, attributes and state.
 

@@ -1,13 +1,16 @@
-"""Adds the special methods of the source's class to the class of its proxy.
+"""Methods of a proxy that the source's class decides: special methods, and what it overrides of `nn.Module`.
 
 Python looks up ``len(x)``, ``x[i]`` and ``for y in x`` on the type of ``x`` and skips ``__getattr__``. So
-the proxy of an ``nn.Sequential`` needs a class with the ``__len__`` of ``nn.Sequential``.
+the proxy of an ``nn.Sequential`` needs a class with the ``__len__`` of ``nn.Sequential``. A proxy is an
+``nn.Module`` itself, so its own ``train`` would hide a ``train`` that keeps a batch norm frozen.
 """
 
 from __future__ import annotations
 
+import functools
 import types
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -22,6 +25,8 @@ _OWN = frozenset((
     "__prepare_scriptable__", "__torch_function__",
 ))
 # fmt: on
+# What concerns calls of the proxy itself, or prints it.
+_CALLS = frozenset(("forward", "compile", "extra_repr"))
 _made: weakref.WeakKeyDictionary[type, dict[type, type]] = weakref.WeakKeyDictionary()
 
 
@@ -55,4 +60,28 @@ def _member(name: str, value: Any) -> Any:
         return self.__getattr__(name)(*args, **kwargs)
 
     method.__name__, method.__doc__ = name, value.__doc__
+    return method
+
+
+def follow_overrides(proxy: type[nn.Module]) -> type[nn.Module]:
+    """Lets the public methods of `nn.Module` that a proxy class inherits follow what the source overrides.
+
+    Methods that register hooks stay the proxy's, because the hooks run at calls of the proxy.
+    """
+    for name, method in vars(nn.Module).items():
+        is_hook = name.startswith("register_") and name.endswith("_hook")
+        is_own = name.startswith("_") or is_hook or name in _CALLS or name in vars(proxy)
+        if isinstance(method, types.FunctionType) and not is_own:
+            setattr(proxy, name, _following(name, method))
+    return proxy
+
+
+def _following(name: str, inherited: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(inherited)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        source = self.__dict__["source"]
+        if name in source.__dict__ or getattr(type(source), name) is not inherited:
+            return self.__getattr__(name)(*args, **kwargs)
+        return inherited(self, *args, **kwargs)
+
     return method

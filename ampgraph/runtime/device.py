@@ -8,12 +8,14 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from ..proxy.all_parameters import all_parameters
+
 CPU = torch.device("cpu")
 
 
 def device_of(model: nn.Module, default: torch.device = CPU) -> torch.device:
     """Returns the device of the model's first parameter or buffer, or ``default`` if it has none."""
-    return device_of_tensors((*model.parameters(), *model.buffers()), default)
+    return device_of_tensors((*all_parameters(model), *model.buffers()), default)
 
 
 def device_of_tensors(values: Any, default: torch.device = CPU) -> torch.device:

@@ -9,6 +9,8 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from ..proxy.all_parameters import all_parameters
+
 _FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
@@ -43,7 +45,7 @@ class Layouts:
         return [t.storage_offset() for t in tensors if t.layout == torch.strided]
 
     def _tensors(self, args: tuple, kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
-        leaves = [*tree_leaves((args, kwargs)), *self._source.parameters(), *self._source.buffers()]
+        leaves = [*tree_leaves((args, kwargs)), *all_parameters(self._source), *self._source.buffers()]
         return (leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
 
 

@@ -26,14 +26,14 @@ class LowStorage:
 
     def __init__(self, model: nn.Module, low_dtype: torch.dtype, names: Iterable[str] = ()):
         self._low_dtype = low_dtype
-        self._parameters = {id(p): p for n, p in model.named_parameters() if n in set(names)}
+        self._parameters = {id(p): p for n, p in nn.Module.named_parameters(model) if n in set(names)}
 
     def __contains__(self, parameter: object) -> bool:
         return id(parameter) in self._parameters
 
     def names(self, model: nn.Module) -> tuple[str, ...]:
         """Returns the paths of the stored parameters."""
-        return tuple(name for name, parameter in model.named_parameters() if parameter in self)
+        return tuple(name for name, parameter in nn.Module.named_parameters(model) if parameter in self)
 
     @contextlib.contextmanager
     def as_float32(self) -> Iterator[None]:

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from ..proxy.all_parameters import all_parameters
+
 
 def own_error(source: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Exception | None:
     """Runs the source once and returns its error or None; restores buffers and random state.
@@ -34,7 +36,7 @@ def _copied(tensor: Tensor) -> Tensor:
 @contextlib.contextmanager
 def _unchanged(source: nn.Module) -> Iterator[None]:
     buffers = [(buffer, buffer.detach().clone()) for buffer in source.buffers()]
-    devices = {t.device for t in (*source.parameters(), *source.buffers()) if t.device.type == "cuda"}
+    devices = {t.device for t in (*all_parameters(source), *source.buffers()) if t.device.type == "cuda"}
     with torch.random.fork_rng(devices=list(devices)):
         try:
             yield

@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_leaves
 from ..capture import is_capturing_here
 from ..capture.code import Place
 from ..capture.reads import Reads
+from ..proxy.all_parameters import all_parameters
 from .layouts import Layouts
 from .places import Places
 
@@ -77,5 +78,5 @@ class PythonState:
 
 
 def _autograd(source: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[bool, list[bool]]:
-    tensors = [*tree_leaves((args, kwargs)), *source.parameters()]
+    tensors = [*tree_leaves((args, kwargs)), *all_parameters(source)]
     return torch.is_grad_enabled(), [t.requires_grad for t in tensors if isinstance(t, torch.Tensor)]

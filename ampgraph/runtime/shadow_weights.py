@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .._compat import keep_versions, no_selective_checkpoint
+from ..proxy.all_parameters import all_parameters
 from ..training.optimizer_steps import tell_after_steps
 
 # Keeps threads from reading a copy during a refresh. One lock for all models, which must stay copyable.
@@ -51,7 +52,7 @@ class ShadowWeights(nn.Module):
     def __init__(self, model: nn.Module | None, low_dtype: torch.dtype):
         super().__init__()
         self.__dict__["_model"] = weakref.ref(model) if model is not None else lambda: None
-        self._known = {id(p): weakref.ref(p) for p in model.parameters()} if model is not None else None
+        self._known = {id(p): weakref.ref(p) for p in all_parameters(model)} if model is not None else None
         modules = model.modules() if model is not None else ()
         self._places = [
             (places, name, id(value))

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 from .._compat import is_any_autocast_enabled, storage_key
 from ..errors import PolicyError
 from ..module import AmpModule
+from ..proxy.all_parameters import all_parameters
 from ..runtime.signature import signature_of
 from ..training.distributed import is_distributed
 from ..training.optimizer_step import parameters_of
@@ -43,7 +44,7 @@ def reason_for_the_loop(
     if amp._forward_hooks or amp._forward_pre_hooks or amp._backward_hooks or amp._backward_pre_hooks:
         return "the converted model has hooks"
     held = parameters_of(optimizer)
-    trained = [p for p in amp.source.parameters() if p.requires_grad]
+    trained = [p for p in all_parameters(amp.source) if p.requires_grad]
     if {id(p) for p in held if p.requires_grad} != {id(p) for p in trained}:
         return "the optimizer does not hold exactly the model's parameters that require gradients"
     if any(map(has_hooks, held)):
@@ -69,7 +70,7 @@ def key_of(
         sharing,
         amp._graphs.modes(),
         amp.scaler.config,
-        tuple((id(p), p.requires_grad, p.dtype, p.device) for p in amp.source.parameters()),
+        tuple((id(p), p.requires_grad, p.dtype, p.device) for p in all_parameters(amp.source)),
         tuple(map(id, amp.source.buffers())),
         tuple(_settings(group) for group in optimizer.param_groups),
         tuple(id(x) for p in parameters_of(optimizer) for x in optimizer.state.get(p, {}).values()),

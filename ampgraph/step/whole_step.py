@@ -18,6 +18,7 @@ from .._compat import compiled_by_dynamo, flat_inputs
 from ..errors import AmpGraphError
 from ..module import AmpModule
 from ..policy.loss_scale import DynamicLossScale, adapted
+from ..proxy.all_parameters import all_parameters
 from ..runtime.captured_graph import CapturedGraph
 from ..training.gradient_boundary import non_finite
 from ..training.nested_optimizers import Inside
@@ -160,7 +161,7 @@ def _count(flat: Sequence[object]) -> int:
 
 def _live_tensors(amp: AmpModule, optimizer: Optimizer) -> dict[int, Tensor]:
     """Returns the tensors that a step reads where they are, by identity."""
-    found: list[Tensor] = [*amp.source.parameters(), *amp.source.buffers()]
+    found: list[Tensor] = [*all_parameters(amp.source), *amp.source.buffers()]
     for group in optimizer.param_groups:
         found += [value for value in group.values() if isinstance(value, Tensor)]
         for parameter in group["params"]:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .._compat import without_wrappers
+from ..proxy.all_parameters import all_parameters
 
 
 class ParameterIndex:
@@ -24,16 +25,16 @@ class ParameterIndex:
 
     def __init__(self, model: nn.Module):
         self._model = model
-        self.names = [without_wrappers(name) for name, _ in model.named_parameters()]
-        slots = {id(p): slot for slot, p in enumerate(model.parameters())}
-        named = model.named_parameters(remove_duplicate=False)
+        self.names = [without_wrappers(name) for name, _ in nn.Module.named_parameters(model)]
+        slots = {id(p): slot for slot, p in enumerate(all_parameters(model))}
+        named = nn.Module.named_parameters(model, remove_duplicate=False)
         self._by_name = {without_wrappers(name): slots[id(p)] for name, p in named}
         self.refresh()
 
     def refresh(self) -> None:
         """Looks up the parameter objects that the model has now."""
         self._by_parameter = WeakIdKeyDictionary()
-        for name, parameter in self._model.named_parameters(remove_duplicate=False):
+        for name, parameter in nn.Module.named_parameters(self._model, remove_duplicate=False):
             if (slot := self._by_name.get(without_wrappers(name))) is not None:
                 self._by_parameter[parameter] = slot
 

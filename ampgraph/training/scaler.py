@@ -30,6 +30,7 @@ from ..policy.loss_scale import (
     new_scale_of,
 )
 from ..policy.policy import Policy
+from ..proxy.all_parameters import all_parameters
 from .gradient_flags import GradientFlags
 from .judging import judge_early
 from .nested_optimizers import nested, put_inside
@@ -121,7 +122,7 @@ class LossScaler:
 
     def device_of_values(self) -> torch.device | None:
         """Returns the device of the model's first parameter that has values, or None."""
-        return next((p.device for p in self._model.parameters() if p.device.type != "meta"), None)
+        return next((p.device for p in all_parameters(self._model) if p.device.type != "meta"), None)
 
     def _check_decided(self, method: str) -> None:
         if not self.is_enabled() and isinstance(self._config, Policy):

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from .._compat import is_scaled_by_grad_scaler
 from ..errors import warn_user
+from ..proxy.all_parameters import all_parameters
 from .distributed import local
 from .nested_optimizers import is_inside
 from .optimizer_steps import tell_after_steps
@@ -105,11 +106,11 @@ class UnscaledStepWarning:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         if any(slot is not None for slot in self._slots.of(parameters)):
             return True
-        own = {id(p) for p in self._model.parameters()}  # includes parameters added after the conversion
+        own = {id(p) for p in all_parameters(self._model)}  # includes parameters added after the conversion
         return any(id(p) in own for p in parameters)
 
     def _has_changed(self) -> bool:
-        watched = [local(p).detach().reshape(-1) for p in self._model.parameters() if p.requires_grad]
+        watched = [local(p).detach().reshape(-1) for p in all_parameters(self._model) if p.requires_grad]
         watched = [p for p in watched if p.numel() and p.device.type != "meta"]
         if not watched or any(_is_capturing(p.device) for p in watched):
             return False
