@@ -7,7 +7,8 @@ PYTHON ?= python3
 VENV ?= .venv
 PIP_FLAGS ?=
 CONSTRAINTS ?= constraints.txt
-PYTEST_FLAGS ?= -n 2
+# Neighbours stay on one worker (they share captures and imports); the one that ends first takes from the other.
+PYTEST_FLAGS ?= -n 2 --dist worksteal
 
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) -c $(CONSTRAINTS)

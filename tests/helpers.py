@@ -11,7 +11,8 @@ from torch import nn
 from torch.fx import Graph, GraphModule, Node
 
 from ampgraph import Policy
-from ampgraph._compat import FakeTensorMode, evaluate
+from ampgraph._compat import FakeTensorMode, OpOverload, evaluate
+from ampgraph.guards import guard_of
 from ampgraph.marks import InputMark, set_input_mark
 from ampgraph.passes import (
     ClassifyOps,
@@ -21,6 +22,7 @@ from ampgraph.passes import (
     run_passes,
     workspace,
 )
+from ampgraph.passes.analysis.facts import tensors
 from ampgraph.passes.analysis.problem import Problem
 from ampgraph.passes.place import Placement, _weigher, place_optimally
 
@@ -281,6 +283,36 @@ def dtype_of(graph_module: GraphModule, target: str) -> list[torch.dtype]:
 def graph_lines(graph_module: GraphModule) -> list[str]:
     """One line a node, for comparing graphs node for node."""
     return [n.format_node() or str(n.args) for n in graph_module.graph.nodes]
+
+
+def op_chain(graph_module: GraphModule) -> str:
+    """Returns a graph as people read it: ``linear = linear(x0, w1) bf16`` for each node, in order."""
+    return "\n".join(_chain_line(node) for node in graph_module.graph.nodes)
+
+
+def _chain_line(node: Node) -> str:
+    if node.op == "output":
+        return f"return {_shown(node.args[0])}"
+    types = " ".join(type_name(t.dtype) for t in tensors(node))
+    guard = f"  guard={guard_of(node)}" if guard_of(node) else ""
+    if node.op != "call_function":
+        return f"{node.name} {types}".rstrip() + guard
+    op = str(node.target) if isinstance(node.target, OpOverload) else node.target.__name__
+    named = [f"{key}={_shown(value)}" for key, value in node.kwargs.items()]
+    arguments = ", ".join([*map(_shown, node.args), *named])
+    op = op.removeprefix("aten.").removesuffix(".default")
+    return f"{node.name} = {op}({arguments}) {types}".rstrip() + guard
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(_shown, value))}]"
+    return type_name(value) if isinstance(value, torch.dtype) else str(value)
+
+
+def type_name(dtype: torch.dtype) -> str:
+    """Returns ``f32`` for ``torch.float32``."""
+    return str(dtype).removeprefix("torch.").replace("bfloat", "bf").replace("float", "f")
 
 
 def modules(*layers: nn.Module) -> nn.Sequential:

@@ -19,17 +19,25 @@ def unscale_and_check(gradients: list[torch.Tensor], inverse: torch.Tensor) -> l
     return [*true, non_finite(true, range(len(true)), len(true) + 1)]
 
 
-def added(gradients: list[torch.Tensor]) -> tuple[int, int]:
-    """Returns how many kernels and bytes the check adds."""
-    inverse = torch.tensor(0.5)
+def moved(function, gradients: list[torch.Tensor]) -> tuple[int, int]:
+    """Returns the kernels and the bytes that Inductor schedules."""
     with torch.no_grad():
-        without, both = (scheduled(f, gradients, inverse) for f in (unscale, unscale_and_check))
-    return len(both.forward) - len(without.forward), both.bytes[0] - without.bytes[0]
+        found = scheduled(function, gradients, torch.tensor(0.5))
+    return len(found.forward), found.bytes[0]
 
 
-def gradients(count: int) -> list[torch.Tensor]:
+def unscaling_moves(gradients: list[torch.Tensor]) -> tuple[int, int]:
+    """One kernel for each gradient reads it and the inverse, and writes it."""
+    return len(gradients), sum(2 * g.nbytes + 4 for g in gradients)
+
+
+def different(count: int) -> list[torch.Tensor]:
     """Returns gradients of different sizes, so that Inductor shares no kernel between them."""
     return [torch.randn(8 + i, 4) for i in range(count)]
+
+
+def test_unscaling_alone():
+    assert moved(unscale, different(10)) == unscaling_moves(different(10))
 
 
 @pytest.mark.parametrize(
@@ -37,10 +45,12 @@ def gradients(count: int) -> list[torch.Tensor]:
     [10, pytest.param(100, marks=pytest.mark.exhaustive), pytest.param(500, marks=pytest.mark.exhaustive)],
 )
 def test_check_adds_two_kernels_for_all_parameters(count):
-    kernels, moved = added(gradients(count))
-    assert kernels == 2
+    gradients = different(count)
+    kernels, read_and_written = moved(unscale_and_check, gradients)
+    kernels_without, without = unscaling_moves(gradients)
+    assert kernels - kernels_without == 2
     # One float for each gradient, one flag, and neither gradient is read twice.
-    assert moved <= 24 * count + 16
+    assert read_and_written - without <= 24 * count + 16
 
 
 @pytest.mark.parametrize(
@@ -48,7 +58,8 @@ def test_check_adds_two_kernels_for_all_parameters(count):
     [((4, 3, 3, 3), torch.channels_last), ((4, 3, 2, 3, 3), torch.channels_last_3d)],
 )
 def test_channels_last_gradients_are_flattened_in_memory_order(shape, memory_format):
-    assert added([torch.randn(shape).to(memory_format=memory_format), torch.randn(5)])[0] == 2
+    gradients = [torch.randn(shape).to(memory_format=memory_format), torch.randn(5)]
+    assert moved(unscale_and_check, gradients)[0] - moved(unscale, gradients)[0] == 2
 
 
 def test_backward_of_a_converted_model_has_two_kernels_more():

@@ -429,3 +429,12 @@ def test_custom_op_is_legal_once_registered():
     lists = OpLists.default().with_white("ampgraph_test.fused_mlp")
     assert cls(lists, torch.ops.ampgraph_test.fused_mlp.default) is OpClass.WHITE
     library._destroy()
+
+
+@pytest.mark.parametrize("preset", [OpLists.default, OpLists.torch, OpLists.mindspore, OpLists.oneflow])
+def test_a_preset_is_built_once(preset):
+    """Its rows are thousands, and each ``Policy()`` asks for it; what is derived leaves it as it was."""
+    before = dict(preset().rules())
+    assert preset().with_black("aten.mm") != preset()
+    assert preset() is preset()
+    assert preset().rules() == before

@@ -287,28 +287,6 @@ def test_casts_say_who_and_why_and_inherit_their_users_place():
             assert cast.meta["stack_trace"] == user.meta["stack_trace"]
 
 
-def test_golden_plan():
-    """One block, as people read it."""
-    graph_module = captured(nn.Sequential(nn.Linear(8, 8), nn.Softmax(-1)), X)
-    plan = rewrite(graph_module, Policy(dtype=LOW))
-    short = {torch.float32: "f32", torch.bfloat16: "bf16", None: "-"}
-    assert [f"{n}: {short[d.dtype]} by {d.by}" for n, d in plan.decisions.items()] == [
-        "_0_weight: f32 by source",
-        "_0_bias: f32 by source",
-        "input: f32 by source",
-        "linear: bf16 by list",
-        "softmax: f32 by list",
-        "output: - by source",
-    ]
-    assert [f"{c.tensor}: {short[c.dst]}, {c.bytes} bytes" for c in plan.casts] == [
-        "input: bf16, 192 bytes",
-        "_0_weight: bf16, 384 bytes",
-        "_0_bias: bf16, 48 bytes",
-    ]
-    assert plan.dtype_args == {"softmax": "dtype"}
-    assert plan.optimal
-
-
 def test_casts_that_the_user_undoes_are_kept():
     """A user's widening and narrowing in a row stay, although they change nothing."""
     graph_module = captured(Fn(lambda x: torch.relu((x @ x.t()).to(LOW).float().to(LOW))), X)

@@ -32,8 +32,9 @@ def built(name):
     return cls().eval(), args, kwargs
 
 
+@functools.cache
 def exported(name, level="O1", dtype=BF16, **options):
-    """Returns the program, its inputs and what it computes."""
+    """Returns the program, its inputs and what it computes; shared by the tests, which change none of it."""
     model, args, kwargs = built(name)
     program = ampgraph.export(model, args, kwargs, policy=level, dtype=dtype, **options)
     return program, args, kwargs, program.module()(*args, **kwargs)
@@ -185,7 +186,7 @@ def test_onnx(name, level, tmp_path):
     pytest.importorskip("onnxscript")
     program, args, kwargs, out = exported(name, level, FP16, explicit_casts=True)
     path = tmp_path / "model.onnx"
-    torch.onnx.export(program, args, kwargs=kwargs, dynamo=True, verbose=False).save(path)
+    torch.onnx.export(copy.deepcopy(program), args, kwargs=kwargs, dynamo=True, verbose=False).save(path)
     graph = onnx.load(path).graph
     made = {a.i for node in graph.node if node.op_type == "Cast" for a in node.attribute if a.name == "to"}
     assert onnx.TensorProto.FLOAT16 in made | {tensor.data_type for tensor in graph.initializer}

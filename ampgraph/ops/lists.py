@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from enum import Enum
-from functools import partial
+from functools import cache, partial
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
@@ -118,11 +118,13 @@ class OpLists:
     # -- presets ---------------------------------------------------------------------------------------------
 
     @classmethod
+    @cache
     def default(cls) -> OpLists:
         """The recommended lists: torch's, corrected for kernels that are safer or less safe."""
         return _make(_from_rows(default_lists.DEFAULT), "OpLists.default()", "default")
 
     @classmethod
+    @cache
     def torch(cls) -> OpLists:
         """Exactly the lists of torch's CUDA autocast; unlisted ops follow their inputs."""
         rules = _with_unlisted(peer_lists.TORCH, peer_lists.TORCH_UNLISTED)
@@ -144,12 +146,14 @@ class OpLists:
         return _make(_PADDLE_LEVELS[level](), f"OpLists.paddle({level!r})", f"paddle:{level}")
 
     @classmethod
+    @cache
     def mindspore(cls) -> OpLists:
         """MindSpore's lists for level ``auto``; what they do not name follows its inputs."""
         rules = _with_unlisted(peer_lists.MINDSPORE, peer_lists.MINDSPORE_UNLISTED)
         return _make(rules, "OpLists.mindspore()", "mindspore")
 
     @classmethod
+    @cache
     def oneflow(cls) -> OpLists:
         """OneFlow's ``nn.Graph`` lists; what they do not name stays float32."""
         return _make(_from_rows(peer_lists.ONEFLOW), "OpLists.oneflow()", "oneflow")

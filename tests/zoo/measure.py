@@ -100,6 +100,14 @@ class Subject:
     _program: list[ExportedProgram] = field(default_factory=list)
     _state: dict[str, Tensor] = field(default_factory=dict)
     _runs: dict[str, Run] = field(default_factory=dict)
+    _autocasts: dict[torch.dtype, AmpModule] = field(default_factory=dict)
+    _oracles: dict[torch.dtype, OracleResult] = field(default_factory=dict)
+
+    @classmethod
+    @functools.lru_cache(maxsize=1)
+    def shared(cls, name: str, mode: str) -> Subject:
+        """Returns the model of that name, the same one again until another is asked for."""
+        return cls.of(name, mode)
 
     @classmethod
     def of(cls, name: str, mode: str) -> Subject:
@@ -120,20 +128,25 @@ class Subject:
 
         def once() -> float:
             self._program.clear()
+            gc.collect()  # no collection within the time
             return self.convert(OPTIMAL["O1"], torch.float16).timings[0].capture
 
         return statistics.median(once() for _ in range(TIMES))
 
     def rewrite_seconds(self, policy: Policy, dtype: torch.dtype) -> float:
         """Returns the seconds of everything that follows the capture, the median of `TIMES`."""
-        return statistics.median(self.convert(policy, dtype).timings[0].rewrite for _ in range(TIMES))
+
+        def once() -> float:
+            gc.collect()
+            return self.convert(policy, dtype).timings[0].rewrite
+
+        return statistics.median(once() for _ in range(TIMES))
 
     def convert(self, policy: Policy, dtype: torch.dtype) -> AmpModule:
         """Converts the model; the first call captures it, later ones copy that capture.
 
         The seconds that conversion reports are CPU seconds here: a shared machine's wall clock says little.
         """
-        gc.collect()
         with (
             mock.patch("ampgraph.runtime.graph_cache.capture_program", self._capture),
             mock.patch.object(time, "perf_counter", time.process_time),
@@ -148,9 +161,18 @@ class Subject:
         program._graph_module = copy.deepcopy(program.graph_module)
         return program
 
+    def autocast(self, dtype: torch.dtype) -> AmpModule:
+        """Returns the model converted under the rule of autocast, once a dtype."""
+        if dtype not in self._autocasts:
+            self._autocasts[dtype] = self.convert(AUTOCAST, dtype)
+        return self._autocasts[dtype]
+
     def oracle(self, dtype: torch.dtype) -> OracleResult:
-        """Returns what torch's CUDA autocast does with the captured graph."""
-        return autocast_oracle(self.program.module(check_guards=False), self.args, self.kwargs, dtype)
+        """Returns what torch's CUDA autocast does with the captured graph, once a dtype."""
+        if dtype not in self._oracles:
+            graph = self.program.module(check_guards=False)
+            self._oracles[dtype] = autocast_oracle(graph, self.args, self.kwargs, dtype)
+        return self._oracles[dtype]
 
     @functools.cached_property
     def reference(self) -> Run:

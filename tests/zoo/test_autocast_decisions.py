@@ -16,7 +16,7 @@ from torch import fx
 
 from ampgraph.passes.insert_casts import is_inserted
 from ampgraph.plan import Plan
-from tests.zoo.measure import AUTOCAST, Subject
+from tests.zoo.measure import Subject
 from tests.zoo.test_zoo import CORE
 
 NAMES = (
@@ -87,8 +87,8 @@ def packet(target: Any) -> str:
 
 def disagreements(name: str, dtype: torch.dtype) -> tuple[list[str], int]:
     """Returns the nodes that the plan decides differently, and how many were compared."""
-    subject = Subject.of(name, "eval")
-    amp = subject.convert(AUTOCAST, dtype)
+    subject = Subject.shared(name, "eval")
+    amp = subject.autocast(dtype)
     expected = subject.oracle(dtype).node_dtypes
     dropped = torch.ops.aten._assert_tensor_metadata.default
     captured = [pair for pair in calls(subject.program.module(check_guards=False)) if pair[1] is not dropped]

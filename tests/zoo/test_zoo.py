@@ -11,7 +11,7 @@ import torch
 from tests.exact_integers import differing_integers
 from tests.zoo import models as zoo
 from tests.zoo.capturable import marks
-from tests.zoo.measure import AUTOCAST, OPTIMAL, Run, Subject, activation_cast_bytes, holds
+from tests.zoo.measure import OPTIMAL, Run, Subject, activation_cast_bytes, holds
 
 NAMES = (
     "timm/resnet18",
@@ -93,9 +93,9 @@ def test_each_library_is_there_ten_times() -> None:
 @pytest.mark.parametrize(("name", "mode", "dtype", "level"), combinations())
 @pytest.mark.filterwarnings("ignore")
 def test_model(name: str, mode: str, dtype: torch.dtype, level: str) -> None:
-    subject = Subject.of(name, mode)
+    subject = Subject.shared(name, mode)
     amp = subject.convert(OPTIMAL[level], dtype)
-    autocast = subject.convert(AUTOCAST, dtype)
+    autocast = subject.autocast(dtype)
 
     check_reference(subject)
     check_bytes(subject, amp, autocast, dtype)

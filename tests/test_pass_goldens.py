@@ -1,0 +1,444 @@
+"""One golden for each pass: a small graph, the pass alone, and the graph or the findings after it.
+
+``EXPECTTEST_ACCEPT=1 pytest tests/test_pass_goldens.py`` writes what the passes give now into this file.
+"""
+
+from __future__ import annotations
+
+import ast
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from torch import nn
+from torch.fx import GraphModule
+
+import ampgraph.passes
+from ampgraph import Policy, VerifyError
+from ampgraph.capture import capture_program
+from ampgraph.capture.unlift import unlift
+from ampgraph.passes import (
+    ClassifyOps,
+    CleanCasts,
+    InlineRegions,
+    InsertCasts,
+    Normalize,
+    Pass,
+    PlaceCasts,
+    PropagatePrecision,
+    RemoveCasts,
+    Verify,
+    run_passes,
+    workspace,
+)
+from ampgraph.passes.explicit_casts import ExplicitCasts
+from ampgraph.passes.inline_transforms import InlineTransforms
+from ampgraph.passes.read_shadows import ReadShadows
+from ampgraph.passes.read_stored import ReadStored
+from ampgraph.passes.scale_loss import ScaleLoss
+
+from .helpers import LOW, Fn, GraphBuilder, aten, inserted, op_chain, type_name
+
+O1, O2 = Policy(dtype=LOW), Policy("O2", dtype=LOW)
+KEPT_LOW = O1.replace(keep_io_dtypes=False)
+
+
+def after(graph_module: GraphModule, *passes: Pass) -> GraphModule:
+    run_passes(graph_module, passes)
+    return graph_module
+
+
+def analysis(policy: Policy) -> tuple[Pass, ...]:
+    return ClassifyOps(policy), PropagatePrecision(policy, check_rules=False), PlaceCasts(policy)
+
+
+def change(graph_module: GraphModule, step: Pass) -> str:
+    """Returns the graph before and after one pass that edits it."""
+    before = op_chain(graph_module)
+    assert run_passes(graph_module, [step]).modified
+    return f"{before}\n--- {step.name}\n{op_chain(graph_module)}"
+
+
+def findings(graph_module: GraphModule, lines: list[str]) -> str:
+    return "\n".join([op_chain(graph_module), "---", *lines])
+
+
+def mlp() -> GraphModule:
+    """A product, a gray op and a black one."""
+    build = GraphBuilder()
+    x, weight = build.input(4, 8), build.weight(8, 8)
+    hidden = build.call(aten.relu.default, build.call(aten.linear.default, x, weight))
+    return build.finish(build.call(aten.softmax.int, hidden, -1))
+
+
+def captured(model: nn.Module, *args: torch.Tensor) -> GraphModule:
+    return unlift(capture_program(model, args), model)[0]
+
+
+def test_every_pass_has_its_golden() -> None:
+    folder = Path(next(iter(ampgraph.passes.__path__)))
+    parsed = [ast.parse(path.read_text()) for path in folder.glob("*.py")]
+    named = {
+        node.name
+        for tree in parsed
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef) and "Pass" in {getattr(base, "id", "") for base in node.bases}
+    }
+    assert len(named) >= 14
+    assert named <= globals().keys()
+
+
+def test_normalize() -> None:
+    """An op in place with one reader becomes functional; memory written through a view gets a clone."""
+    build = GraphBuilder()
+    x = build.input(4, 8)
+    added = build.call(aten.add_.Tensor, build.call(aten.mul.Tensor, x, 2), 1)
+    memory = build.call(aten.exp.default, added)
+    build.call(aten.fill_.Scalar, build.call(aten.select.int, memory, 1, 0), 3.0)
+    assert_expected_inline(change(build.finish(memory), Normalize()), """\
+x0 f32
+mul_tensor = mul.Tensor(x0, 2) f32
+add__tensor = add_.Tensor(mul_tensor, 1) f32
+exp_default = exp(add__tensor) f32
+select_int = select.int(exp_default, 1, 0) f32
+fill__scalar = fill_.Scalar(select_int, 3.0) f32
+return [exp_default]
+--- normalize
+x0 f32
+mul_tensor = mul.Tensor(x0, 2) f32
+add__tensor = add.Tensor(mul_tensor, 1) f32
+exp_default = exp(add__tensor) f32
+clone_default = clone(exp_default) f32
+select_int = select.int(clone_default, 1, 0) f32
+fill__scalar = fill_.Scalar(select_int, 3.0) f32
+return [clone_default]""")
+
+
+def test_inline_regions() -> None:
+    """A grad-mode region becomes a pair of calls, an autocast region a guard on its nodes."""
+
+    def regions(x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            y = x.exp()
+        with torch.autocast("cpu", enabled=False):
+            return x @ y
+
+    assert_expected_inline(change(captured(Fn(regions), torch.ones(4, 4)), InlineRegions(O1)), """\
+args_0 f32
+submod_2
+exp = wrap_with_set_grad_enabled(False, submod_2, args_0) f32
+getitem = getitem(exp, 0) f32
+submod_3
+matmul = wrap_with_autocast(cpu, bf16, False, False, submod_3, args_0, getitem) f32
+getitem_1 = getitem(matmul, 0) f32
+return [getitem_1]
+--- inline_regions
+args_0 f32
+is_grad_enabled = is_grad_enabled()
+_set_grad_enabled = _set_grad_enabled(False)
+exp_1 = exp(args_0) f32
+_set_grad_enabled_1 = _set_grad_enabled(is_grad_enabled)
+matmul_1 = matmul(args_0, exp_1) f32  guard=fp32
+return [matmul_1]""")
+
+
+def test_inline_transforms() -> None:
+    """The op of one sample becomes the op of the batch."""
+    graph_module = captured(Fn(lambda x, y: torch.vmap(torch.dot)(x, y)), torch.ones(3, 4), torch.ones(3, 4))
+    assert_expected_inline(change(graph_module, InlineTransforms()), """\
+args_0 f32
+args_1 f32
+lazy_load_decompositions = lazy_load_decompositions()
+_vmap_increment_nesting = _vmap_increment_nesting(3, error)
+_add_batch_dim = _add_batch_dim(args_0, 0, 1) f32
+_add_batch_dim_1 = _add_batch_dim(args_1, 0, 1) f32
+dot = dot(_add_batch_dim, _add_batch_dim_1) f32
+_remove_batch_dim = _remove_batch_dim(dot, 1, 3, 0) f32
+_vmap_decrement_nesting = _vmap_decrement_nesting()
+return [_remove_batch_dim]
+--- inline_transforms
+args_0 f32
+args_1 f32
+unsqueeze = unsqueeze(args_1, -1) f32
+unsqueeze_1 = unsqueeze(args_0, -2) f32
+expand = expand(unsqueeze_1, [3, 1, 4]) f32
+view = view(expand, [3, 1, 4]) f32
+expand_1 = expand(unsqueeze, [3, 4, 1]) f32
+view_1 = view(expand_1, [3, 4, 1]) f32
+bmm = bmm(view, view_1) f32
+_unsafe_view = _unsafe_view(bmm, [3, 1, 1]) f32
+squeeze = squeeze.dim(_unsafe_view, -1) f32
+squeeze_1 = squeeze.dim(squeeze, -1) f32
+return [squeeze_1]""")
+
+
+def test_classify() -> None:
+    graph_module = after(mlp(), ClassifyOps(O1))
+    found = workspace(graph_module).facts
+    lines = [
+        f"{node.name}: {fact.op_class or 'no class'}"
+        + "".join(f"; {operand.tensor.name} {operand.rule.name}" for operand in fact.operands)
+        for node, fact in found.items()
+    ]
+    assert_expected_inline(findings(graph_module, lines), """\
+w1 f32
+x0 f32
+linear_default = linear(x0, w1) f32
+relu_default = relu(linear_default) f32
+softmax_int = softmax.int(relu_default, -1) f32
+return [softmax_int]
+---
+w1: no class
+x0: no class
+linear_default: white; x0 NODE_DTYPE; w1 NODE_DTYPE
+relu_default: clear; linear_default NODE_DTYPE
+softmax_int: black; relu_default DTYPE_ARG
+output: no class; softmax_int SOURCE_DTYPE""")
+
+
+def test_propagate() -> None:
+    graph_module = after(mlp(), *analysis(O1)[:2])
+    lines = [
+        f"{node.name}: {'free' if variable.pinned is None else variable.pinned.name} by {variable.by}"
+        for node, variable in workspace(graph_module).problem.variables.items()
+    ]
+    assert_expected_inline(findings(graph_module, lines), """\
+w1 f32
+x0 f32
+linear_default = linear(x0, w1) f32
+relu_default = relu(linear_default) f32
+softmax_int = softmax.int(relu_default, -1) f32
+return [softmax_int]
+---
+w1: FP32 by source
+x0: FP32 by source
+linear_default: LOW by list
+relu_default: free by placement
+softmax_int: FP32 by list""")
+
+
+def test_place() -> None:
+    graph_module = after(mlp(), *analysis(O1))
+    plan = workspace(graph_module).plan
+    lines = [f"{n}: {type_name(d.dtype) if d.dtype else '-'} by {d.by}" for n, d in plan.decisions.items()]
+    lines += [f"cast {c.tensor} to {type_name(c.dst)}: {c.bytes} bytes" for c in plan.casts]
+    lines += [f"{node} sets {argument}" for node, argument in plan.dtype_args.items()]
+    assert plan.optimal
+    assert_expected_inline(findings(graph_module, lines), """\
+w1 f32
+x0 f32
+linear_default = linear(x0, w1) f32
+relu_default = relu(linear_default) f32
+softmax_int = softmax.int(relu_default, -1) f32
+return [softmax_int]
+---
+w1: f32 by source
+x0: f32 by source
+linear_default: bf16 by list
+relu_default: bf16 by placement
+softmax_int: f32 by list
+output: - by source
+cast x0 to bf16: 192 bytes
+cast w1 to bf16: 384 bytes
+softmax_int sets dtype""")
+
+
+def test_insert_casts() -> None:
+    """The casts of the plan, and the dtype argument of softmax, which reads low and computes in float32."""
+    assert_expected_inline(change(after(mlp(), *analysis(O1)), InsertCasts()), """\
+w1 f32
+x0 f32
+linear_default = linear(x0, w1) f32
+relu_default = relu(linear_default) f32
+softmax_int = softmax.int(relu_default, -1) f32
+return [softmax_int]
+--- insert_casts
+w1 f32
+x0 f32
+to_dtype = to.dtype(x0, bf16) bf16
+to_dtype_1 = to.dtype(w1, bf16) bf16
+linear_default = linear(to_dtype, to_dtype_1) bf16
+relu_default = relu(linear_default) bf16
+softmax_int = softmax.int(relu_default, -1, dtype=f32) f32
+return [softmax_int]""")
+
+
+def test_clean_casts() -> None:
+    """A cast that undoes the user's widening goes; the user's cast stays."""
+    build = GraphBuilder()
+    x, weight = build.input(4, 8), build.weight(8, 8)
+    wide = build.call(aten.to.dtype, build.call(aten.linear.default, x, weight), torch.float32)
+    graph_module = build.finish(build.call(aten.linear.default, wide, weight), wide)
+    assert_expected_inline(change(after(graph_module, *analysis(O1), InsertCasts()), CleanCasts()), """\
+w1 f32
+x0 f32
+to_dtype_1 = to.dtype(x0, bf16) bf16
+to_dtype_2 = to.dtype(w1, bf16) bf16
+linear_default = linear(to_dtype_1, to_dtype_2) bf16
+to_dtype = to.dtype(linear_default, f32) f32
+to_dtype_3 = to.dtype(to_dtype, bf16) bf16
+linear_default_1 = linear(to_dtype_3, to_dtype_2) bf16
+to_dtype_4 = to.dtype(linear_default_1, f32) f32
+return [to_dtype_4, to_dtype]
+--- clean_casts
+w1 f32
+x0 f32
+to_dtype_1 = to.dtype(x0, bf16) bf16
+to_dtype_2 = to.dtype(w1, bf16) bf16
+linear_default = linear(to_dtype_1, to_dtype_2) bf16
+to_dtype = to.dtype(linear_default, f32) f32
+linear_default_1 = linear(linear_default, to_dtype_2) bf16
+to_dtype_4 = to.dtype(linear_default_1, f32) f32
+return [to_dtype_4, to_dtype]""")
+
+
+def test_remove_casts() -> None:
+    """The graph that the plan was made for; the default of the dtype argument is written out."""
+    graph_module = after(mlp(), *analysis(O1), InsertCasts())
+    assert_expected_inline(change(graph_module, RemoveCasts(workspace(graph_module).plan)), """\
+w1 f32
+x0 f32
+to_dtype = to.dtype(x0, bf16) bf16
+to_dtype_1 = to.dtype(w1, bf16) bf16
+linear_default = linear(to_dtype, to_dtype_1) bf16
+relu_default = relu(linear_default) bf16
+softmax_int = softmax.int(relu_default, -1, dtype=f32) f32
+return [softmax_int]
+--- remove_casts
+w1 f32
+x0 f32
+linear_default = linear(x0, w1) f32
+relu_default = relu(linear_default) f32
+softmax_int = softmax.int(relu_default, -1, dtype=None) f32
+return [softmax_int]""")
+
+
+def test_explicit_casts() -> None:
+    """Softmax widens by its argument; the cast says it."""
+    graph_module = after(mlp(), *analysis(O1), InsertCasts())
+    assert_expected_inline(change(graph_module, ExplicitCasts(LOW)), """\
+w1 f32
+x0 f32
+to_dtype = to.dtype(x0, bf16) bf16
+to_dtype_1 = to.dtype(w1, bf16) bf16
+linear_default = linear(to_dtype, to_dtype_1) bf16
+relu_default = relu(linear_default) bf16
+softmax_int = softmax.int(relu_default, -1, dtype=f32) f32
+return [softmax_int]
+--- explicit_casts
+w1 f32
+x0 f32
+to_dtype = to.dtype(x0, bf16) bf16
+to_dtype_1 = to.dtype(w1, bf16) bf16
+linear_default = linear(to_dtype, to_dtype_1) bf16
+relu_default = relu(linear_default) bf16
+to_dtype_2 = to.dtype(relu_default, f32) f32
+softmax_int = softmax.int(to_dtype_2, -1, dtype=f32) f32
+return [softmax_int]""")
+
+
+def test_read_stored() -> None:
+    """A product reads the stored weight as it is; what reads it in float32 gets a cast."""
+    build = GraphBuilder()
+    x, weight = build.input(4, 8), build.weight(8, 8)
+    product = build.call(aten.linear.default, x, weight)
+    graph_module = build.finish(product, build.call(aten.exp.default, weight))
+    after(graph_module, *analysis(KEPT_LOW), InsertCasts())
+    assert_expected_inline(change(graph_module, ReadStored(("w1",), LOW)), """\
+w1 f32
+x0 f32
+to_dtype = to.dtype(x0, bf16) bf16
+to_dtype_1 = to.dtype(w1, bf16) bf16
+linear_default = linear(to_dtype, to_dtype_1) bf16
+exp_default = exp(w1) f32
+return [linear_default, exp_default]
+--- read_stored
+w1 bf16
+x0 f32
+to_dtype = to.dtype(x0, bf16) bf16
+linear_default = linear(to_dtype, w1) bf16
+to_dtype_2 = to.dtype(w1, f32) f32
+exp_default = exp(to_dtype_2) f32
+return [linear_default, exp_default]""")
+
+
+def test_read_shadows() -> None:
+    """The cast of a parameter becomes a read of its low copy, which passes gradients to the parameter."""
+    build = GraphBuilder()
+    x, weight, _low = build.input(4, 8), build.weight(8, 8), build.input(8, 8, dtype=LOW)
+    graph_module = build.finish(build.call(aten.linear.default, x, weight))
+    after(graph_module, *analysis(O1), InsertCasts())
+    assert_expected_inline(change(graph_module, ReadShadows({"w1": "x2"}, differentiable=True)), """\
+x2 bf16
+w1 f32
+x0 f32
+to_dtype = to.dtype(x0, bf16) bf16
+to_dtype_1 = to.dtype(w1, bf16) bf16
+linear_default = linear(to_dtype, to_dtype_1) bf16
+to_dtype_2 = to.dtype(linear_default, f32) f32
+return [to_dtype_2]
+--- read_shadows
+x2 bf16
+w1 f32
+x0 f32
+shadow_weights = shadow_weights(x2, w1) bf16
+getitem = getitem(shadow_weights, 0) bf16
+to_dtype = to.dtype(x0, bf16) bf16
+linear_default = linear(to_dtype, getitem) bf16
+to_dtype_2 = to.dtype(linear_default, f32) f32
+return [to_dtype_2]""")
+
+
+def test_scale_loss() -> None:
+    """Gradients are scaled where they enter, at outputs, and unscaled where they leave."""
+    build = GraphBuilder()
+    x, weight, scale, inverse = build.input(4, 8), build.weight(8, 8), build.input(), build.input()
+    probe = build.input(2)
+    graph_module = build.finish(build.call(aten.linear.default, x, weight))
+    step = ScaleLoss((("w1", 0),), 2, state=(scale.name, inverse.name, probe.name))
+    assert_expected_inline(change(graph_module, step), """\
+x4 f32
+x3 f32
+x2 f32
+w1 f32
+x0 f32
+linear_default = linear(x0, w1) f32
+return [linear_default]
+--- scale_loss
+x4 f32
+x3 f32
+x2 f32
+w1 f32
+x0 f32
+unscale_gradients_1 = unscale_gradients(x4, x3, 1, x0) f32
+getitem_1 = getitem(unscale_gradients_1, 0) f32
+unscale_gradients = unscale_gradients(x4, x3, 0, w1) f32
+getitem = getitem(unscale_gradients, 0) f32
+linear_default = linear(getitem_1, getitem) f32
+scale_gradients = scale_gradients(x2, linear_default) f32
+getitem_2 = getitem(scale_gradients, 0) f32
+return [getitem_2]""")
+
+
+def test_verify() -> None:
+    """A cast lost after the plan is an error that names the node."""
+    graph_module = after(mlp(), *analysis(O1), InsertCasts())
+    assert not run_passes(graph_module, [Verify()]).modified
+    lost = inserted(graph_module)[0]
+    lost.replace_all_uses_with(lost.args[0])
+    graph_module.graph.erase_node(lost)
+    with pytest.raises(VerifyError) as caught:
+        run_passes(graph_module, [Verify()])
+    assert_expected_inline(findings(graph_module, textwrap.wrap(str(caught.value), 100)), """\
+w1 f32
+x0 f32
+to_dtype_1 = to.dtype(w1, bf16) bf16
+linear_default = linear(x0, to_dtype_1) bf16
+relu_default = relu(linear_default) bf16
+softmax_int = softmax.int(relu_default, -1, dtype=f32) f32
+return [softmax_int]
+---
+verify: node 'linear_default' (aten.linear.default) is recorded as (torch.bfloat16,) but yields
+(torch.float32,)""")
