@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.export import ExportedProgram
+from torch.export.graph_signature import ExportGraphSignature
 
 from ._compat import wrap_grad_modes
 from .capture import LOST_KEY, Reads, capture_program
@@ -23,6 +24,7 @@ from .passes.pipeline import rewrite
 from .passes.read_shadows import casts_of
 from .policy.policy import Policy
 from .runtime.device import device_of_tensors
+from .runtime.graph_copies import keep_names
 
 
 def export(
@@ -93,8 +95,7 @@ def convert_program(
     """
     policy = policy.resolved(device_of_tensors(dict(program.state_dict)))
     graph_module = copy.deepcopy(program.graph_module)
-    for old, new in zip(program.graph.nodes, graph_module.graph.nodes, strict=True):
-        new.name = old.name  # a copy renames nodes that shadow a builtin ("input"); the signature does not
+    keep_names(program.graph, graph_module.graph)
     signature = copy.deepcopy(program.graph_signature)
     _mark_parameters(graph_module, program)
     modules = sorted({p for e in program.module_call_graph for p in [e.fqn]})
@@ -106,20 +107,9 @@ def convert_program(
         if explicit_casts:
             run_passes(part, (ExplicitCasts(policy.low_dtype),))
         _fix_grad_modes(part.graph)
-    for node in graph_module.graph.nodes:
-        drop_input_mark(node)
-        if is_inserted(node):
-            # Metadata of a saved program must be strings.
-            node.meta["custom"] = {**node.meta.get("custom", {}), META_KEY: node.meta[META_KEY]["reason"]}
-    graph_module.meta.pop(META_KEY, None)
-    names = [node.name for node in graph_module.graph.find_nodes(op="placeholder")]
-    graph_module = wrap_grad_modes(graph_module)
-    for name, node in zip(names, graph_module.graph.find_nodes(op="placeholder"), strict=True):
-        node.name = name  # a copy renames these, too
-    outputs = next(n for n in reversed(graph_module.graph.nodes) if n.op == "output").args[0]
-    for spec, node in zip(signature.output_specs, outputs, strict=True):
-        if hasattr(node, "name") and getattr(spec.arg, "name", None) not in (None, node.name):
-            spec.arg.name = node.name
+    _make_savable(graph_module)
+    graph_module = _with_grad_modes(graph_module)
+    _name_outputs(signature, graph_module.graph)
     return ExportedProgram(
         root=graph_module,
         graph=graph_module.graph,
@@ -131,6 +121,31 @@ def convert_program(
         constants=program.constants,
         verifiers=[program.verifier],
     )
+
+
+def _make_savable(graph_module: torch.fx.GraphModule) -> None:
+    """Turns marks into strings, the only metadata that a saved program keeps."""
+    for node in graph_module.graph.nodes:
+        drop_input_mark(node)
+        if is_inserted(node):
+            node.meta["custom"] = {**node.meta.get("custom", {}), META_KEY: node.meta[META_KEY]["reason"]}
+    graph_module.meta.pop(META_KEY, None)
+
+
+def _with_grad_modes(graph_module: torch.fx.GraphModule) -> torch.fx.GraphModule:
+    """Wraps regions of a grad mode as export does, and keeps the names of the inputs."""
+    names = [node.name for node in graph_module.graph.find_nodes(op="placeholder")]
+    wrapped = wrap_grad_modes(graph_module)
+    for name, node in zip(names, wrapped.graph.find_nodes(op="placeholder"), strict=True):
+        node.name = name
+    return wrapped
+
+
+def _name_outputs(signature: ExportGraphSignature, graph: torch.fx.Graph) -> None:
+    """Corrects the names of outputs that a cast has replaced."""
+    for spec, node in zip(signature.output_specs, graph.output_node().args[0], strict=True):
+        if hasattr(node, "name") and getattr(spec.arg, "name", None) not in (None, node.name):
+            spec.arg.name = node.name
 
 
 def _store_low(

@@ -84,12 +84,12 @@ class PropagatePrecision(Pass):
     ) -> dict[Node, Hazard]:
         if not self.policy.hazards or self.policy.level == "O0":
             return {}
-        low = {node: v.pinned is Precision.LOW for node, v in fixed.items() if v.pinned is not None}
-        exact = find_hazards(graph_module, facts, low, self.policy.low_dtype)
+        labels = {node: v.pinned for node, v in fixed.items() if v.pinned is not None}
+        exact = find_hazards(graph_module, facts, labels, self.policy.low_dtype)
         if self.policy.level == "O3":
             return exact
         follows = self.policy.level == "O1"
-        return find_range_hazards(facts, low, self.policy.low_dtype, extents, follows) | exact
+        return find_range_hazards(facts, labels, self.policy.low_dtype, extents, follows) | exact
 
     def _rules(self, graph_module: GraphModule) -> RuleBook:
         """Returns the rules; without a known model, the modules come from the graph."""

@@ -28,7 +28,7 @@ from ampgraph.passes.analysis.alias import viewed, written_args
 from ampgraph.passes.pipeline import rewrite
 from ampgraph.passes.place import autocast_rule, place_within
 from ampgraph.policy.policy import LOW_DTYPES
-from ampgraph.runtime.captured_graph import _copy
+from ampgraph.runtime.graph_copies import copy_graph_module
 
 from .brute_force import moved
 from .exact_integers import differing_integers
@@ -132,7 +132,7 @@ class Captured:
 
     def copy(self) -> fx.GraphModule:
         """Returns a copy that passes may edit."""
-        return _copy(self.graph_module)
+        return copy_graph_module(self.graph_module)
 
     def moved(self, seed: int, backward: bool) -> Outcome:
         """Runs it once from the start, every result moved a little."""

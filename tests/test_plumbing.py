@@ -129,3 +129,24 @@ class Positions(nn.Module):
 def test_integer_buffers_go_with_their_readers() -> None:
     graph = ampgraph.to_networkx(ampgraph.convert(Positions(), (torch.randn(2, 3, 4),)))
     assert "ids" in regions(graph)[MASK]
+
+
+def test_equal_layers_are_folded_in_large_pictures(
+    amp: ampgraph.AmpModule, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert {"[blocks.0]", "[blocks.1]"}.isdisjoint(drawn(to_dot(amp)))  # a small one
+    short = to_dot(amp, all_layers=False)
+    assert 'subgraph "cluster_blocks.0"' in short
+    assert "[blocks.1]" in drawn(short)
+    assert r"\nas blocks.0" in short
+    monkeypatch.setattr("ampgraph.drawing.picture.LARGE", 10)
+    assert to_dot(amp) == short
+    assert "[blocks.1]" not in drawn(to_dot(amp, all_layers=True))
+    assert r"as blocks.0" not in to_dot(amp, depth=1)
+
+
+def test_layers_that_differ_are_not_folded(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(3)))
+    policy = ampgraph.Policy(dtype=torch.float16, rules={"1.*": "fp32"})
+    amp = ampgraph.convert(model, (torch.randn(2, 8),), policy=policy)
+    assert "as 0" not in to_dot(amp, all_layers=False)

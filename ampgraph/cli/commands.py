@@ -32,14 +32,14 @@ from ..tune_model import check_level
 from ..tuning.result_error import ResultError, checked_budget
 from ..tuning.tuner import Tuner
 from .model_spec import ModelSpec, SpecError, build_inputs, parse_input, resolve
-from .parser import UsageError, given, policy_of
+from .option_values import UsageError, given, policy_of
 from .terminal import Notes, coloured, encodable, wants_colour
 
 # The exit status of ``check`` where there is something to fix.
 FOUND = 3
 # The form of the report for a suffix of -o; None: any form.
 _FORMS = {"": None, ".txt": None, ".text": None, ".log": None, ".json": "json", ".md": "markdown"}
-_DRAW_KEYWORDS = ("depth", "focus", "highlight", "graph", "plumbing")
+_DRAW_KEYWORDS = ("depth", "focus", "highlight", "graph", "plumbing", "all_layers")
 
 
 class Report(Protocol):

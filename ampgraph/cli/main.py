@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from ..errors import AmpGraphError, PolicyError
 from .commands import COMMANDS
 from .model_spec import SpecError
-from .parser import UsageError, parser
+from .option_values import UsageError
+from .parser import parser
 from .terminal import Notes, discard_output
 
 OK, CONVERSION_ERROR, USAGE_ERROR, INTERRUPTED = 0, 1, 2, 130

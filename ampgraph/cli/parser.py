@@ -1,26 +1,23 @@
-"""The command line's options, and the policies that they name."""
+"""The command line's options."""
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import json
 import re
-from collections.abc import Iterator
 from typing import Any, NoReturn
 
 import torch
 
-from ..errors import AmpGraphError, did_you_mean
+from ..errors import did_you_mean
 from ..numerics.numeric_comparison import COLUMNS
-from ..ops.lists import PRESETS, OpClass, OpLists
-from ..policy.policy import DTYPE_NAMES, LEVELS, OBJECTIVES, PLACEMENTS, RULE_VALUES, Policy
+from ..ops.lists import PRESETS
+from ..policy.policy import DTYPE_NAMES, LEVELS, OBJECTIVES, PLACEMENTS
 from ..runtime.options import AUTO, CAPTURES
 from ..tuning.result_error import NAMES as METRICS
+from .option_values import CLASSES, UsageError
 from .terminal import COLOURS
 
 POLICIES = ("O1", "O2", "torch", "paddle", "mindspore", "oneflow")
-_CLASSES = {cls.value: f"move these ops to the {cls} list" for cls in OpClass}
 _HELP = """\
 SPEC is one of
   torchvision:resnet18               torchvision.models.get_model, random weights
@@ -69,10 +66,6 @@ _COMPARE_EXAMPLES = """\
   ampgraph compare-policies torchvision:resnet18 --input 8x3x224x224
   ampgraph compare-policies transformers:t5 --input input_ids=2x16:int64 \\
       --input decoder_input_ids=2x16:int64 --policies O1 O2 torch mine.json --markdown"""
-
-
-class UsageError(Exception):
-    """An option has an illegal value; the message gives the legal ones."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -218,6 +211,12 @@ def _draw(commands: Any) -> None:
         default=None,
         help="open the boxes of integer and mask ops, which are folded by default",
     )
+    command.add_argument(
+        "--all-layers",
+        action="store_true",
+        default=None,
+        help="repeated layers in full; default: the first one where there are more than 200 nodes",
+    )
 
 
 def _compare(commands: Any) -> None:
@@ -273,7 +272,7 @@ def _policy_options(command: Any, default: str = "O1") -> None:
     group.add_argument("--level", choices=LEVELS, help="instead of the policy's")
     group.add_argument("--dtype", choices=tuple(DTYPE_NAMES), help="low dtype; default: bfloat16 on CPU")
     group.add_argument("--lists", choices=tuple(PRESETS), help="op lists to start from")
-    for cls, meaning in _CLASSES.items():
+    for cls, meaning in CLASSES.items():
         group.add_argument(f"--{cls}", nargs="+", action="extend", default=[], metavar="OP", help=meaning)
     group.add_argument(
         "--rules",
@@ -306,73 +305,3 @@ def _rows(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r}: expected a number of rows, 1 or more")
     return int(text)
-
-
-@contextlib.contextmanager
-def given(option: str, reads: bool = True) -> Iterator[None]:
-    """Runs code that uses an option's value and turns its errors into a `UsageError`.
-
-    Args:
-        option: The option and its value, as the message names them.
-        reads: Whether the code only reads the value. Then any `ValueError` is the user's. In code that does
-            more, such an error is a fault of ampgraph and is not caught.
-
-    Raises:
-        UsageError: The code inside refused the value.
-    """
-    try:
-        yield
-    except BrokenPipeError:
-        raise
-    except OSError as error:
-        raise UsageError(f"{option}: {error.strerror or error}") from error
-    except AmpGraphError as error:
-        raise UsageError(f"{option}: {error}") from error
-    except (ValueError, OverflowError, RecursionError, MemoryError) as error:
-        if not reads:
-            raise
-        raise UsageError(f"{option}: {_cause(error)}") from error
-
-
-def _cause(error: Exception) -> str:
-    if isinstance(error, RecursionError):
-        return "nested too deep."
-    if isinstance(error, MemoryError):
-        return "there is not enough memory for it."
-    return f"no JSON: {error}" if isinstance(error, json.JSONDecodeError) else str(error)
-
-
-def policy_of(options: argparse.Namespace) -> Policy:
-    """Returns the policy that the options describe: ``--policy``, changed by the other options.
-
-    Raises:
-        UsageError: A value is not legal.
-    """
-    with given("--policy"):
-        policy = Policy.of(options.policy or options.default_policy)
-    values = {name: getattr(options, name) for name in ("level", "dtype", "placement", "objective")}
-    changes: dict[str, Any] = {name: value for name, value in values.items() if value is not None}
-    if options.rules:
-        changes["rules"] = {**policy.rules, **dict(map(_rule, options.rules))}
-    ops = OpLists.preset(options.lists) if options.lists else policy.ops
-    _check_classes(options)
-    for cls in _CLASSES:
-        with given(f"--{cls}"):
-            ops = getattr(ops, f"with_{cls}")(*getattr(options, cls))
-    return policy.replace(ops=ops, **changes)
-
-
-def _check_classes(options: argparse.Namespace) -> None:
-    seen: dict[str, str] = {}
-    for cls in _CLASSES:
-        for op in getattr(options, cls):
-            if seen.setdefault(op, cls) != cls:
-                raise UsageError(f"{op!r} is given both as --{seen[op]} and as --{cls}.")
-
-
-def _rule(text: str) -> tuple[str, str]:
-    pattern, equals, value = text.rpartition("=")
-    if not equals or value not in RULE_VALUES:
-        hint = did_you_mean(value, RULE_VALUES)
-        raise UsageError(f"--rules {text!r}: expected GLOB=low or GLOB=fp32, such as 'head.*=fp32'.{hint}")
-    return pattern, value

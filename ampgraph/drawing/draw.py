@@ -33,6 +33,7 @@ def draw(
     highlight: str | Iterable[str] | None = None,
     graph: str = "forward",
     plumbing: bool = False,
+    all_layers: bool | None = None,
     values: Mapping[str, float] | None = None,
 ) -> Path:
     """Draws a converted model.
@@ -55,6 +56,8 @@ def draw(
         graph: ``"forward"``, ``"backward"`` or ``"both"``, see `to_networkx`.
         plumbing: Opens the regions of ops that only compute integers and masks (positions, attention masks,
             indices); they are folded by default. In a page this is the initial state.
+        all_layers: Shows repeated layers in full. If False, the first one stands for the equal layers after
+            it, which are folded. None: in full up to 200 nodes, in a page, and with ``depth`` or ``values``.
         values: Numbers by node name, 0 or more, such as `NumericComparison.values` gives: they are written on
             the nodes and colour them, by orders of magnitude, in place of precision. A folded box has the
             largest inside. Nodes without one are white.
@@ -69,10 +72,11 @@ def draw(
     path = Path(path)
     suffix = format_suffix(path)
     source = annotated(amp, graph)
-    if depth is None and suffix in PAGE_SUFFIXES:
+    if depth is None and all_layers is None and suffix in PAGE_SUFFIXES:
         shown = fitting(source, PAGE_SIZE, focus, highlight, plumbing)
     else:
-        shown = picture(source, depth, focus, highlight, plumbing)
+        layers = True if values is not None and all_layers is None else all_layers
+        shown = picture(source, depth, focus, highlight, plumbing, layers)
     if values is not None:
         shown.scale = ColourScale.of(values, source.graph)
     data = _written(shown, suffix)
@@ -110,9 +114,10 @@ def to_dot(
     highlight: str | Iterable[str] | None = None,
     graph: str = "forward",
     plumbing: bool = False,
+    all_layers: bool | None = None,
 ) -> str:
     """Returns the diagram as Graphviz text; takes `draw`'s options."""
-    return dot_text(picture(annotated(amp, graph), depth, focus, highlight, plumbing))
+    return dot_text(picture(annotated(amp, graph), depth, focus, highlight, plumbing, all_layers))
 
 
 def notebook_svg(amp: Converted) -> str | None:

@@ -9,6 +9,7 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
 from ..errors import AmpGraphError, did_you_mean
+from ..report.layers import Repeat, is_repeated, repeats, representative
 from ..report.rows import is_float_op
 from .annotated import Annotated
 from .colour_scale import ColourScale
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     import networkx as nx
 
 CASTS = "casts"
+# In larger pictures, repeated layers are shown once.
+LARGE = 200
 
 
 @dataclass
@@ -51,6 +54,7 @@ class Box:
         boxes: Boxes inside.
         counts: Of everything inside.
         folded: Whether it is drawn as one closed box.
+        like: Path of the layer that it equals and that is shown instead; empty for all other boxes.
     """
 
     scope: Scope
@@ -58,6 +62,7 @@ class Box:
     boxes: dict[Part, Box] = field(default_factory=dict)
     counts: Counts = field(default_factory=Counts)
     folded: bool = False
+    like: str = ""
 
     @property
     def key(self) -> str:
@@ -132,6 +137,7 @@ def picture(
     focus: str | None = None,
     highlight: str | Iterable[str] | None = None,
     plumbing: bool = False,
+    all_layers: bool | None = True,
 ) -> Picture:
     """Returns the content of a picture.
 
@@ -142,6 +148,8 @@ def picture(
         highlight: ``"casts"``, a node name or a glob over names, or several.
         plumbing: Whether regions of integers and masks are open. They also open if the focus matches
             only them.
+        all_layers: Whether repeated layers are shown in full. If not, the first one stands for the others,
+            which are folded. None: in full up to `LARGE` nodes, and if ``depth`` is given.
 
     Raises:
         AmpGraphError: A pattern matches nothing, or ``depth`` is negative.
@@ -159,6 +167,8 @@ def picture(
         _fold(root, depth)
     if not plumbing:
         _fold_plumbing(root)
+    if not (depth is not None or _size(root) <= LARGE if all_layers is None else all_layers):
+        _fold_repeats(root, _repeats(source, shown))
     inside = set(shown)
     near = {n for name in shown for n in (*graph.predecessors(name), *graph.successors(name))} - inside
     neighbours = [name for name in graph if name in near]
@@ -247,6 +257,20 @@ def _fold_plumbing(root: Box) -> None:
         return
     for box in regions:
         box.folded = not is_single(box)
+
+
+def _repeats(source: Annotated, shown: list[str]) -> tuple[Repeat, ...]:
+    """Returns the layers whose nodes look equal except for names."""
+    nodes = source.graph.nodes
+    keys = ("kind", "op", "dtype", "shape", "op_class", "by", "guard", "boundary")
+    return repeats((nodes[name]["module"], tuple(nodes[name][key] for key in keys)) for name in shown)
+
+
+def _fold_repeats(root: Box, found: tuple[Repeat, ...]) -> None:
+    for box in root.all_boxes():
+        path = box.scope[-1].module
+        if path and is_repeated(path, found) and not is_single(box):
+            box.folded, box.like = True, representative(path, found)
 
 
 def _arcs(graph: nx.DiGraph, root: Box, inside: set[str], near: set[str]) -> list[Arc]:

@@ -85,6 +85,7 @@ def alone_in(box: Box) -> str:
 def box_label(box: Box) -> str:
     """Returns a box's name; for a folded box also its counts."""
     lines = [box_name(box) or "model", *counts_lines(box)] if box.folded else [box_name(box)]
+    lines += [f"as {box.like}"] if box.like and box.folded else []
     return "\n".join(lines)
 
 

@@ -10,6 +10,7 @@ import torch
 
 from .._compat import OpOverload, size_hint
 from .einsum import contracts
+from .low_range import misfit
 
 Predicate: TypeAlias = Callable[[torch.fx.Node, torch.dtype], "str | None"]
 
@@ -17,17 +18,10 @@ Predicate: TypeAlias = Callable[[torch.fx.Node, torch.dtype], "str | None"]
 def scalars_fit(node: torch.fx.Node, low_dtype: torch.dtype) -> str | None:
     """Objects if a Python scalar operand overflows in the low dtype or is below its smallest normal number.
 
-    Infinities and zero are the same in every dtype. ``x + 1e-12`` loses its guard in float16, and
-    ``masked_fill(mask, -1e9)`` overflows.
+    ``masked_fill(mask, -1e9)`` overflows in float16.
     """
-    limits = torch.finfo(low_dtype)
-    for value in _scalar_operands(node):
-        size = abs(value)
-        if size == 0 or size == float("inf") or size != size:
-            continue
-        if not limits.tiny <= size <= limits.max:
-            return f"scalar {value:g} does not fit {str(low_dtype).removeprefix('torch.')}"
-    return None
+    reasons = (misfit(value, low_dtype) for value in _scalar_operands(node))
+    return next(filter(None, reasons), None)
 
 
 def overwrites(node: torch.fx.Node, low_dtype: torch.dtype) -> str | None:

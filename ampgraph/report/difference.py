@@ -11,8 +11,8 @@ from typing import Any
 from .explanation_data import ExplanationData
 from .graph_view import human_bytes
 from .rows import CastRow, NodeRow, Totals
+from .sections import casts_section
 from .tables import Column, Section
-from .text import casts_section
 
 # The text shows at most this many rows of each table; Markdown and the dict have all rows.
 LISTED = 20

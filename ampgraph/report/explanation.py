@@ -11,7 +11,7 @@ from typing import Any
 from ..errors import AmpGraphError, did_you_mean
 from ..policy.policy import Policy
 from ..runtime.coverage import Coverage
-from . import text
+from . import text, why_text
 from .advice import Advice
 from .difference import Difference, difference
 from .explanation_data import ExplanationData
@@ -155,11 +155,11 @@ class Explanation(ExplanationData):
         """
         for cast in self.casts:
             if cast.name == name:
-                return text.why_cast(cast)
+                return why_text.why_cast(cast)
         if inside := self._of_module(name):
             return "\n\n".join(map(self.why, inside))
         row = self.node(name)
-        return text.why_node(row, self.chain(name), [c for c in self.casts if c.name in row.reads_cast])
+        return why_text.why_node(row, self.chain(name), [c for c in self.casts if c.name in row.reads_cast])
 
     def _of_module(self, path: str) -> list[str]:
         """Returns the names of the float ops directly in a module; none if a node has that name."""

@@ -10,7 +10,7 @@ from ..passes import Pins, RemoveCasts, run_passes
 from ..passes.pipeline import rewrite
 from ..plan import Plan
 from ..policy.policy import Policy
-from ..runtime.captured_graph import copy_graph
+from ..runtime.graph_copies import copy_graph
 from ..runtime.low_storage import read_low_alone, read_stored
 from .graph_view import with_bodies
 
@@ -58,7 +58,4 @@ def without_casts(graph_module: GraphModule, plan: Plan) -> GraphModule:
 
 
 def _copy(graph_module: GraphModule) -> GraphModule:
-    graph = copy_graph(graph_module.graph)
-    for old, new in zip(graph_module.graph.nodes, graph.nodes, strict=True):
-        new.name = old.name  # a copy renames what shadows a builtin, such as "input"
-    return GraphModule(graph_module, graph)
+    return GraphModule(graph_module, copy_graph(graph_module.graph))

@@ -22,6 +22,7 @@ from ..passes.read_shadows import casts_of
 from ..plan import Plan
 from ..training.gradient_boundary import scale_gradients, unscale_gradients
 from ..training.scaler import LossScaler
+from .graph_copies import copy_graph_module
 from .lowering import AotGraphs, compiled
 from .options import Options
 from .python_state import PythonState
@@ -135,7 +136,7 @@ class CapturedGraph:
         """
         with self._lock, outside_transforms():
             if self._explicit is None:
-                explicit = _copy(self.graph_module)
+                explicit = copy_graph_module(self.graph_module)
                 run_passes(explicit, (ExplicitCasts(self.plan.low_dtype),))
                 self._explicit = explicit
         return self._explicit(*args, **kwargs)
@@ -197,7 +198,7 @@ class CapturedGraph:
             passes.append(scale_loss)
         if not passes:
             return self.graph_module
-        graph_module = _copy(self.graph_module)
+        graph_module = copy_graph_module(self.graph_module)
         object.__setattr__(graph_module, "_amp", self.scaler.state)
         object.__setattr__(graph_module, PART, part)
         object.__setattr__(graph_module, "_shadows", self.shadows)
@@ -274,26 +275,3 @@ def warn_about_float16_gradients(graph: fx.Graph, options: Options) -> None:
 def _attributes(graph_module: fx.GraphModule) -> Iterator[tuple[str, object]]:
     for node in graph_module.graph.find_nodes(op="get_attr"):
         yield node.name, operator.attrgetter(node.target)(graph_module)
-
-
-def _copy(graph_module: fx.GraphModule) -> fx.GraphModule:
-    """Returns a graph module with a copied graph over the same live modules and tensors."""
-    copied = fx.GraphModule({}, fx.Graph())
-    for name in ("_parameters", "_buffers", "_modules"):
-        copied.__dict__[name] = graph_module.__dict__[name]
-    for name, value in graph_module.__dict__.items():
-        if name.startswith("_constant_"):
-            copied.__dict__[name] = value
-    copied.graph = copy_graph(graph_module.graph)
-    return copied
-
-
-def copy_graph(graph: fx.Graph) -> fx.Graph:
-    """Returns a copy of a graph with the same signature; ``copy.deepcopy`` warns and copies more."""
-    copied = fx.Graph()
-    values: dict[fx.Node, fx.Node] = {}
-    result = copied.graph_copy(graph, values)
-    node = copied.output(result)
-    node.meta.update(graph.output_node().meta)
-    copied.set_codegen(graph._codegen)
-    return copied

@@ -37,12 +37,12 @@ from ..training.scaler import LossScaler
 from .captured_graph import (
     Timing,
     boundary_pass,
-    copy_graph,
     has_low,
     shadowed_parameters,
     warn_about_float16_gradients,
 )
 from .device import device_of_tensors
+from .graph_copies import copy_graph
 from .lowering import AotGraphs, backend_for
 from .options import UNDECIDED, Options
 from .shadow_weights import ShadowWeights

@@ -24,7 +24,8 @@ from ..marks import META_KEY
 from ..passes.analysis.magnitudes import values_that_count
 from ..passes.pipeline import rewrite
 from ..proxy.bound_proxy import class_behind
-from .captured_graph import CapturedGraph, Timing, copy_graph
+from .captured_graph import CapturedGraph, Timing
+from .graph_copies import copy_graph
 from .options import Options
 from .python_state import PythonState
 from .signature import Signature, fits

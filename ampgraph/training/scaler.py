@@ -7,7 +7,6 @@ returns its argument.
 
 from __future__ import annotations
 
-import dataclasses
 import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -20,37 +19,32 @@ from ..errors import LoopError, PolicyError, warn_user
 from ..policy.loss_scale import (
     DynamicLossScale,
     LossScale,
-    NoLossScale,
-    StaticLossScale,
     adapted,
     checked_state,
-    first_counters,
-    first_scale,
     in_range,
     new_scale_of,
 )
 from ..policy.policy import Policy
-from ..proxy.all_parameters import all_parameters
 from .gradient_flags import GradientFlags
 from .judging import judge_early
 from .nested_optimizers import nested, put_inside
 from .optimizer_step import attached_step, parameters_of, shares, step_unless_bad, stepping
 from .overflow import Overflow, overflow_of
 from .parameter_index import ParameterIndex
-from .scale_state import ScaleState
+from .partners import PartnerRegistry
+from .scale_numbers import ScaleNumbers
 from .step_guard import StepGuard
 from .step_wrappers import note_wrapper_of
 from .unscaled_step_warning import UnscaledStepWarning
-from .weak_registry import WeakRegistry
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 # A scaler that steps an optimizer over several converted models also asks the scalers of the other models.
-_all_scalers: WeakRegistry[LossScaler] = WeakRegistry()
+_all_scalers: PartnerRegistry[LossScaler] = PartnerRegistry()
 
 
-class LossScaler:
+class LossScaler(ScaleNumbers):
     """Owns the loss scale of one converted model; ``amp.scaler``.
 
     Args:
@@ -67,12 +61,9 @@ class LossScaler:
     _partners: list[LossScaler]
 
     def __init__(self, config: LossScale | Policy, model: nn.Module, device: torch.device):
-        self._config, self._model = config, model
         self._slots = ParameterIndex(model)
         self.names = self._slots.names
-        config = NoLossScale() if isinstance(config, Policy) else config
-        self.state = ScaleState(first_scale(config), len(self.names) + 1, device)
-        self._counters = torch.tensor(first_counters(config), dtype=torch.int32, device=device)
+        super().__init__(config, model, len(self.names) + 1, device)
         self._watch = UnscaledStepWarning(model, self._slots)
         self._flags = GradientFlags(self._slots, self.state, self._watch)
         self.guard = StepGuard(self._slots, self.state, self._flags)
@@ -98,45 +89,7 @@ class LossScaler:
     def process_groups(self, groups: Sequence[ProcessGroup] | None) -> None:
         self.guard.process_groups = groups
 
-    # -- the loss scale of the policy --------------------------------------------------------------
-
-    @property
-    def config(self) -> LossScale:
-        """The loss scale; none as long as the model has no values and its device would decide."""
-        if isinstance(self._config, Policy):
-            self._decide(self._config)
-        return NoLossScale() if isinstance(self._config, Policy) else self._config
-
-    @config.setter
-    def config(self, config: LossScale) -> None:
-        self._config = config
-
-    def _decide(self, policy: Policy) -> None:
-        """Chooses the loss scale of a model that was converted without values, once it has some."""
-        device = self.device_of_values()
-        if device is None:
-            return
-        self._config = config = policy.resolved(device).active_loss_scale()
-        self.state.set(torch.full_like(self.state.scale, first_scale(config)))
-        self._counters = self._counters.new_tensor(first_counters(config))
-
-    def device_of_values(self) -> torch.device | None:
-        """Returns the device of the model's first parameter that has values, or None."""
-        return next((p.device for p in all_parameters(self._model) if p.device.type != "meta"), None)
-
-    def _check_decided(self, method: str) -> None:
-        if not self.is_enabled() and isinstance(self._config, Policy):
-            raise LoopError(
-                f"amp.scaler.{method}: the model has no values yet (device meta), and its device decides "
-                f"whether there is a loss scale. Call {method} after to_empty, or name the dtype at the "
-                "conversion: dtype=torch.float16."
-            )
-
     # -- the loop --------------------------------------------------------------------------------
-
-    def is_enabled(self) -> bool:
-        """Whether gradients are scaled at all."""
-        return not isinstance(self.config, NoLossScale)
 
     def attach(self, *optimizers: Optimizer) -> LossScaler:
         """Makes ``optimizer.step()`` skip bad steps and update the scale; call it once.
@@ -186,7 +139,7 @@ class LossScaler:
         if not self.is_enabled():
             return
         optimizer = stepping(optimizer)
-        scalers = _with_partners([self], optimizer)
+        scalers = _all_scalers.with_partners([self], optimizer)
         self._add_partners(scalers)
         for scaler in scalers:
             if scaler.guard.has_stepped(optimizer) and scaler.guard.is_attached(optimizer):
@@ -207,7 +160,7 @@ class LossScaler:
         """
         if not self.is_enabled():
             return optimizer.step(*args, **kwargs)
-        scalers = _with_partners([self, *vars(optimizer).get("_amp_scalers", ())], optimizer)
+        scalers = _all_scalers.with_partners([self, *vars(optimizer).get("_amp_scalers", ())], optimizer)
         self._check_step(optimizer)
         for scaler in scalers:
             if scaler.guard.has_stepped(optimizer) and scaler.guard.is_attached(optimizer):
@@ -238,7 +191,7 @@ class LossScaler:
 
     def _warn_about_strangers(self, optimizer: Optimizer, method: str) -> None:
         parameters = parameters_of(optimizer)
-        if not parameters or len(_with_partners([self], optimizer)) > 1:
+        if not parameters or len(_all_scalers.with_partners([self], optimizer)) > 1:
             return
         if all(slot is None for slot in self._slots.of(parameters)):
             warn_user(
@@ -266,7 +219,7 @@ class LossScaler:
             self.state.set(in_range(self.config, new_scale_of(new_scale, self.state.scale)))
         elif isinstance(self.config, DynamicLossScale) and self.guard.has_judged:
             bad = self.guard.found > 0
-            scale, counters = self._adapted(bad)
+            scale, counters = self._adapted(bad, self.guard.counts)
             if self._was_lowered is not None:
                 is_known, self._was_lowered = bad & self._was_lowered, None
                 scale = torch.where(is_known, self.state.scale, scale)
@@ -277,16 +230,6 @@ class LossScaler:
         partners, self._partners = self._partners, []
         for scaler in partners:
             scaler.update()
-
-    def _adapted(self, bad: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the next scale and counters; those of now after a round without a backward."""
-        now, counts = (self.state.scale, self._counters), self.guard.counts
-        if counts is False:
-            return now
-        scale, counters = adapted(self.config, *now, bad)  # type: ignore[arg-type]
-        if counts is True:
-            return scale, counters
-        return torch.where(counts, scale, now[0]), torch.where(counts, counters, now[1])
 
     def _count_left_out(self) -> None:
         """Lets overflows count whose steps the loop left out.
@@ -315,38 +258,6 @@ class LossScaler:
         """
         self._count_left_out()
         return float(self.state.scale)
-
-    def get_growth_factor(self) -> float:
-        """Returns `DynamicLossScale.growth_factor`."""
-        return self._dynamic().growth_factor
-
-    def set_growth_factor(self, new_factor: float) -> None:
-        """Changes `DynamicLossScale.growth_factor`."""
-        self.config = dataclasses.replace(self._dynamic(), growth_factor=new_factor)
-
-    def get_backoff_factor(self) -> float:
-        """Returns `DynamicLossScale.backoff_factor`."""
-        return self._dynamic().backoff_factor
-
-    def set_backoff_factor(self, new_factor: float) -> None:
-        """Changes `DynamicLossScale.backoff_factor`."""
-        self.config = dataclasses.replace(self._dynamic(), backoff_factor=new_factor)
-
-    def get_growth_interval(self) -> int:
-        """Returns `DynamicLossScale.growth_interval`."""
-        return self._dynamic().growth_interval
-
-    def set_growth_interval(self, new_interval: int) -> None:
-        """Changes `DynamicLossScale.growth_interval`."""
-        self.config = dataclasses.replace(self._dynamic(), growth_interval=new_interval)
-
-    def _dynamic(self) -> DynamicLossScale:
-        if isinstance(self.config, DynamicLossScale):
-            return self.config
-        raise PolicyError(
-            f"{type(self.config).__name__} neither grows nor backs off; "
-            "Policy(loss_scale=DynamicLossScale()) does."
-        )
 
     @property
     def last_overflow(self) -> Overflow | None:
@@ -378,11 +289,6 @@ class LossScaler:
         self._count_left_out()
         self.guard.note_call()
 
-    @property
-    def counters(self) -> Tensor:
-        """The counters of `DynamicLossScale`, see `first_counters`."""
-        return self._counters
-
     def take_step(
         self, flags: Tensor, found: Tensor, outputs: Tensor, scale: Tensor, inverse: Tensor, counters: Tensor
     ) -> None:
@@ -405,10 +311,6 @@ class LossScaler:
     def note_wrapper(self) -> None:
         """Stores the process group of the wrapper that calls the model now."""
         self.guard.note_wrapper()
-
-    def skips(self) -> bool:
-        """Whether a step with non-finite gradients is skipped."""
-        return not isinstance(self.config, StaticLossScale) or self.config.skip_on_overflow
 
     # -- state -----------------------------------------------------------------------------------
 
@@ -480,25 +382,4 @@ class LossScaler:
 
 
 def _scalers_of(optimizer: Optimizer) -> list[LossScaler]:
-    return _with_partners(vars(optimizer)["_amp_scalers"], optimizer)
-
-
-def _with_partners(scalers: Sequence[LossScaler], optimizer: Optimizer) -> list[LossScaler]:
-    """Returns the scalers, each once, and the scalers of other converted models that own these parameters.
-
-    Models that have not run count too, because ranks of a mixture of experts run different models.
-    """
-    found = list(dict.fromkeys(scalers))
-    rest = parameters_of(optimizer)
-    for scaler in found:
-        rest = [p for p, slot in zip(rest, scaler.guard.slots.of(rest), strict=True) if slot is None]
-    if not rest:
-        return found
-    for other in sorted(_all_scalers, key=lambda scaler: scaler.number):
-        if other in found or not other.is_enabled():
-            continue
-        if any(slot is not None for slot in other.guard.slots.of(rest)):
-            found.append(other)
-    for scaler in found:
-        scaler.guard.share_wrapper([other.guard for other in found])
-    return found
+    return _all_scalers.with_partners(vars(optimizer)["_amp_scalers"], optimizer)

@@ -31,6 +31,7 @@ from .alias import SOURCES, AliasSets, written_args
 from .arguments import argument
 from .facts import Facts, NodeFacts, is_cast, tensors
 from .graph_walk import values_read
+from .precision import FP32, LOW, Precision
 from .problem import Hazard
 from .products import terms
 from .ranges import is_table
@@ -71,14 +72,14 @@ Traces = Mapping[Node, Trace]
 
 
 def find_hazards(
-    graph_module: GraphModule, facts: Facts, fixed: Mapping[Node, bool], low_dtype: torch.dtype
+    graph_module: GraphModule, facts: Facts, fixed: Mapping[Node, Precision], low_dtype: torch.dtype
 ) -> dict[Node, Hazard]:
     """Returns the nodes that must stay exact.
 
     Args:
         graph_module: The graph.
         facts: What is known of its nodes.
-        fixed: The labels (True: low) that something above the op lists decides.
+        fixed: The labels that something above the op lists decides.
         low_dtype: The policy's low dtype.
     """
     traces = _Tracer(graph_module, facts, fixed, low_dtype).run()
@@ -102,10 +103,10 @@ class _Tracer:
     """Visits the graph in order and labels nodes by the autocast rule on the same lists."""
 
     def __init__(
-        self, graph_module: GraphModule, facts: Facts, fixed: Mapping[Node, bool], low_dtype: torch.dtype
+        self, graph_module: GraphModule, facts: Facts, fixed: Mapping[Node, Precision], low_dtype: torch.dtype
     ) -> None:
         self.graph_module, self.facts, self.fixed, self.low_dtype = graph_module, facts, fixed, low_dtype
-        self.labels: dict[Node, bool] = {}
+        self.labels: dict[Node, Precision] = {}
         self.traces: dict[Node, Trace] = {}
         writes = [n for node in facts for n in written_args(node) if node.target is not _DETACH]
         self.memory = AliasSets(graph_module.graph) if writes else None
@@ -122,7 +123,7 @@ class _Tracer:
 
     def _source(self, node: Node, fact: NodeFacts) -> Trace:
         if fact.dtype and fact.dtype_source is node:
-            self.labels[node] = fact.dtype == self.low_dtype
+            self.labels[node] = Precision.of(fact.dtype, self.low_dtype)
         values = tensors(node)
         counted = any(not v.dtype.is_floating_point and v.dtype is not torch.bool for v in values)
         boolean = bool(values) and all(v.dtype is torch.bool for v in values)
@@ -145,7 +146,7 @@ class _Tracer:
         if fact.dtype is None:
             return trace
         label = self.labels[node] = self._label(node, fact, trace)
-        return trace | Trace(moved=label != (fact.dtype == self.low_dtype))
+        return trace | Trace(moved=label is not Precision.of(fact.dtype, self.low_dtype))
 
     def _read(self, node: Node) -> Trace:
         trace = self.traces[node]
@@ -153,16 +154,18 @@ class _Tracer:
             return trace | more
         return trace
 
-    def _label(self, node: Node, fact: NodeFacts, trace: Trace) -> bool:
+    def _label(self, node: Node, fact: NodeFacts, trace: Trace) -> Precision:
         if fact.dtype_source is not node:
             return self.labels[fact.dtype_source]
         if node in self.fixed:
             return self.fixed[node]
         if fact.op_class is OpClass.WHITE:
-            return fact.dtype == self.low_dtype if is_position_product(node, trace) else True
+            exact = is_position_product(node, trace)
+            return Precision.of(fact.dtype, self.low_dtype) if exact else LOW
         if fact.op_class in (None, OpClass.BLACK):
-            return False
-        return all(self.labels[self.facts[s.tensor].dtype_source] for s in fact.operands if s.follow)
+            return FP32
+        followed = (self.facts[s.tensor].dtype_source for s in fact.operands if s.follow)
+        return Precision.following(self.labels[source] for source in followed)
 
     def _counts(self, node: Node) -> bool:
         """Whether the node creates integers without inputs: ``arange``."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterable
 
 import torch
 
@@ -17,6 +18,11 @@ class Precision(enum.Enum):
     def of(cls, dtype: torch.dtype | None, low_dtype: torch.dtype) -> Precision:
         """Returns the precision of a dtype: low, or everything else."""
         return cls.LOW if dtype == low_dtype else cls.FP32
+
+    @classmethod
+    def following(cls, inputs: Iterable[Precision]) -> Precision:
+        """Returns the precision of an op that follows its inputs: low if all of them are."""
+        return cls.LOW if all(label is cls.LOW for label in inputs) else cls.FP32
 
     @property
     def other(self) -> Precision:

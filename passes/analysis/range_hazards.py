@@ -19,6 +19,7 @@ from .cancellation import find_cancellations
 from .facts import Facts, NodeFacts
 from .graph_walk import kind, values_read
 from .magnitudes import Sizes
+from .precision import FP32, LOW, Precision
 from .problem import Hazard
 from .ranges import Extents
 from .size_rules import size_of_op
@@ -29,7 +30,7 @@ _MAY_RUN_LOW = (OpClass.WHITE, OpClass.GRAY, OpClass.CLEAR)
 
 def find_range_hazards(
     facts: Facts,
-    fixed: Mapping[Node, bool],
+    fixed: Mapping[Node, Precision],
     low_dtype: torch.dtype,
     extents: Extents,
     follows: bool,
@@ -38,7 +39,7 @@ def find_range_hazards(
 
     Args:
         facts: What is known of its nodes.
-        fixed: The labels (True: low) that something above the op lists decides.
+        fixed: The labels that something above the op lists decides.
         low_dtype: The policy's low dtype.
         extents: The least and largest elements of parameters and buffers.
         follows: Whether gray and clear ops follow their inputs; what is float32 anyway is left out then.
@@ -78,23 +79,24 @@ def _hazard_of(node: Node, fact: NodeFacts, sizes: Sizes, limits: torch.finfo) -
 
 
 def _low_otherwise(
-    found: Mapping[Node, Hazard], facts: Facts, fixed: Mapping[Node, bool]
+    found: Mapping[Node, Hazard], facts: Facts, fixed: Mapping[Node, Precision]
 ) -> dict[Node, Hazard]:
     """Leaves out what follows a float32 value anyway."""
-    low: dict[Node, bool] = {}
+    labels: dict[Node, Precision] = {}
     kept: dict[Node, Hazard] = {}
     for node, fact in facts.items():
         if fact.dtype is None:
             continue
         if fact.dtype_source is not node:
-            low[node] = low[fact.dtype_source]
+            labels[node] = labels[fact.dtype_source]
             continue
         if node in fixed:
-            low[node] = fixed[node]
+            labels[node] = fixed[node]
         elif fact.op_class in (OpClass.GRAY, OpClass.CLEAR):
-            low[node] = all(low[facts[s.tensor].dtype_source] for s in fact.operands if s.follow)
+            followed = (facts[s.tensor].dtype_source for s in fact.operands if s.follow)
+            labels[node] = Precision.following(labels[source] for source in followed)
         else:
-            low[node] = fact.op_class is OpClass.WHITE
-        if low[node] and node in found:
-            kept[node], low[node] = found[node], False
+            labels[node] = LOW if fact.op_class is OpClass.WHITE else FP32
+        if labels[node] is LOW and node in found:
+            kept[node], labels[node] = found[node], FP32
     return kept

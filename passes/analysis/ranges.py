@@ -17,6 +17,7 @@ from ampgraph._compat import FakeTensor, OpOverload
 from ampgraph.marks import input_mark
 from ampgraph.ops import kernels
 from ampgraph.ops.lists import OpClass
+from ampgraph.ops.low_range import is_outside, misfit
 
 from .alias import SOURCES
 from .arguments import argument, argument_name
@@ -34,7 +35,6 @@ def find_range_pins(
         For each op that cannot run low because of them, the reason; and the same for each tensor that
         holds them (an additive mask may still be clamped into range on its way to a low op).
     """
-    limits = torch.finfo(low_dtype)
     pins: dict[Node, str] = {}
     out_of_range: dict[Node, str] = {}
     for node, fact in facts.items():
@@ -43,30 +43,29 @@ def find_range_pins(
                 out_of_range[node] = out_of_range[fact.dtype_source]
             continue
         if node.op in SOURCES and fact.is_parameter and fact.dtype is torch.float32:
-            if (peak := extents.peak(node)) > limits.max:
+            if is_outside(peak := extents.peak(node), low_dtype):
                 out_of_range[node] = f"{node.name!r} holds {peak:.4g}, outside {low_dtype}'s range"
             continue
         if not isinstance(node.target, OpOverload) or fact.dtype is None:
             continue
-        if own := _number_reason(node, limits, low_dtype):
+        if own := _number_reason(node, low_dtype):
             pins[node] = own
         slots = [s for s in fact.operands if s.tensor in out_of_range and not _is_harmless(node, s)]
         if slots:
             pins.setdefault(node, out_of_range[slots[0].tensor])
         large = [out_of_range[s.tensor] for s in slots if not _divides(node, argument_name(node, s.path))]
-        if is_large := any(_makes_large(node, *each, limits) for each in named_numbers(node)):
+        if is_large := any(_makes_large(node, *each, low_dtype) for each in named_numbers(node)):
             large.insert(0, pins[node])
         if large and (is_large or _keeps_size(node, fact.op_class)):
             out_of_range[node] = large[0]
     return pins, out_of_range
 
 
-def _makes_large(node: Node, name: str, number: float, limits: torch.finfo) -> bool:
+def _makes_large(node: Node, name: str, number: float, low_dtype: torch.dtype) -> bool:
     """Whether a number takes the result out of the range: a large one, or a divisor near zero."""
-    size = abs(number)
     if _divides(node, name):
-        return 0 < size * limits.max < 1
-    return limits.max < size < math.inf
+        return 0 < abs(number) * torch.finfo(low_dtype).max < 1
+    return is_outside(number, low_dtype)
 
 
 def _divides(node: Node, name: str) -> bool:
@@ -83,21 +82,10 @@ def _keeps_size(node: Node, op_class: OpClass | None) -> bool:
     return op_class is OpClass.CLEAR or kernels.promotes(node.target) or not node.all_input_nodes
 
 
-def _number_reason(node: Node, limits: torch.finfo, low_dtype: torch.dtype) -> str | None:
+def _number_reason(node: Node, low_dtype: torch.dtype) -> str | None:
     if saves_large_statistics(node, low_dtype) and argument(node, "weight") is None:
         return f"1/sqrt(eps) with eps={argument(node, 'eps'):.4g} is not held by {low_dtype}"
-    for number in numbers(node):
-        if not math.isfinite(number) or number == 0:
-            continue
-        if abs(number) > limits.max:
-            return _outside_reason(number, low_dtype)
-        if abs(number) < limits.tiny:
-            return f"the constant {number:.4g} is below {low_dtype}'s smallest normal number"
-    return None
-
-
-def _outside_reason(number: float, low_dtype: torch.dtype) -> str:
-    return f"the constant {number:.4g} is outside {low_dtype}'s range"
+    return next(filter(None, (misfit(number, low_dtype) for number in numbers(node))), None)
 
 
 def numbers(node: Node) -> Iterator[float]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from torch.fx import Node
@@ -50,9 +50,7 @@ def autocast_rule(problem: Problem) -> Placement:
         elif problem.facts[node].op_class is OpClass.BLACK:
             labels[node] = FP32
         else:
-            operands = [s for s in problem.facts[node].operands if s.follow]
-            low = all(labels[problem.facts[s.tensor].dtype_source] is LOW for s in operands)
-            labels[node] = LOW if low else FP32
+            labels[node] = _following(problem, node, labels)
     motive = "the rule of torch.autocast gives this"
     return Placement(labels, greedy_anchors(problem, labels), gap=None, motive=motive)
 
@@ -63,12 +61,15 @@ def place_low(problem: Problem) -> Placement:
     for node, variable in problem.variables.items():
         label = LOW if variable.pinned is None else variable.pinned
         if variable.pinned is None and variable.follows:
-            followed = [o.tensor for o in problem.facts[node].operands if o.follow]
-            lows = [labels[problem.facts[t].dtype_source] is LOW for t in followed]
-            label = LOW if all(lows) else FP32
+            label = _following(problem, node, labels)
         labels[node] = label
     motive = "casts inside fused kernels are free"
     return Placement(labels, greedy_anchors(problem, labels), gap=None, motive=motive)
+
+
+def _following(problem: Problem, node: Node, labels: Mapping[Node, Precision]) -> Precision:
+    followed = (problem.facts[o.tensor].dtype_source for o in problem.facts[node].operands if o.follow)
+    return Precision.following(labels[source] for source in followed)
 
 
 def place_optimally(

@@ -1,0 +1,90 @@
+"""The values of options: the errors of illegal ones, and the policy that options describe."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from ..errors import AmpGraphError, did_you_mean
+from ..ops.lists import OpClass, OpLists
+from ..policy.policy import RULE_VALUES, Policy
+
+# The options that move ops between lists.
+CLASSES = {cls.value: f"move these ops to the {cls} list" for cls in OpClass}
+
+
+class UsageError(Exception):
+    """An option has an illegal value; the message gives the legal ones."""
+
+
+@contextlib.contextmanager
+def given(option: str, reads: bool = True) -> Iterator[None]:
+    """Runs code that uses an option's value and turns its errors into a `UsageError`.
+
+    Args:
+        option: The option and its value, as the message names them.
+        reads: Whether the code only reads the value. Then any `ValueError` is the user's. In code that does
+            more, such an error is a fault of ampgraph and is not caught.
+
+    Raises:
+        UsageError: The code inside refused the value.
+    """
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise UsageError(f"{option}: {error.strerror or error}") from error
+    except AmpGraphError as error:
+        raise UsageError(f"{option}: {error}") from error
+    except (ValueError, OverflowError, RecursionError, MemoryError) as error:
+        if not reads:
+            raise
+        raise UsageError(f"{option}: {_cause(error)}") from error
+
+
+def _cause(error: Exception) -> str:
+    if isinstance(error, RecursionError):
+        return "nested too deep."
+    if isinstance(error, MemoryError):
+        return "there is not enough memory for it."
+    return f"no JSON: {error}" if isinstance(error, json.JSONDecodeError) else str(error)
+
+
+def policy_of(options: argparse.Namespace) -> Policy:
+    """Returns the policy that the options describe: ``--policy``, changed by the other options.
+
+    Raises:
+        UsageError: A value is not legal.
+    """
+    with given("--policy"):
+        policy = Policy.of(options.policy or options.default_policy)
+    values = {name: getattr(options, name) for name in ("level", "dtype", "placement", "objective")}
+    changes: dict[str, Any] = {name: value for name, value in values.items() if value is not None}
+    if options.rules:
+        changes["rules"] = {**policy.rules, **dict(map(_rule, options.rules))}
+    ops = OpLists.preset(options.lists) if options.lists else policy.ops
+    _check_classes(options)
+    for cls in CLASSES:
+        with given(f"--{cls}"):
+            ops = getattr(ops, f"with_{cls}")(*getattr(options, cls))
+    return policy.replace(ops=ops, **changes)
+
+
+def _check_classes(options: argparse.Namespace) -> None:
+    seen: dict[str, str] = {}
+    for cls in CLASSES:
+        for op in getattr(options, cls):
+            if seen.setdefault(op, cls) != cls:
+                raise UsageError(f"{op!r} is given both as --{seen[op]} and as --{cls}.")
+
+
+def _rule(text: str) -> tuple[str, str]:
+    pattern, equals, value = text.rpartition("=")
+    if not equals or value not in RULE_VALUES:
+        hint = did_you_mean(value, RULE_VALUES)
+        raise UsageError(f"--rules {text!r}: expected GLOB=low or GLOB=fp32, such as 'head.*=fp32'.{hint}")
+    return pattern, value
