@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import warnings
 import weakref
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -251,6 +253,52 @@ def test_an_overflow_of_one_rank_that_is_made_finite(ranks, how, change) -> None
 @pytest.mark.parametrize("how", ["ahead of time", "sharded"])
 def test_an_overflow_of_an_early_micro_batch_that_is_made_finite(ranks, how) -> None:
     assert ranks.run(_made_finite, how, clip_by_value, 3) == [[1024.0, 512.0, 512.0, 256.0]] * 2
+
+
+def _micro_batches(rank: int, how: str, waits: bool) -> tuple:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "ampgraph")
+        return _trained_on_micro_batches(rank, how, waits)
+
+
+def _trained_on_micro_batches(rank: int, how: str, waits: bool) -> tuple:
+    model, (x, y) = Net(), batch(slice(4 * rank, 4 * rank + 4))
+    scaler = ampgraph.convert_blocks(model, ("layers.*", "side"), policy=FLOAT16).scaler
+    if how == "sharded":
+        for layer in model.layers:
+            fully_shard(layer)
+        wrapped: Any = fully_shard(model)
+    else:
+        wrapped = DistributedDataParallel(model, gradient_as_bucket_view=how == "views")
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
+    scaler.attach(optimizer)
+    for step in range(3):
+        optimizer.zero_grad()
+        for i in range(3):
+            is_synchronized = i == 2 or not waits
+            if how == "sharded":
+                wrapped.set_requires_gradient_sync(is_synchronized)
+            with nullcontext() if how == "sharded" or is_synchronized else wrapped.no_sync():
+                first, second = wrapped(x, y)
+                loss = first.square().mean() + second.square().mean()
+                if (step, rank, i) == (1, 1, 0):
+                    loss = loss + second[0, 0] * float("inf")  # one row; it is in the shards of rank 0
+                loss.backward()
+        clip_by_value(list(wrapped.parameters()))
+        before = everything(wrapped, optimizer)
+        optimizer.step()
+        same = [torch.equal(a, b) for a, b in zip(before, everything(wrapped, optimizer), strict=True)]
+        assert all(same) if step == 1 else not all(same)
+    overflow = scaler.last_overflow
+    return scaler.get_scale(), overflow and (overflow.step, overflow.rank, overflow.parameters[0])
+
+
+@pytest.mark.parametrize(
+    ("how", "waits"),
+    [("replicas", True), ("replicas", False), ("views", True), ("sharded", True), ("sharded", False)],
+)
+def test_the_rank_whose_early_micro_batch_overflowed_is_named(ranks, how, waits) -> None:
+    assert ranks.run(_micro_batches, how, waits) == [(512.0, (2, 1, "side.bias"))] * 2
 
 
 def _left_out(rank: int, how: str, in_place: bool) -> float:

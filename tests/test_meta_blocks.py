@@ -128,12 +128,12 @@ def test_seven_billion_parameters_convert_without_memory() -> None:
     assert counted.total <= 64 * len(list(model.parameters()))
 
 
-def _trains(rank: int, dtype: torch.dtype) -> None:
+def _trains(rank: int, dtype: torch.dtype, shards_first: bool) -> None:
     model, x = on_meta(), torch.randn(2, 3, 8)
-    blocks = ampgraph.convert_blocks(model, Block, policy=Policy(dtype=dtype))
-    for block in model:
+    blocks = None if shards_first else ampgraph.convert_blocks(model, Block, policy=Policy(dtype=dtype))
+    for block in (*model, model):
         fully_shard(block)
-    fully_shard(model)
+    blocks = blocks or ampgraph.convert_blocks(model, Block, policy=Policy(dtype=dtype))
     model.to_empty(device="cpu")
     reference = with_values(nn.Sequential(Block(), Block()))
     values = dict(reference.named_parameters())
@@ -152,8 +152,12 @@ def _trains(rank: int, dtype: torch.dtype) -> None:
         close(parameter.full_tensor(), values[name])
     assert blocks.scaler.names == [*values]
     assert blocks.scaler.last_overflow is None
+    optimizer.zero_grad()
+    model.to(torch.float64)  # swaps the contents of parameters, as a move to another device does
+    assert blocks.scaler.slot_of(next(model.parameters())) == 0
 
 
+@pytest.mark.parametrize("shards_first", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_meta_then_blocks_then_shards_then_values(ranks, dtype) -> None:
-    ranks.run(_trains, dtype)
+def test_meta_then_blocks_and_shards_then_values(ranks, dtype, shards_first) -> None:
+    ranks.run(_trains, dtype, shards_first)

@@ -67,7 +67,7 @@ from .quiet import (
     quiet_export,
 )
 from .ranks import RankStore, store_of_ranks
-from .storages import Content, current_backward, has_content
+from .storages import Content, current_backward, has_content, may_be_swapped
 from .version import VERSION
 
 __all__ = [
@@ -118,6 +118,7 @@ __all__ = [
     "keep_versions",
     "known_backends",
     "mark_as_input",
+    "may_be_swapped",
     "never_log_raised_errors",
     "no_ambient_autocast",
     "no_dispatch_modes",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .modes import is_batched
 
@@ -32,6 +33,11 @@ def has_content(tensor: Tensor) -> bool:
     """Whether the tensor is plain and dense, with a version counter."""
     is_plain = type(tensor) is Tensor and tensor.layout is torch.strided
     return is_plain and not tensor.is_inference() and not is_batched(tensor)
+
+
+def may_be_swapped(parameter: Tensor) -> bool:
+    """Whether ``Module.to`` and ``to_empty`` swap the parameter's content, which weak references forbid."""
+    return is_traceable_wrapper_subclass(parameter)
 
 
 def current_backward() -> int | None:

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from .._compat import without_wrappers
+from .._compat import may_be_swapped, without_wrappers
 from ..proxy.all_parameters import all_parameters
 
 
@@ -23,6 +23,9 @@ class ParameterIndex:
         names: The parameters' names, by slot.
     """
 
+    _by_parameter: WeakIdKeyDictionary
+    _subclasses: dict[int, tuple[Tensor, int]]
+
     def __init__(self, model: nn.Module):
         self._model = model
         self.names = [without_wrappers(name) for name, _ in nn.Module.named_parameters(model)]
@@ -33,28 +36,38 @@ class ParameterIndex:
 
     def refresh(self) -> None:
         """Looks up the parameter objects that the model has now."""
-        self._by_parameter = WeakIdKeyDictionary()
+        self._by_parameter, self._subclasses = WeakIdKeyDictionary(), {}
         for name, parameter in nn.Module.named_parameters(self._model, remove_duplicate=False):
-            if (slot := self._by_name.get(without_wrappers(name))) is not None:
+            if (slot := self._by_name.get(without_wrappers(name))) is None:
+                continue
+            if may_be_swapped(parameter):
+                self._subclasses[id(parameter)] = parameter, slot
+            else:
                 self._by_parameter[parameter] = slot
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_by_parameter": None}  # weak references: neither copied nor pickled
+        # Weak references are neither copied nor pickled.
+        return {**vars(self), "_by_parameter": None, "_subclasses": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, _by_parameter=WeakIdKeyDictionary())
+        vars(self).update(state, _by_parameter=WeakIdKeyDictionary(), _subclasses={})
 
     def items(self) -> Iterator[tuple[Tensor, int]]:
         """Yields each parameter that has a slot, with its slot."""
         yield from self._by_parameter.items()
+        yield from self._subclasses.values()
 
     def known(self, parameter: Tensor) -> int | None:
         """Returns the slot of a parameter from an earlier look-up; None for any other tensor."""
+        if (found := self._subclasses.get(id(parameter))) is not None:
+            return found[1]
         return self._by_parameter.get(parameter)
 
     def of(self, parameters: Iterable[Tensor]) -> list[int | None]:
         """Returns the slot of each tensor; None for a tensor that is not a parameter of the model."""
         parameters = list(parameters)
-        if any(p not in self._by_parameter for p in parameters):
-            self.refresh()
-        return [self._by_parameter.get(p) for p in parameters]
+        slots = [self.known(p) for p in parameters]
+        if None not in slots:
+            return slots
+        self.refresh()
+        return [self.known(p) for p in parameters]

@@ -37,7 +37,7 @@ class UnscaledStepWarning:
     def __init__(self, model: nn.Module, slots: ParameterIndex):
         self._model, self._slots = model, slots
         self._is_listening = False
-        self._values: Tensor | None = None
+        self._values: tuple[tuple[int, ...], Tensor] | None = None
         self._calls = 0
         self._was_asked = self._saw_backward = self._has_told = self._is_scaled_twice = False
         self._forget_optimizers()
@@ -110,15 +110,17 @@ class UnscaledStepWarning:
         return any(id(p) in own for p in parameters)
 
     def _has_changed(self) -> bool:
-        watched = [local(p).detach().reshape(-1) for p in all_parameters(self._model) if p.requires_grad]
-        watched = [p for p in watched if p.numel() and p.device.type != "meta"]
+        found = {id(p): local(p).detach().reshape(-1) for p in all_parameters(self._model) if p.requires_grad}
+        found = {number: p for number, p in found.items() if p.numel() and p.device.type != "meta"}
+        watched = list(found.values())
         if not watched or any(_is_capturing(p.device) for p in watched):
             return False
         values = torch.cat([p[:: -(-p.numel() // _VALUES)].to(watched[0].device) for p in watched])
-        before, self._values = self._values, values
-        if before is None or before.shape != values.shape:
+        before, self._values = self._values, (tuple(found), values)
+        # FSDP2 shows its shards and the whole parameters in turn.
+        if before is None or before[0] != tuple(found) or before[1].shape != values.shape:
             return False
-        return not torch.equal(before.to(values.device), values)
+        return not torch.equal(before[1].to(values.device), values)
 
     def _tell(self, message: str) -> None:
         self._has_told, self._values = True, None

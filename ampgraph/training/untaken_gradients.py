@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .distributed import is_distributed
+from .._compat import is_in_backward
+from .distributed import is_distributed, is_spread
 from .parameter_index import ParameterIndex
 
 SEEN = "_amp_backward"
@@ -86,12 +87,16 @@ class UntakenGradients:
     def forget(self) -> None:
         """Forgets all backwards."""
         self._entries: dict[int, _Entry] = {}
+        # FSDP2 keeps gradients of micro-batches until it reduces them, after the last backward perhaps.
+        self._kept_elsewhere: dict[int, Backward] = {}
+        self._taken_inside: set[int] = set()  # by optimizers inside the backward that runs now
         self._is_unseen = False  # whether some are not taken that no call of the model came after
         self._missed: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self.left_out: list[LeftOut] = []
 
     def __getstate__(self) -> dict[str, object]:
-        return {**vars(self), "optimizers": None, "_missed": None, "_entries": {}, "left_out": []}
+        gone = {"_entries": {}, "_kept_elsewhere": {}, "_taken_inside": set(), "left_out": []}
+        return {**vars(self), "optimizers": None, "_missed": None, **gone}
 
     def __setstate__(self, state: dict[str, object]) -> None:
         vars(self).update(state)
@@ -109,7 +114,7 @@ class UntakenGradients:
             reached: The slots that it has reached.
         """
         slots = set(reached)
-        self.look()
+        self.look(inside=True)
         for part in self._earlier(slots):
             flags = flags.maximum(part)
         new = Backward(flags, scale if self.scale is None else self.scale)
@@ -117,14 +122,22 @@ class UntakenGradients:
             if slot in slots and (gradient := parameter.grad) is not None:
                 setattr(gradient, SEEN, new)
                 self._entries[slot] = _Entry(new, gradient._version)
+                slots.discard(slot)
+        if is_distributed():
+            self._kept_elsewhere.update(dict.fromkeys(slots - self._taken_inside, new))
+        self._taken_inside = set()
         self._is_unseen = True
 
     def take(self, optimizer: Optimizer, parameters: Iterable[Tensor]) -> None:
         """Notes that an optimizer was told what the gradients are worth."""
         self._missed.pop(optimizer, None)
-        for slot in self._slots.of(parameters):
-            if slot is not None and (entry := self._entries.get(slot)) is not None:
+        slots = {slot for slot in self._slots.of(parameters) if slot is not None}
+        for slot in slots:
+            self._kept_elsewhere.pop(slot, None)
+            if (entry := self._entries.get(slot)) is not None:
                 entry.is_taken = entry.backward.is_taken = True
+        if is_in_backward():
+            self._taken_inside |= slots
         self._is_unseen = self._is_unseen and not all(entry.is_taken for entry in self._entries.values())
 
     def backwards_of(self, parameters: Iterable[Tensor]) -> set[Backward]:
@@ -132,11 +145,21 @@ class UntakenGradients:
         entries = [self._entries.get(slot) for slot in self._slots.of(parameters) if slot is not None]
         return {entry.backward for entry in entries if entry is not None}
 
-    def look(self) -> None:
-        """Finds the gradients that are gone since the last look."""
+    def look(self, inside: bool = False) -> None:
+        """Finds the gradients that are gone since the last look.
+
+        Args:
+            inside: Whether this is the end of a backward. Wrappers that reduce between processes may have put
+                the sums into other tensors in it.
+        """
         if not self._entries:
             return
-        gone = {slot: self._entries[slot] for p, slot in self._slots.items() if self._is_gone(p, slot)}
+        is_moved = inside and is_distributed()
+        gone = {
+            slot: self._entries[slot]
+            for p, slot in self._slots.items()
+            if self._is_gone(p, slot) and not (is_moved and p.grad is not None)
+        }
         for slot in gone:
             del self._entries[slot]
         self._note({slot: entry.backward for slot, entry in gone.items() if not entry.is_taken})
@@ -168,6 +191,8 @@ class UntakenGradients:
         parameters = [p for p in parameters if p.grad is not None]
         found: dict[Backward, list[int]] = {}
         for parameter, slot in zip(parameters, self._slots.of(parameters), strict=True):
+            if slot is not None and (kept := self._kept_elsewhere.get(slot)) is not None:
+                found.setdefault(kept, []).append(slot)
             if slot is None or (entry := self._entries.get(slot)) is None or entry.is_taken:
                 continue
             if is_distributed() or self._is_gone(parameter, slot):
@@ -185,16 +210,31 @@ class UntakenGradients:
         # No loop clips between a call and its backward; a write there was a zero.
         zeroed = {slot: sums.pop(slot) for _, slot in self._written(by_sum=True) if slot in sums}
         self._note(zeroed)
-        if not sums:
-            return []
-        backwards = dict.fromkeys(sums.values())
-        parts = [b.flags * self._mask([slot for slot in sums if sums[slot] is b]) for b in backwards]
         if not is_distributed():
-            return parts
-        pairs = [(p.grad, slot) for p, slot in self._slots.items() if slot in sums and p.grad is not None]
-        now = torch.stack(self._read(pairs)).amax(0)
-        self._note(sums, 1.0 - now)
-        return [part * now for part in parts]
+            return self._parts(sums)
+        kept = {slot: b for slot in reached if (b := self._kept_elsewhere.pop(slot, None)) is not None}
+        gradients = [(p.grad, slot) for p, slot in self._slots.items() if slot in sums and p.grad is not None]
+        unsure = [(g, slot) for g, slot in gradients if not self._is_sum_of_shards(g, slot)]
+        read = {slot: sums.pop(slot) for _, slot in unsure}
+        surely = [*self._parts(kept), *self._parts(sums)]
+        if not unsure:
+            return surely
+        now = torch.stack(self._read(unsure)).amax(0)
+        self._note(read, 1.0 - now)
+        return [*surely, *(part * now for part in self._parts(read))]
+
+    def _parts(self, backwards: dict[int, Backward]) -> list[Tensor]:
+        slots: dict[Backward, list[int]] = {}
+        for slot, backward in backwards.items():
+            slots.setdefault(backward, []).append(slot)
+        return [backward.flags * self._mask(of_it) for backward, of_it in slots.items()]
+
+    def _is_sum_of_shards(self, gradient: Tensor, slot: int) -> bool:
+        """Whether only the sum of a backward was written to a shard since it was noted.
+
+        The values that were not finite may be in the shards of other ranks.
+        """
+        return is_spread(gradient) and gradient._version <= self._entries[slot].version + 1
 
     def _written(self, by_sum: bool) -> list[tuple[Tensor, int]]:
         """Returns the gradients, not taken yet, with a write since they were noted besides autograd's sum.
