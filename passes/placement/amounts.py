@@ -9,8 +9,8 @@ from ampgraph.plan import Cost
 
 from ..analysis.precision import LOW
 from ..analysis.problem import Problem
-from .branch_and_bound import Search
 from .build_network import Price
+from .choices import Search
 from .labelling import Placement, place_optimally
 
 

@@ -11,8 +11,8 @@ from ampgraph.ops.lists import OpClass
 
 from ..analysis.precision import FP32, LOW, Precision
 from ..analysis.problem import Problem
-from .branch_and_bound import Search
 from .build_network import Price, Weigher, cut_network
+from .choices import Search
 from .cost_model import greedy_anchors, needs_anchor, promoted_operands
 
 # Steps that may be spent on proving one plan minimal: table entries of eliminations, and cuts by their size.

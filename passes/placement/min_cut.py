@@ -109,11 +109,6 @@ class CutNetwork:
             for v, capacity in outs.items():
                 yield u, v, capacity
 
-    def degree(self, v: Vertex) -> int:
-        """Returns the number of vertices and choices connected to ``v``."""
-        joined = len(self._out[v]) + len(self._in[v])
-        return joined + len(self._heads.get(v, ())) + len(self._options.get(v, ()))
-
     def minimum_cut(self) -> Sides:
         """Returns the sides of the minimum cut without choices; consumes the network."""
         sides = self.presolve()
@@ -198,12 +193,6 @@ class CutNetwork:
                 part.choices[name] = head, {**options}
                 (part._heads if v == head else part._options)[v].add(name)
         return part
-
-    def copy(self) -> CutNetwork:
-        """Returns an independent copy."""
-        copy = self.part(self._out)
-        copy.fixed_cost = self.fixed_cost
-        return copy
 
     def cut(self) -> Sides:
         """Returns the minimum cut with the largest source side, without choices."""

@@ -26,7 +26,7 @@ from torch.fx import Node
 from ..analysis.precision import FP32, LOW, Precision
 from ..analysis.problem import Problem, force_followers
 from .amounts import Amount, CastBytes
-from .branch_and_bound import Search
+from .choices import Search
 from .cost_model import cost_of, scale_above_traffic
 from .labelling import MAX_WORK, Placement, autocast_rule
 
