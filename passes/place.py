@@ -54,7 +54,8 @@ class PlaceCasts(Pass):
         elif self.policy.objective == "fused":
             placement = _place_fused(problem, costs, autocast)
         elif self.policy.objective in ("auto", "traffic"):
-            placement = place_within(problem, baseline.activation_cast_bytes - _cast_before(problem))
+            bound = baseline.activation_cast_bytes - _cast_before(problem)
+            placement = _within_step(costs, place_within(problem, bound), autocast, baseline)
         else:
             placement = _place_few(problem, self.policy.objective)
         cost = costs.complete(placement.labels, placement.anchors)
@@ -71,6 +72,16 @@ def _place_fused(problem: Problem, costs: StepCost, autocast: Placement) -> Plac
     low = place_low(problem)
     least = CERTAIN * costs.fused(autocast.labels).moved
     return low if costs.fused(low.labels).moved < least else autocast
+
+
+def _within_step(costs: StepCost, placement: Placement, autocast: Placement, baseline: Cost) -> Placement:
+    """Returns the placement unless its forward and backward move more bytes than those of the autocast rule.
+
+    To save casts in the forward it may leave values float32, whose gradients then are float32 too.
+    """
+    found = costs.complete(placement.labels, placement.anchors)
+    is_more = found.traffic + found.backward > baseline.traffic + baseline.backward
+    return autocast if is_more else placement
 
 
 def _cast_before(problem: Problem) -> int:

@@ -1,4 +1,4 @@
-"""The objective for backends that compile: free nodes low wherever allowed, never above the autocast rule."""
+"""A training step never moves more than under the autocast rule; compiled backends place low if allowed."""
 
 from __future__ import annotations
 
@@ -11,26 +11,36 @@ from torch import nn
 
 import ampgraph
 from ampgraph import OpLists, Policy
+from ampgraph.passes import place
 from ampgraph.passes.analysis.precision import FP32, LOW
 from ampgraph.passes.analysis.problem import Problem
-from ampgraph.passes.place import _place_fused
+from ampgraph.passes.place import _place_fused, _within_step
 from ampgraph.passes.placement.labelling import Placement, autocast_rule, place_low
 from ampgraph.passes.placement.step_cost import StepCost
+from ampgraph.passes.placement.within import place_within
 from tests.brute_force import allowed, labellings
+from tests.eager_bytes import eager_step
 from tests.helpers import RandomGraph, problem_of
 from tests.test_precision_property import fp32_reads_rounded
 
 SEEDS = range(60)
-LISTS = {"default": OpLists.default, "torch": OpLists.torch, "paddle": OpLists.paddle}
+LISTS = {
+    "default": OpLists.default,
+    "torch": OpLists.torch,
+    "paddle": OpLists.paddle,
+    "mindspore": OpLists.mindspore,
+    "oneflow": OpLists.oneflow,
+}
 
 
 class Case(NamedTuple):
-    """A random graph, its free nodes low, and the placement that the guard accepts."""
+    """A random graph, its free nodes low, and the placements that the guards accept."""
 
     problem: Problem
     costs: StepCost
     low: Placement
     placed: Placement
+    eager: Placement
 
 
 @cache
@@ -40,14 +50,15 @@ def cases(level: str, lists: str) -> list[Case]:
         policy = Policy(level=level, ops=LISTS[lists](), keep_io_dtypes=seed % 4 != 0)
         problem = problem_of(RandomGraph(seed, steps=8 + seed % 7).graph_module, policy)
         costs = StepCost(problem)
-        placed = _place_fused(problem, costs, autocast_rule(problem))
-        made.append(Case(problem, costs, place_low(problem), placed))
+        rule = autocast_rule(problem)
+        baseline = costs.complete(rule.labels, rule.anchors, shared=False)
+        placed = _place_fused(problem, costs, rule)
+        eager = _within_step(costs, place_within(problem, baseline.activation_cast_bytes), rule, baseline)
+        made.append(Case(problem, costs, place_low(problem), placed, eager))
     return made
 
 
-EVERY = pytest.mark.parametrize(
-    ("level", "lists"), [("O1", "default"), ("O1", "torch"), ("O1", "paddle"), ("O2", "default")]
-)
+EVERY = pytest.mark.parametrize(("level", "lists"), [*(("O1", lists) for lists in LISTS), ("O2", "default")])
 
 
 @EVERY
@@ -87,6 +98,19 @@ def test_prediction_is_never_above_the_autocast_rule(level, lists):
 
 
 @EVERY
+def test_eager_step_is_never_above_the_autocast_rule(level, lists):
+    lower = 0
+    for seed, case in enumerate(cases(level, lists)):
+        rule = autocast_rule(case.problem)
+        limit = case.costs.complete(rule.labels, rule.anchors, shared=False)
+        found = case.costs.complete(case.eager.labels, case.eager.anchors)
+        assert found.traffic + found.backward <= limit.traffic + limit.backward, seed
+        assert found.activation_cast_bytes <= limit.activation_cast_bytes, seed
+        lower += found.traffic + found.backward < limit.traffic + limit.backward
+    assert lower > 20
+
+
+@EVERY
 def test_guard_takes_the_rule_where_low_nodes_move_more(level, lists):
     for case in cases(level, lists):
         rule = autocast_rule(case.problem)
@@ -111,6 +135,38 @@ class Residual(nn.Module):
 
 X = torch.randn(64, 32, generator=torch.Generator().manual_seed(0))
 TORCH = Policy(ops=OpLists.torch(), dtype=torch.bfloat16)
+
+
+class Mixing(nn.Module):
+    """Blocks of an MLP mixer, whose float32 norms tempt the forward to keep float32 sums."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(64) for _ in range(5))
+        self.tokens = nn.ModuleList(nn.Linear(32, 32) for _ in range(2))
+        self.channels = nn.ModuleList(nn.Linear(64, 64) for _ in range(2))
+        self.stem = nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x)
+        for index in range(2):
+            x = x + self.tokens[index](self.norms[2 * index](x).transpose(1, 2)).transpose(1, 2)
+            x = x + self.channels[index](self.norms[2 * index + 1](x))
+        return self.norms[4](x).mean(1).square().sum()
+
+
+def test_eager_plan_of_a_mixer_counts_its_backward(monkeypatch):
+    x = torch.randn(64, 32, 64, generator=torch.Generator().manual_seed(0))
+
+    def moved(policy: Policy) -> int:
+        amp = ampgraph.convert(Mixing(), (x,), policy=policy.replace(weight_copies=False))
+        step = eager_step(amp.training_graph, (x,))
+        return step.forward + step.backward
+
+    rule = moved(TORCH.replace(placement="autocast"))
+    assert moved(TORCH) <= rule
+    monkeypatch.setattr(place, "_within_step", lambda costs, placement, *_: placement)
+    assert moved(TORCH) > rule  # the least forward alone
 
 
 def test_backend_selects_the_objective():

@@ -86,6 +86,7 @@ BAD = [
     ({"ops": None}, "OpLists"),
     ({"use_fp16_guard": "yes"}, "True"),
     ({"keep_io_dtypes": "no"}, "True"),
+    ({"weight_copies": None}, "True"),
     ({"level": ["O1"]}, "O1"),
 ]
 

@@ -22,6 +22,7 @@ POLICIES = [
     Policy(loss_scale=StaticLossScale(1024.0, skip_on_overflow=False)),
     Policy(loss_scale=DynamicLossScale(growth_interval=7, hysteresis=2)),
     Policy(loss_scale=NoLossScale()),
+    Policy(weight_copies=False),
 ]
 
 
@@ -45,6 +46,7 @@ def test_the_file_is_readable() -> None:
         "loss_scale": None,
         "keep_io_dtypes": True,
         "hazards": True,
+        "weight_copies": True,
     }
 
 
@@ -75,6 +77,7 @@ def test_what_is_left_out_has_its_default() -> None:
         ('{"loss_scale": {"type": "static", "valu": 2}}', "loss_scale: key 'valu' is not known.*'value'"),
         ('{"loss_scale": 1024}', "loss_scale must be an object"),
         ('{"keep_io_dtypes": "yes"}', "keep_io_dtypes='yes'"),
+        ('{"weight_copies": "auto"}', "weight_copies='auto'"),
         ('{"level": "O1", "level": "O2"}', "key 'level' is there twice"),
         ("[]", r"policy must be an object with keys, got \[\]"),
         ("level: O1", "no JSON"),

@@ -1,4 +1,4 @@
-"""Shadow weights: O2 reads low copies of parameters, fresh after every kind of update, never more often."""
+"""Shadow weights: graphs read low copies of parameters, fresh after every update, never more often."""
 
 import copy
 
@@ -36,21 +36,22 @@ def small_model():
     return nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.LayerNorm(16), nn.Linear(16, 4))
 
 
-def converted(args=(X,), backend="eager", **options):
+def converted(args=(X,), backend="eager", level="O2", **options):
     options = {"loss_scale": ampgraph.NoLossScale()} | options
     model = small_model()
-    policy = ampgraph.Policy("O2", dtype=F16, **options)
+    policy = ampgraph.Policy(level, dtype=F16, **options)
     return model, ampgraph.convert(model, args, policy=policy, backend=backend)
 
 
-def fresh_output(model):
+def fresh_output(model, level="O2"):
     """What a conversion made now computes."""
     with torch.no_grad():
-        return ampgraph.convert(copy.deepcopy(model), (X,), policy="O2", dtype=F16)(X)
+        return ampgraph.convert(copy.deepcopy(model), (X,), policy=level, dtype=F16)(X)
 
 
-def test_forward_casts_no_weight_and_accumulation_refreshes_once():
-    _model, amp = converted()
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_forward_casts_no_weight_and_accumulation_refreshes_once(level):
+    _model, amp = converted(level=level)
     optimizer = torch.optim.SGD(amp.parameters(), lr=0.1)
     amp(X).sum().backward()
     optimizer.step()
@@ -125,16 +126,80 @@ UPDATES = {
 
 @CAPTURES
 @pytest.mark.parametrize("name", UPDATES)
-@pytest.mark.parametrize("grad", [True, False], ids=["training", "no_grad"])
-def test_fresh_after(name, grad, args):
-    model, amp = converted(args)
+@pytest.mark.parametrize(
+    ("grad", "level"),
+    [(True, "O1"), (True, "O2"), (False, "O2")],
+    ids=["training at O1", "training", "no_grad"],
+)
+def test_fresh_after(name, grad, level, args):
+    model, amp = converted(args, level=level)
     with torch.set_grad_enabled(grad):
         before = amp(X)
     UPDATES[name](model)
     with torch.set_grad_enabled(grad):
         after = amp(X)
     assert not torch.equal(before, after)
-    torch.testing.assert_close(after.detach(), fresh_output(model), rtol=0, atol=0)
+    torch.testing.assert_close(after.detach(), fresh_output(model, level), rtol=0, atol=0)
+
+
+@CAPTURES
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_updates_by_hand_through_data_are_seen(level, args):
+    """Such a write raises no counter: ``p.data.add_(p.grad, alpha=-lr)`` in a loop without an optimizer."""
+    model, amp = converted(args, level=level)
+    for _ in range(2):
+        before = amp(X)
+        before.square().mean().backward()
+        for parameter in model.parameters():
+            parameter.data.add_(parameter.grad, alpha=-0.5)
+            parameter.grad = None
+        with torch.no_grad():
+            after = amp(X)
+        assert not torch.equal(before, after)
+        torch.testing.assert_close(after, fresh_output(model, level), rtol=0, atol=0)
+
+
+def test_only_calls_with_gradients_make_later_ones_refresh():
+    _model, amp = converted()
+    for grad in (False, True, False):
+        with torch.set_grad_enabled(grad):
+            amp(X)
+            with Copies() as copies:
+                amp(X)
+        assert copies.refreshed == ([4] if grad else [])
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+def test_without_copies_every_forward_casts(level):
+    """With the values that copies have, in results and gradients."""
+    model, amp = converted(level=level)
+    casting = ampgraph.convert(model, (X,), policy=amp.policy.replace(weight_copies=False))
+    results = [one(X) for one in (casting, amp)]
+    with Copies() as copies, torch.no_grad():
+        casting(X)
+        amp(X)
+    assert copies.casts.count((16, 8)) == 1
+    gradients = [torch.autograd.grad(r.square().mean(), list(model.parameters())) for r in results]
+    assert torch.equal(*results)
+    assert all(torch.equal(*pair) for pair in zip(*gradients, strict=True))
+
+
+def test_state_and_copies_of_the_model_have_no_low_copies():
+    model, amp = converted(level="O1")
+    amp(X).sum().backward()
+    again = copy.deepcopy(amp)
+    assert again.state_dict().keys() == amp.state_dict().keys() == model.state_dict().keys()
+    with torch.no_grad():
+        again.source[0].weight.zero_()
+        assert torch.equal(amp(X), fresh_output(model, "O1"))
+        assert torch.equal(again(X), fresh_output(again.source, "O1"))
+
+
+def test_just_in_time_copies_are_no_inputs_that_gradients_reach(recwarn):
+    """They are float16, and a loss scale warns of float16 inputs."""
+    _model, amp = converted(args=None, level="O1", loss_scale=None)
+    amp(X).sum().backward()
+    assert not [w for w in recwarn if "float16" in str(w.message)]
 
 
 @CAPTURES

@@ -29,13 +29,13 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from bytes_models import MODELS, made
-from eager_bytes import eager_step
 from provenance import commit, written_by
 
 import ampgraph
 from ampgraph import NoLossScale, OpLists, Policy
 from ampgraph.cli.torchvision_shim import allow_torchvision
 from ampgraph.passes import is_inserted_cast
+from tests.eager_bytes import eager_step
 from tests.inductor_schedule import scheduled
 
 # Bytes that the refresh of a low copy moves for each element: it reads float32 and writes low.
@@ -58,8 +58,8 @@ class Variant:
     shares: bool = True
 
 
-def _policy(**given: Any) -> Policy:
-    return Policy(dtype=torch.bfloat16, loss_scale=NoLossScale(), **given)
+def _policy(copies: bool = False, **given: Any) -> Policy:
+    return Policy(dtype=torch.bfloat16, loss_scale=NoLossScale(), weight_copies=copies, **given)
 
 
 TORCH = OpLists.torch()
@@ -67,8 +67,9 @@ VARIANTS = {
     "autocast": Variant(_policy(ops=TORCH, placement="autocast"), shares=False),
     "lists": Variant(_policy(placement="autocast"), shares=False),
     "sharing": Variant(_policy(placement="autocast"), ("eager",)),
-    "O1": Variant(_policy()),
-    "O2": Variant(_policy(level="O2")),
+    "placement": Variant(_policy()),
+    "O1": Variant(_policy(copies=True)),
+    "O2": Variant(_policy(copies=True, level="O2")),
     "O1, torch's lists": Variant(_policy(ops=TORCH)),
 }
 

@@ -94,6 +94,9 @@ class Policy:
         hazards: Whether positions, angles and values that become integers or booleans stay exact until they
             depend on a low op, and, at O1 and O2, whether values that may leave the low range, and the ops
             that read them, stay float32. Guards and rules come before hazards, and hazards before op lists.
+        weight_copies: Whether the model keeps a low copy of each float32 parameter that its graphs cast. The
+            copies are refreshed once per update, so that no forward casts weights. They have the values of
+            the casts and take 2 bytes a parameter. False casts in every forward.
 
     Raises:
         PolicyError: A value is not legal; the message gives the legal ones.
@@ -109,6 +112,7 @@ class Policy:
     loss_scale: LossScale | None = None
     keep_io_dtypes: bool = True
     hazards: bool = True
+    weight_copies: bool = True
 
     def __post_init__(self) -> None:
         _check_choice("level", self.level, LEVELS)
@@ -124,7 +128,7 @@ class Policy:
                 f"Policy: loss_scale={self.loss_scale!r}; legal: NoLossScale(), StaticLossScale(value), "
                 "DynamicLossScale(...) or None."
             )
-        for name in ("keep_io_dtypes", "hazards"):
+        for name in ("keep_io_dtypes", "hazards", "weight_copies"):
             if not isinstance(getattr(self, name), bool):
                 raise PolicyError(f"Policy: {name}={getattr(self, name)!r}; legal: True, False.")
         if not isinstance(self.rules, Mapping):
@@ -238,6 +242,11 @@ class Policy:
         if self.dtype is None:
             raise PolicyError("Policy: dtype=None is not settled yet; resolved(device) fills it in.")
         return self.dtype
+
+    @property
+    def keeps_low_copies(self) -> bool:
+        """Whether graphs read low copies of parameters instead of casting them in every forward."""
+        return self.weight_copies and self.level != "O0"
 
     def active_loss_scale(self) -> LossScale:
         """Returns the loss scale; the dtype selects it if the policy does not set one."""

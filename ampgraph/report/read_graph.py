@@ -153,7 +153,7 @@ class Source:
             widened=sum(map(len, widened.values())),
             gap=plan.gap,
             advice=advise(graph_module, plan),
-            keeps_low_copies=self.policy.level in ("O2", "O3"),
+            keeps_low_copies=self.policy.keeps_low_copies,
             coverage=self.coverage,
         )
 

@@ -61,7 +61,7 @@ class CapturedGraph:
         seen: Sizes it was captured for.
         constants: Tensors that exist only in the capture, by attribute name.
         timing: Seconds to create it.
-        shadows: The model's shadow weights, at levels that have them.
+        shadows: The model's shadow weights, if its policy keeps them.
         state: The Python state at capture; None for just-in-time graphs.
         writes: The caller's memory that the graph writes, if any.
         aot: The graphs of AOTAutograd, on a backend that keeps them.

@@ -207,7 +207,7 @@ def ampgraph_backend(graph_module: fx.GraphModule, inputs: list, **given: Any) -
         policy = policy.replace(dtype=_autocast_dtype(device))
     backend, mode = choose_backend(backend, mode, device)
     options = Options(policy.resolved(device, backend), backend, mode)
-    shadows = ShadowWeights(None, options.low_dtype) if policy.level in ("O2", "O3") else None
+    shadows = ShadowWeights(None, options.low_dtype) if policy.keeps_low_copies else None
     with no_ambient_autocast():
         compiled = make_backend(options, shadows=shadows)(graph_module, inputs)
 

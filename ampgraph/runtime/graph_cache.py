@@ -62,7 +62,7 @@ class GraphCache:
         siblings: The captures of blocks that were converted together with it.
 
     Attributes:
-        shadows: Low copies of its parameters, at levels that have them.
+        shadows: Low copies of its parameters, if the policy keeps them.
         lock: Separates calls from captures.
         watch: Tracks the coverage of just-in-time captures.
     """
@@ -75,8 +75,8 @@ class GraphCache:
         stored: LowStorage,
         siblings: Siblings | None = None,
     ) -> None:
-        has_shadows = options.policy.level in ("O2", "O3")
-        self.shadows = ShadowWeights(source, options.low_dtype) if has_shadows else None
+        copies = options.policy.keeps_low_copies
+        self.shadows = ShadowWeights(source, options.low_dtype) if copies else None
         self.lock = lock_of(source)
         self._source, self._options, self._scaler, self._stored = source, options, scaler, stored
         self._siblings = None if options.policy.level == "O3" else siblings

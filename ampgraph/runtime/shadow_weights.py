@@ -40,7 +40,9 @@ class ShadowWeights(nn.Module):
     A shadow is stale when its parameter's version counter or memory moved (``load_state_dict``, averaging,
     edits in place), when an optimizer of ``torch.optim`` stepped it (fused ones do not raise the
     counter), and when the model changed between training and evaluation (averaged weights are often
-    swapped in through ``.data``, which nothing records).
+    swapped in through ``.data``, which nothing records). Until an optimizer of ``torch.optim`` has stepped
+    one of the parameters, the loop may update them by hand through ``.data``. Then every call after one with
+    gradients refreshes all shadows.
 
     Args:
         model: The model, for its training flag.
@@ -64,6 +66,7 @@ class ShadowWeights(nn.Module):
         self._shadows: dict[int, _Shadow] = {}
         self._numbers = itertools.count()
         self._all_stale = False
+        self._stepped = False
         self._mode: bool | None = None
 
     __hash__ = object.__hash__
@@ -109,7 +112,8 @@ class ShadowWeights(nn.Module):
         mode = model.training if model is not None else None
         with _lock:
             everything = self._all_stale or mode is not self._mode
-            self._all_stale, self._mode = False, mode
+            # A hand-written update may follow this call.
+            self._all_stale, self._mode = torch.is_grad_enabled() and not self._stepped, mode
             if stale := self._stale(everything):
                 self._copy(stale)
 
@@ -139,7 +143,8 @@ class ShadowWeights(nn.Module):
     def after_step(self, optimizer: Optimizer, parameters: set[int]) -> None:
         """Called after the step of any optimizer."""
         with _lock:
-            self._all_stale = self._all_stale or not parameters.isdisjoint(self._shadows)
+            if not parameters.isdisjoint(self._shadows):
+                self._all_stale = self._stepped = True
 
     def _copy(self, stale: list[tuple[_Shadow, Tensor]]) -> None:
         # A copy made under inference mode could not be saved for a backward.

@@ -87,7 +87,7 @@ class PlannedGraph:
     @property
     def stores_low(self) -> bool:
         """Whether a forward reads low copies of parameters, instead of casting them."""
-        return self.policy.level == "O2"
+        return self.policy.keeps_low_copies
 
     def traffic(self, plan: Plan) -> int:
         """Returns the bytes that a forward moves."""

@@ -17,13 +17,15 @@ from ampgraph.ops import fusion_tables as fusion
 from ampgraph.plan import Cost
 
 from ..analysis.facts import OperandRule
-from ..analysis.precision import Precision
+from ..analysis.precision import FP32, Precision
 from ..analysis.problem import Problem
 from .cost_model import CAST_BYTES, WIDTHS, Anchors, Labels, cost_of, demands
 from .fused_kernels import FusedKernels, Kind, Read, elements, op_name
 
 # At most this many kernels of a backward read one saved tensor.
 MAX_BACKWARD_READS = 3
+# A sum of two gradients reads both and writes one.
+ACCUMULATES = 3
 
 
 class Step(NamedTuple):
@@ -85,8 +87,14 @@ class StepCost:
         for node, fact in problem.facts.items():
             if not fact.moves_data or not self.kernels.has_gradient[node]:
                 continue
+            if op_name(node) in fusion.SUMS:
+                self._count_sum(node, labels, ledger)
+                continue
+            trained = [o for o in fact.operands if self.kernels.has_gradient[o.tensor]]
             if fact.dtype is not None:
-                ledger.backward += WIDTHS[labels[fact.dtype_source]] * fact.elements
+                one_each = self.kernels.kinds[node] is Kind.EXTERN or op_name(node) in fusion.PRODUCTS
+                reads = len(trained) if one_each and op_name(node) not in fusion.ATTENTION else 1
+                ledger.backward += WIDTHS[labels[fact.dtype_source]] * fact.elements * reads
             needs_values = op_name(node) not in fusion.LINEAR
             for operand in fact.operands:
                 label = self._label_read(labels, node, operand.tensor, operand.rule)
@@ -95,12 +103,43 @@ class StepCost:
                 ledger.backward += moved * (needs_values + self.kernels.has_gradient[operand.tensor])
                 if needs_values and not (source.is_parameter and label is self._own(labels, operand.tensor)):
                     ledger.save(self.kernels.roots[operand.tensor], label, source.elements)
-        for (tensor, _), uses in demands(problem, labels, anchors).items():
-            fact = problem.facts[tensor]
-            casts = 1 if (shared or fact.is_parameter) and not fact.mutated else len(uses)
-            if self.kernels.has_gradient[tensor]:
-                ledger.backward += casts * CAST_BYTES * fact.elements
+        self._count_accumulation(labels, anchors, shared, ledger)
         return ledger.step()
+
+    def _count_sum(self, node: Node, labels: Labels, ledger: _Ledger) -> None:
+        """Adds the backward of a sum: nothing; reduces for broadcast operands, casts for widened ones."""
+        fact = self.problem.facts[node]
+        own = labels[fact.dtype_source]
+        for operand in fact.operands:
+            source = self.problem.facts[operand.tensor]
+            if not self.kernels.has_gradient[operand.tensor]:
+                continue
+            if source.elements < fact.elements:
+                ledger.backward += WIDTHS[own] * (fact.elements + source.elements)
+            is_widened = operand.rule is OperandRule.PROMOTED and own is not self._own(labels, operand.tensor)
+            if is_widened and own is FP32:
+                ledger.backward += CAST_BYTES * source.elements
+
+    def _count_accumulation(self, labels: Labels, anchors: Anchors, shared: bool, ledger: _Ledger) -> None:
+        """Adds the backward of casts, and the sums of the gradients of tensors with several uses."""
+        problem, trained = self.problem, self.kernels.has_gradient
+        edges: dict[Node, int] = defaultdict(int)
+        for node, fact in problem.facts.items():
+            for operand in fact.operands if trained[node] else ():
+                edges[operand.tensor] += trained[operand.tensor]
+        for (tensor, need), uses in demands(problem, labels, anchors).items():
+            fact = problem.facts[tensor]
+            count = sum(trained[node] for node, _ in uses)
+            if not trained[tensor] or not count:
+                continue
+            is_shared = (shared or fact.is_parameter) and not fact.mutated
+            casts = 1 if is_shared else count
+            edges[tensor] += casts - count
+            ledger.backward += casts * CAST_BYTES * fact.elements
+            ledger.backward += ACCUMULATES * WIDTHS[need] * fact.elements * (count - casts)
+        for tensor, count in edges.items():
+            moved = ACCUMULATES * WIDTHS[self._own(labels, tensor)] * problem.facts[tensor].elements
+            ledger.backward += moved * max(count - 1, 0)
 
     def fused(self, labels: Labels) -> Step:
         """Returns the bytes of a step that a compiler fuses."""
