@@ -13,10 +13,8 @@ compared.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import fx
@@ -24,12 +22,11 @@ from torch.utils._pytree import tree_leaves
 
 import ampgraph
 from ampgraph import NoLossScale, Policy
-from ampgraph.capture import capture_program
 from ampgraph.passes import is_inserted_cast
 
+from .captures import LastCapture
 from .one_op import (
     Case,
-    OneOp,
     Result,
     first_line,
     is_complex,
@@ -97,30 +94,15 @@ def exported_fails(case: Case) -> str | None:
 def _check(case: Case, level: str) -> str:
     rules = {"low": "low"} if case.model.through_low else {}
     policy = Policy(level=level, dtype=case.low, rules=rules, loss_scale=NoLossScale())
-    with mock.patch("ampgraph.runtime.graph_cache.capture_program", _capture_once):
+    form = (case.model.call_id, tuple(case.model.through_low), case.model.low_after)
+    with _captured.of(form):  # once for both levels and, where its inputs are float32, both dtypes
         amp = ampgraph.convert(
             case.model, tuple(leaves_of(case, case.inputs)), policy=policy, capture="ahead of time"
         )
     return _compare(amp, case, check_graph(amp.graph_module, case))
 
 
-def _capture_once(model: OneOp, args: tuple, *rest: Any) -> torch.export.ExportedProgram:
-    """Captures a sample's form once for both levels and, where its inputs are float32, both dtypes."""
-    key = (
-        model.call_id,
-        tuple(model.through_low),
-        model.low_after,
-        *((t.dtype, t.requires_grad) for t in args),
-    )
-    if key not in _last_capture:
-        _last_capture.clear()
-        _last_capture[key] = capture_program(model, args, *rest)
-    program = copy.copy(_last_capture[key])
-    program._graph_module = copy.deepcopy(program.graph_module)
-    return program
-
-
-_last_capture: dict[tuple, torch.export.ExportedProgram] = {}
+_captured = LastCapture()
 
 
 def check_just_in_time(case: Case, level: str) -> str:

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.fx import GraphModule
 from torch.nn import functional as F
 
 import ampgraph
+from ampgraph import Plan, Policy
 from ampgraph.numerics.neighbours import is_changeable
 from ampgraph.numerics.run_model import ModelRunner, Part
+from ampgraph.passes import ClassifyOps, PlaceCasts, PropagatePrecision, run_passes, workspace
 from ampgraph.passes.placement.amounts import moved
 from ampgraph.tuning.result_error import ResultError
 from ampgraph.tuning.sensitivity import EqualDraws
@@ -65,36 +69,45 @@ class Best(NamedTuple):
 
 
 class EverySet:
-    """Every set of pins of a model, measured."""
+    """Every set of pins of a model: the traffic of its plan, and the error of a run where it is asked for."""
 
     def __init__(self, model: nn.Module, x: Tensor, dtype: torch.dtype) -> None:
         amp = ampgraph.convert(model, (x,), policy="O2", dtype=dtype, backend="eager")
-        self._runner, self._error = ModelRunner(amp, (x,)), ResultError(None)
+        self._runner, self._measure = ModelRunner(amp, (x,)), ResultError(None)
         self._policy = amp.policy
-        self._run(())
-        part = self._runner.parts[0]
-        self.nodes = [n.name for n in part.float32.graph.nodes if is_changeable(n, part.plan)]
-        reference = self._result(lambda graph: graph.float32)
-        self.found = []
-        for count in range(len(self.nodes) + 1):
-            for pins in itertools.combinations(self.nodes, count):
-                result, traffic = self._run(pins)
-                self.found.append(Best(traffic, self._error.of([result], [reference]), pins))
+        self._errors: dict[object, float] = {}
+        self._reference = self._result(lambda part: part.float32)
+        (part,) = self._runner.parts
+        self._graph = part.float32
+        run_passes(self._graph, (ClassifyOps(self._policy),))  # the same facts for all pins
+        nodes = [n.name for n in self._graph.graph.nodes if is_changeable(n, part.plan)]
+        sets = [pins for count in range(len(nodes) + 1) for pins in itertools.combinations(nodes, count)]
+        plans = [(pins, self._plan(pins)) for pins in sets]
+        found = [(_moved(plan), pins, _edits(plan)) for pins, plan in plans]
+        self._sets = sorted(found, key=lambda one: one[:2])
 
-    def _run(self, pins: tuple[str, ...]) -> tuple[object, int]:
-        traffic = 0
+    def _under(self, pins: tuple[str, ...]) -> Policy:
+        return self._policy.replace(rules={f"node:{name}": "fp32" for name in pins})
 
-        def planned(part: Part):
-            nonlocal traffic
-            rules = {f"node:{name}": "fp32" for name in pins}
-            graph, plan = part.under(self._policy.replace(rules=rules))
-            traffic = moved(plan.cost, stores_low=True)  # as level O2 reads parameters
+    def _plan(self, pins: tuple[str, ...]) -> Plan:
+        policy = self._under(pins)
+        run_passes(self._graph, (PropagatePrecision(policy, check_rules=False), PlaceCasts(policy)))
+        return workspace(self._graph).plan
+
+    def _error(self, pins: tuple[str, ...], edits: object) -> float:
+        """Runs the model with these pins, once for all pins that make the same graph."""
+
+        def planned(part: Part) -> GraphModule:
+            graph, plan = part.under(self._under(pins))
+            assert _edits(plan) == edits
             return graph
 
-        return self._result(planned), traffic
+        if edits not in self._errors:
+            self._errors[edits] = self._measure.of([self._result(planned)], [self._reference])
+        return self._errors[edits]
 
-    def _result(self, graph_of) -> object:
-        def run_part(part: Part, inputs):
+    def _result(self, graph_of: Callable[[Part], GraphModule]) -> object:
+        def run_part(part: Part, inputs: list) -> object:
             run = EqualDraws(graph_of(part), inputs)
             for _ in run:
                 pass
@@ -105,8 +118,23 @@ class EverySet:
     @property
     def start(self) -> Best:
         """No pins."""
-        return self.found[0]
+        plan = self._plan(())
+        return Best(_moved(plan), self._error((), _edits(plan)), ())
 
     def best(self, budget: float) -> Best:
-        """Returns the cheapest set within a budget."""
-        return min(found for found in self.found if found.error <= budget)
+        """Returns the cheapest set within a budget; dearer ones are not run."""
+        for traffic, pins, edits in self._sets:
+            if (error := self._error(pins, edits)) <= budget:
+                return Best(traffic, error, pins)
+        raise AssertionError(f"not even all pins meet {budget}")
+
+
+def _moved(plan: Plan) -> int:
+    return moved(plan.cost, stores_low=True)  # as level O2 reads parameters
+
+
+def _edits(plan: Plan) -> tuple:
+    """Returns all of a plan that changes the graph."""
+    dtypes = tuple((name, str(decision.dtype)) for name, decision in plan.decisions.items())
+    casts = tuple((cast.tensor, str(cast.dst), cast.uses) for cast in plan.casts)
+    return dtypes, casts, tuple(plan.dtype_args.items())

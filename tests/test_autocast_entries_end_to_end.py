@@ -17,9 +17,11 @@ import ampgraph
 from ampgraph import NoLossScale, OpLists, Policy
 from ampgraph.passes import ClassifyOps, PlaceCasts, PropagatePrecision, run_passes, workspace
 from tests.autocast_entries import RUNS_IN, Entry, cast, entries
+from tests.captures import LastCapture
 
 CUDA, CPU = list(entries("cuda")), list(entries("cpu"))
 PLACEMENTS = ("optimal", "autocast")
+LAST = LastCapture()  # both placements stand together
 
 CUDA_LISTS = OpLists.torch()
 CPU_LISTS = CUDA_LISTS.with_white("aten._addmm_activation", "aten._native_multi_head_attention").with_black(
@@ -65,7 +67,9 @@ def converted(entry: Entry, lists: OpLists, placement: str):
         module = CopiesFirst(module, [t.dtype == entry.low for t in tensors])
         tensors = cast(tensors, torch.float32)
         wanted = wanted.replace(rules={"clone*": "low"})
-    return ampgraph.convert(module, tensors, policy=wanted)(*tensors)
+    with LAST.of(entry.id):
+        amp = ampgraph.convert(module, tensors, policy=wanted)
+    return amp(*tensors)
 
 
 def assert_identical(actual, expected):

@@ -18,7 +18,7 @@ import ampgraph
 from ampgraph import AmpModule, NoLossScale, OpLists, Policy
 from ampgraph.passes.analysis.products import terms
 from ampgraph.plan import Plan
-from ampgraph.report.replan import replanned
+from ampgraph.report.replan import Replanner, replanned
 
 from .exact_integers import differing_in
 from .helpers import Fn
@@ -193,9 +193,10 @@ class Case(NamedTuple):
     amp: AmpModule
     inputs: tuple[torch.Tensor, ...]
     expected: list[torch.Tensor]
+    replanner: Replanner
 
     def under(self, policy: Policy) -> tuple[fx.GraphModule, Plan]:
-        return replanned(self.amp.graph_module, self.amp.plan, policy)
+        return self.replanner.under(policy)
 
     def error(self, policy: Policy) -> float:
         """The largest relative error of a floating output."""
@@ -221,7 +222,7 @@ def case(function: Callable) -> Case:
     with torch.no_grad():
         expected = tree_leaves(model(*inputs))
     amp = ampgraph.convert(model, tuple(inputs), policy=policy_of("O1", torch.bfloat16), backend="eager")
-    return Case(amp, tuple(inputs), expected)
+    return Case(amp, tuple(inputs), expected, Replanner(amp.graph_module, amp.plan))
 
 
 def policy_of(level: str, dtype: torch.dtype, **options) -> Policy:

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 import ampgraph
 from ampgraph import AmpModule, NoLossScale, Policy
 from ampgraph.plan import Decision, Plan
-from ampgraph.report.replan import replanned
+from ampgraph.report.replan import Replanner, replanned
 
 from .helpers import Fn
 from .planted_hazards import CASES, ROWS, WIDTH, Planted
@@ -91,9 +91,10 @@ class Case(NamedTuple):
     amp: AmpModule
     x: torch.Tensor
     expected: list[torch.Tensor]
+    replanner: Replanner
 
     def under(self, policy: Policy) -> tuple[fx.GraphModule, Plan]:
-        return replanned(self.amp.graph_module, self.amp.plan, policy)
+        return self.replanner.under(policy)
 
     def error(self, policy: Policy) -> float:
         """The largest relative error of a floating output."""
@@ -111,7 +112,7 @@ def case(name: str) -> Case:
         expected = tree_leaves(model(x))
     assert all(e.isfinite().all() for e in expected)
     amp = ampgraph.convert(model, (x,), policy=policy_of("O1", BF16), backend="eager")
-    return Case(amp, x, expected)
+    return Case(amp, x, expected, Replanner(amp.graph_module, amp.plan))
 
 
 def policy_of(level: str, dtype: torch.dtype, **options) -> Policy:

@@ -21,7 +21,7 @@ from ..module import AmpModule
 from ..passes import Workspace
 from ..plan import Plan
 from ..policy.policy import Policy
-from ..report.replan import replanned, without_casts
+from ..report.replan import Replanner
 from ..runtime.device import device_of
 from ..runtime.dynamo_backend import make_backend
 from .run_graph import flat_inputs
@@ -44,13 +44,17 @@ class Part:
     modules: tuple[str, ...] = ()
 
     @cached_property
+    def _replanner(self) -> Replanner:
+        return Replanner(self.graph_module, self.plan, self.modules)
+
+    @property
     def float32(self) -> GraphModule:
         """The graph without casts, in the source's dtypes; nodes have the same names."""
-        return without_casts(self.graph_module, self.plan)
+        return self._replanner.float32
 
     def under(self, policy: Policy) -> tuple[GraphModule, Plan]:
         """Returns the graph planned under another policy, and that plan."""
-        return replanned(self.graph_module, self.plan, policy, self.modules)
+        return self._replanner.under(policy)
 
 
 # Runs one graph for flat inputs and returns its flat outputs.

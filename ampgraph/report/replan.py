@@ -46,6 +46,26 @@ def replanned(
     return source, new
 
 
+class Replanner:
+    """Plans one rewritten graph under many policies; the casts are removed once.
+
+    Args:
+        graph_module: A rewritten graph; not changed. Its copies share its tensors.
+        plan: Its plan.
+        modules: Module paths that rules may name.
+    """
+
+    def __init__(self, graph_module: GraphModule, plan: Plan, modules: Iterable[str] = ()) -> None:
+        self._low_dtype, self._modules = plan.low_dtype, tuple(modules)
+        self.float32 = without_casts(graph_module, plan)
+
+    def under(self, policy: Policy) -> tuple[GraphModule, Plan]:
+        """Returns a copy of the graph, rewritten under another policy, and its plan; as `replanned`."""
+        source = _with_own_bodies(self.float32)
+        policy = policy.replace(dtype=policy.dtype or self._low_dtype)
+        return source, rewrite(source, policy, self._modules, check_rules=False)
+
+
 def without_casts(graph_module: GraphModule, plan: Plan) -> GraphModule:
     """Returns a copy of a rewritten graph as it was planned: without casts, in the source's dtypes."""
     copied = _copy(graph_module)
@@ -55,6 +75,15 @@ def without_casts(graph_module: GraphModule, plan: Plan) -> GraphModule:
     run_passes(copied, (RemoveCasts(plan),))
     # A graph never forgets a name: without a fresh one, new casts would be numbered after the old.
     return _copy(copied)
+
+
+def _with_own_bodies(graph_module: GraphModule) -> GraphModule:
+    """Returns a copy whose bodies are copies too, because a rewrite edits them."""
+    copied = _copy(graph_module)
+    for name, child in graph_module.named_children():
+        if isinstance(child, GraphModule):
+            setattr(copied, name, _with_own_bodies(child))
+    return copied
 
 
 def _copy(graph_module: GraphModule) -> GraphModule:
