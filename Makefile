@@ -52,6 +52,7 @@ results: $(VENV)/.dev
 	$(BIN)/python tools/gallery.py
 	$(BIN)/python tools/import_graph.py --draw docs/rooms.svg
 	$(BIN)/python tools/draw_cut.py
+	$(BIN)/python tools/numerics_pictures.py
 	$(BIN)/python tools/notebook.py examples/tour.ipynb
 	$(BIN)/python tools/bench_convert.py --output docs/results/conversion.md
 	$(BIN)/python tools/bench_calls.py --output docs/results/calls.md

@@ -46,7 +46,7 @@ def fp16_guard() -> Iterator[None]:
 
 @contextlib.contextmanager
 def fp32_guard() -> Iterator[None]:
-    """Runs the guarded code in float32, whatever the op lists say; the opposite of `fp16_guard`."""
+    """Runs the guarded code in float32 and overrides the op lists; the opposite of `fp16_guard`."""
     if not _capturing("fp32_guard"):
         yield
         return

@@ -116,7 +116,7 @@ def drop_mark(node: Node) -> None:
 
 
 def input_mark(node: Node) -> InputMark:
-    """Returns what is known of the tensor behind a placeholder; nothing but defaults where it has no mark."""
+    """Returns the facts about the tensor behind a placeholder; the defaults if it has no mark."""
     return node.meta.get(_INPUT_KEY, _NO_INPUT)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -14,7 +15,8 @@ _ITEM = re.compile(r"\[['\"]?([^'\"\]]*)['\"]?\]")
 _SELF = re.compile(r"^L\[['\"]?\w+['\"]?\]\.?|^L__self___?")
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 # Code that is not the user's: torch, ampgraph's own calls during a capture, and generated code.
-_NOT_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parent), "<")
+_OWN = str(Path(__file__).parent) + os.sep
+_NOT_USERS = (str(Path(torch.__file__).parent) + os.sep, _OWN, "<")
 K = TypeVar("K", bound=Hashable)
 Part = TypeVar("Part")
 
@@ -70,7 +72,11 @@ def clean_path(path: str) -> str:
 
 
 def user_line(node: Node) -> str:
-    """Returns ``file:line`` of the user's code behind a node, torch's if there is no other, or ``""``."""
+    """Returns ``file:line`` of the user's code behind a node, torch's if there is no other, or ``""``.
+
+    A node of the loss-scaling boundary has no line.
+    """
     frames = _FRAME.findall(node.meta.get("stack_trace") or "")
+    frames = [frame for frame in frames if not frame[0].startswith(_OWN)]
     users = [frame for frame in frames if not frame[0].startswith(_NOT_USERS)] or frames
     return ":".join(users[-1]) if users else ""

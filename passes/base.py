@@ -74,7 +74,7 @@ class Pass(abc.ABC):
         """Raises `PassError` when the result is not what the pass promises."""
 
 
-# Node names with the precision that they shall have.
+# Node names, each with the precision to assign.
 Pins = tuple[tuple[str, "Precision"], ...]
 Hook = Callable[[Pass, GraphModule, bool, float], Any]
 

@@ -1,4 +1,4 @@
-"""What the ranks of a job agree on before a step, whatever models and optimizers each of them has."""
+"""Ranks of a job agree before a step, even if they hold different models and optimizers."""
 
 from __future__ import annotations
 

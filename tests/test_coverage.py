@@ -1,4 +1,4 @@
-"""What is captured just in time of a model with graph breaks, and what is told of the rest."""
+"""Coverage of a model with graph breaks: the captured part, and the report on the rest."""
 
 from __future__ import annotations
 

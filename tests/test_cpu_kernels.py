@@ -1,4 +1,4 @@
-"""Low-precision kernels of torch's that are wrong on a CPU: what is avoided, and what is not."""
+"""Low-precision kernels of torch that are wrong on a CPU: the avoided ones, and the documented ones."""
 
 from __future__ import annotations
 

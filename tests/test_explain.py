@@ -291,3 +291,13 @@ def test_the_line_of_a_batch_norm_is_the_models() -> None:
     amp = ampgraph.convert(Normed(), (torch.randn(4, 8),))
     (node,) = (n for n in amp.graph_module.graph.nodes if n.name.startswith("batch_norm"))
     assert "test_explain.py" in user_line(node)
+
+
+def test_the_line_of_a_library_beside_torch_is_the_users():
+    node = torch.fx.Graph().placeholder("x")
+    torch_file = torch.nn.modules.linear.__file__
+    beside = torch_file.replace("/torch/nn/", "/torchmodels/nn/")
+    node.meta["stack_trace"] = f'File "{beside}", line 7\nFile "{torch_file}", line 9\n'
+    assert user_line(node) == f"{beside}:7"
+    node.meta["stack_trace"] = f'File "{ampgraph.origin.__file__}", line 3\n'
+    assert user_line(node) == ""

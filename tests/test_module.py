@@ -211,7 +211,7 @@ def test_a_buffer_that_is_filled_later_is_read(how):
 
 
 def test_many_captures_are_told(caplog):
-    """A number is part of the graph, so each is captured anew."""
+    """A number is part of the graph, so each number is captured."""
     amp = convert(Net(), "ahead of time", X)
     for step in range(10):
         amp(X, float(step + 2))

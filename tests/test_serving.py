@@ -334,7 +334,7 @@ def test_dynamic_sizes_as_arguments_of_an_op():
 
 @pytest.mark.skipif(VERSION < (2, 13), reason="torch 2.11 has torch._dynamo.config.recompile_limit only")
 def test_many_layers_behind_graph_breaks():
-    """Each is of a class of its own, so Dynamo compiles their shared code once for each."""
+    """Each has a separate class, so Dynamo compiles their shared code once for each."""
 
     class Layer(nn.Module):
         def __init__(self):

@@ -59,7 +59,7 @@ def synthetic_graph(nodes: int) -> fx.GraphModule:
     """
     mode, root, graph = FakeTensorMode(), nn.Module(), fx.Graph()
 
-    def fake(*shape: int) -> torch.Tensor:  # memory of its own for each, or they would count as views
+    def fake(*shape: int) -> torch.Tensor:  # separate memory for each, or they would count as views
         with mode:
             return torch.empty(shape)
 

@@ -1,4 +1,4 @@
-"""Drives a headless Chromium over a pipe, with nothing but the standard library.
+"""Drives a headless Chromium over a pipe; it needs only the standard library.
 
 The protocol is Chromium's own (https://chromedevtools.github.io/devtools-protocol/): JSON messages that end
 with a zero byte, on file descriptors 3 and 4 of a browser started with ``--remote-debugging-pipe``.

@@ -55,7 +55,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
 
 
 def updated(text: str) -> str:
-    """Returns the page with all its parts made anew."""
+    """Returns the page with all its parts remade."""
     for name, make in SECTIONS.items():
         text = with_section(text, name, f"```text\n{make()}\n```")
     return text

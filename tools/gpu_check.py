@@ -122,7 +122,7 @@ def tasks() -> list[Task]:
 
 @contextlib.contextmanager
 def no_sync() -> Iterator[None]:
-    """On CUDA, whatever waits for the GPU raises."""
+    """On CUDA, every call that waits for the GPU raises."""
     if not CUDA:
         yield
         return
@@ -214,7 +214,7 @@ def autocast_loss(model: nn.Module, x: Tensor) -> Tensor:
 
 
 def steps(task: Task) -> dict[str, Step]:
-    """Returns a training step for each contestant, everything made anew."""
+    """Returns a training step for each contestant, with a new model and optimizer."""
     return {
         "float32, eager": _plain(task, lambda model: model),
         "float32, compiled": _plain(task, torch.compile),

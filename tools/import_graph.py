@@ -38,7 +38,7 @@ def import_graph(root: Path = ROOT) -> nx.DiGraph:
 
 
 def circles(graph: nx.DiGraph) -> list[list[str]]:
-    """Returns the sets of modules that import each other, directly or by way of others."""
+    """Returns the sets of modules that import each other, directly or through others."""
     return sorted(sorted(c) for c in nx.strongly_connected_components(graph) if len(c) > 1)
 
 

@@ -1,4 +1,4 @@
-"""Runs the suite with several versions of Python and torch, each in an environment of its own.
+"""Runs the suite with several versions of Python and torch, each in a separate environment.
 
 Usage:
     python tools/matrix.py --pythons 3.10 3.13 --torch 2.13.0 --output docs/results/versions.md
@@ -39,7 +39,7 @@ def interpreter(version: str) -> str:
     """Returns the path of a Python of that version (major and minor).
 
     Raises:
-        SystemExit: There is none.
+        SystemExit: No such version is installed.
     """
     if found := shutil.which(f"python{version}"):
         answer = subprocess.run([found, "-c", "import sys; print(sys.version_info[:2])"], capture_output=True)

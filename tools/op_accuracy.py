@@ -35,7 +35,7 @@ from tests.one_op import DTYPES, _calls, op_tests  # noqa: E402
 
 SCALES = (1e-3, 1e-2, 0.1, 1.0, 10.0, 100.0)
 SAMPLES = 3
-# An op is exact up to this many roundings: one of its result, and those of what it computes inside.
+# An op is exact up to this many roundings: one of its result, and those of its intermediate values.
 ROUNDINGS = 4.0
 CLASSES = (OpClass.WHITE, OpClass.GRAY, OpClass.CLEAR)
 # The results are not initialised.

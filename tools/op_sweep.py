@@ -113,7 +113,7 @@ def _too_slow(*_: object) -> None:
 def sweep_all(
     names: list[str], path: Path, samples: int, levels: tuple[str, ...], processes: int
 ) -> list[Record]:
-    """Sweeps what ``path`` does not hold yet, in processes of their own; returns all its records."""
+    """Sweeps the ops that ``path`` lacks, each in a separate process; returns all its records."""
     records = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     done = {record["op"] for record in records}
     todo = [name for name in names if name not in done]

@@ -25,7 +25,7 @@ from tests.planted_checks import Outcome, backward_outcome, forward_outcome  # n
 HEAD = """# Planted faults
 
 Faults in ten small models, float16, levels O1 and O2, with `Policy(hazards=False)`, so that nothing is kept
-in float32 beforehand. `ampgraph.check_numerics` names and cures them; other code judges it. In the forward:
+in float32 first. `ampgraph.check_numerics` names and cures them; other code judges it. In the forward:
 torch's interpreter runs the graph with casts and the graph without, and the first node with more values that
 are not finite must be the one that is named. The model is converted with the remedy, and nothing may be left.
 In the backward: hooks find the first gradient that is not finite, and a training loop shows at which scale

@@ -32,7 +32,7 @@ SCALED = ampgraph.DynamicLossScale(growth_interval=200)
 
 @dataclass(frozen=True)
 class Task:
-    """What is trained.
+    """A model and its data.
 
     Attributes:
         title: Title of its panel and section.

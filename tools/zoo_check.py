@@ -42,7 +42,7 @@ RUNS = {
 
 
 def identity(subject: Subject) -> Record:
-    """What is measured."""
+    """The measured figures."""
     model = subject.model
     return {"model": model.name, "family": model.family, "kind": model.kind, "mode": subject.mode}
 
@@ -165,7 +165,7 @@ def measure_all(names: list[str], modes: list[str], path: Path) -> list[Record]:
 
 
 def refresh(record: Record) -> Record:
-    """Returns a record of eval mode with its float16 plans and timings anew; what was run stays as it was."""
+    """Returns a record of eval mode with new float16 plans and timings; the results of runs stay."""
     if record["mode"] != "eval" or "failure" in record:
         return record
     subject = Subject.of(record["model"], "eval")
@@ -188,7 +188,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--records", type=Path, default=Path("zoo_records.jsonl"), help="default: %(default)s"
     )
-    parser.add_argument("--refresh", action="store_true", help="make the plans of existing records anew")
+    parser.add_argument("--refresh", action="store_true", help="remake the plans of existing records")
     parser.add_argument("--output", type=Path, help="where to write the report; default: print it")
     parser.add_argument("--readme", type=Path, help="README whose zoo section to fill as well")
     return parser.parse_args(argv)

@@ -65,7 +65,7 @@ class Code:
 
     Attributes:
         names: All names in the code.
-        places: What is found, in order.
+        places: The reads that were found, in order.
     """
 
     def __init__(self, source: nn.Module) -> None:

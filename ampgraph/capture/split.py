@@ -97,7 +97,7 @@ def _is_closed(part: list[fx.Node]) -> bool:
 
 
 class _Part(NamedTuple):
-    """A part as a graph of its own.
+    """One part as a separate graph.
 
     Attributes:
         graph_module: The graph; returns a tuple.

@@ -23,7 +23,7 @@ SPEC is one of
   torchvision:resnet18               torchvision.models.get_model, random weights
   timm:vit_tiny_patch16_224          timm.create_model, random weights
   transformers:bert                  a model type with a small configuration, random weights
-  transformers:BertForMaskedLM       a model class, likewise
+  transformers:BertForMaskedLM       a model class, with a small configuration too
   package.module:name                a function or class called without arguments, or an nn.Module;
                                      a function may return (model, args) or (model, args, kwargs)
 

@@ -239,7 +239,7 @@ def _count_node(data: dict, highlighted: bool) -> Counts:
 
 
 def _fold(box: Box, depth: int) -> None:
-    """Folds modules ``depth`` levels down; guarded regions and bodies are no level of their own."""
+    """Folds modules ``depth`` levels down; guarded regions and bodies do not count as levels."""
     if depth == 0:
         box.folded = not is_single(box)
         return

@@ -42,7 +42,7 @@ def calibrate(
         A `Calibration`, which can be saved.
 
     Raises:
-        AmpGraphError: It is no converted model, a batch is something else, or there is none.
+        AmpGraphError: The model is not converted, a batch has the wrong type, or there are no batches.
 
     Example:
         >>> found = ampgraph.calibrate(amp, ((x,) for x, _ in loader), loss=lambda y: y.square().mean())

@@ -98,7 +98,7 @@ class _Forward:
         self.trials = Trials(model, self.reference, loss, scale if has_scale else None, draws)
 
     def finding(self) -> Finding | None:
-        """Returns what is not finite, first of all in float32."""
+        """Returns the values that are not finite; checks float32 first."""
         if (broken := self._in_float32()) is not None:
             return broken
         first = self.trials.run()
@@ -156,7 +156,7 @@ class _Forward:
         return f"{look.peak:.3g} at most in float32; what it reads was rounded to what it cannot stand"
 
     def _in_float32(self) -> Finding | None:
-        """Returns what is not finite in float32 and reaches a result; masks do not count."""
+        """Returns the values that are not finite in float32 and reach a result; masks do not count."""
         seen = self.reference
         if not any(look.bad for look in seen.outputs):
             return None

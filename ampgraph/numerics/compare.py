@@ -29,7 +29,7 @@ def compare(
     Both run node by node at the same time, and each value is dropped after its last use: peak memory is about
     that of both forwards; with a loss, 1.5 times that of both forwards and backwards. The model stays as it
     was: buffers, gradients, random numbers, the loss scale. Dropout draws the same masks in both. The
-    converted graph runs eagerly, whatever the model's backend.
+    converted graph runs eagerly, on any backend of the model.
 
     Just in time, one call may run several graphs, with Python in between. Each is compared by itself: its
     inputs, and the gradients of its outputs, are float32's, so accumulated errors begin with each graph.

@@ -51,7 +51,7 @@ class _Segment(NamedTuple):
 
     Attributes:
         results: Where the gradients of its results enter.
-        read: Where the gradients of what it reads come out.
+        read: The gradients of the node's inputs.
     """
 
     results: Edges

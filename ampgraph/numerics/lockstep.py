@@ -27,7 +27,7 @@ Gradients = Mapping[Key, Tensor]
 
 @dataclass
 class Measured:
-    """What one node did to its values, or to the gradient of what it returns.
+    """The error of one node: in its values, or in the gradients of its results.
 
     Attributes:
         node: The node of the rewritten graph.

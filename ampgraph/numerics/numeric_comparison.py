@@ -122,7 +122,7 @@ class NumericComparison:
         """Returns the first forward row of a node.
 
         Raises:
-            AmpGraphError: There is none.
+            AmpGraphError: No row has this name.
         """
         return self.row(node)
 
@@ -135,7 +135,7 @@ class NumericComparison:
             graph: Which graph of the call.
 
         Raises:
-            AmpGraphError: There is none.
+            AmpGraphError: No row has this name.
         """
         _check_direction(direction)
         rows = [r for r in self.rows if r.direction == direction and r.graph == graph]

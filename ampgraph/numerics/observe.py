@@ -1,4 +1,4 @@
-"""What a run of a model shows of its values and gradients: ranges, and what is not finite."""
+"""Observes the values and gradients of a run: their ranges, and values that are not finite."""
 
 from __future__ import annotations
 

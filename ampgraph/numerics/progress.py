@@ -16,7 +16,7 @@ def with_progress(items: Iterable[T], what: str, shown: bool | None) -> Iterator
 
     Args:
         items: What to go through; a bar without a length counts.
-        what: What is being done.
+        what: The work, for the line of progress.
         shown: Whether to show it; None: where standard error is a terminal.
     """
     if not (sys.stderr.isatty() if shown is None else shown):

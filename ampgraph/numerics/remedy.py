@@ -2,7 +2,7 @@
 
 To keep the named node alone in float32 cures nothing: the next low reader overflows at its cast. A remedy is
 everything low that makes or reads a tensor which does not fit. Where that is not enough, it grows from what
-is still not finite; then what is not needed goes again.
+is still not finite; then rules that are not needed are removed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .observe import Observer, Place, Seen
 from .run_graph import Draws
 from .run_model import ModelRunner, Part
 
-# Rounds of growing before everything is kept in float32, and runs to take away what is not needed.
+# Rounds of growth before everything is kept in float32, and runs that remove rules.
 ROUNDS, RUNS = 5, 48
 
 
@@ -34,7 +34,7 @@ class Trial:
     Attributes:
         seen: What it has shown.
         plans: The plan of each graph.
-        bad: What is less finite than in float32: values in the order of the run, then gradients.
+        bad: The values less finite than in float32, in the order of the run, then the gradients.
     """
 
     seen: Seen
@@ -120,7 +120,7 @@ class Trials:
         """Returns nodes that, in float32, leave nothing bad; empty where none were found.
 
         Args:
-            first: What is bad without rules.
+            first: The bad values without rules.
             wide: The tensors that do not fit, by what float32 shows.
         """
         pins: set[str] = set()

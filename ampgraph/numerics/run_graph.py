@@ -43,7 +43,7 @@ class GraphRun:
         is_real: Whether the run is the model's own, which writes buffers and inputs for real.
 
     Attributes:
-        values: What is still to be read, by node.
+        values: The values that later nodes read, by node.
         outputs: What the graph returns, flat; after the last node.
     """
 

@@ -1,4 +1,4 @@
-"""Statistics of tensors in blocks: exact to float64, with little memory whatever the tensor's size."""
+"""Statistics of tensors in blocks: exact to float64, with little memory for tensors of any size."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class ValueStatistics:
         zeros: Those that are zero.
         nonfinite: Those that are infinite or NaN.
         peak: The largest finite magnitude.
-        smallest: The smallest magnitude that is not zero; infinite where there is none.
+        smallest: The smallest magnitude that is not zero; infinite if all are zero.
         zeroed: How many nonzero elements rounding to the low dtype makes zero.
         beyond: How many finite elements rounding to the low dtype makes infinite.
         exponents: How many finite nonzero elements have the exponent e: ``2**e <= abs(x) < 2**(e + 1)``.

@@ -306,7 +306,7 @@ def _policy_in(path: str) -> Policy:
         return Policy.from_json(read_text(path))
     except PolicyError as error:
         raise PolicyError(f"{path}: {error}") from error
-    except (OSError, ValueError) as error:  # a path that is none, bytes that are no text
+    except (OSError, ValueError) as error:  # no such path, or bytes that are not text
         raise PolicyError(f"{path}: {getattr(error, 'strerror', None) or error}") from error
 
 

@@ -2,7 +2,7 @@
 
 Sources: NVIDIA, "Matrix Multiplication Background User's Guide", section "Tensor Core Requirements" (with
 2-byte elements, matrix dimensions in multiples of 8 elements, 16 bytes); "Convolutional Layers User's Guide"
-(channels likewise); CUDA C++ Programming Guide, compute capabilities (float16 tensor cores from 7.0 on,
+(and channels); CUDA C++ Programming Guide, compute capabilities (float16 tensor cores from 7.0 on,
 bfloat16 from 8.0 on).
 """
 

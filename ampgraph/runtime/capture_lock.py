@@ -38,7 +38,7 @@ class CaptureLock:
     def __exit__(self, *error: object) -> None:
         with self._changed:
             self._running -= 1
-            if self._captures:  # calls wait for nothing but captures
+            if self._captures:  # calls wait only for captures
                 self._changed.notify_all()
 
     @contextlib.contextmanager

@@ -65,7 +65,7 @@ class PythonState:
         return [self._attributes.seen(), self._code.seen(), self._autograd, layouts]
 
     def is_same(self) -> bool:
-        """Whether attributes, globals and functions are the same, whatever the arguments."""
+        """Whether attributes, globals and functions are the same; arguments do not count."""
         return self._attributes.are_same() and self._code.are_same()
 
     def depends_on_tensors(self) -> bool:

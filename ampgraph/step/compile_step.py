@@ -14,7 +14,8 @@ from torch.utils._pytree import tree_map_only
 from ..errors import AmpGraphError, PolicyError, warn_user
 from ..module import AmpModule
 from .fit import key_of, loss_of, reason_for_the_loop, values_of
-from .whole_step import WholeStep, trace_step
+from .trace_step import trace_step
+from .whole_step import WholeStep
 
 log = logging.getLogger("ampgraph")
 

@@ -125,7 +125,7 @@ class OverflowLog:
 def _log(overflow: Overflow) -> None:
     if overflow.in_forward:
         log.warning(
-            "step %d: the model's outputs are not finite, whatever the loss scale; "
+            "step %d: the model's outputs are not finite at any loss scale; "
             "ampgraph.check_numerics(amp, args) names the node and finds rules that cure it",
             overflow.step,
         )

@@ -81,7 +81,7 @@ class LossScaler(ScaleNumbers):
     def process_groups(self) -> Sequence[ProcessGroup] | None:
         """The ranks that skip a step together.
 
-        None: all ranks of the job, whatever part of a model each holds. Empty: only this rank.
+        None: all ranks of the job, with or without parts of this model. Empty: only this rank.
         """
         return self.guard.process_groups
 

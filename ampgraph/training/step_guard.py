@@ -38,7 +38,7 @@ class Verdict(NamedTuple):
         flags: Positive in the slots of this rank's non-finite gradients; the last slot is for tensors
             without a slot.
         found: 1 if a gradient of any rank is not finite, else 0; 0-dim float32.
-        counts: Whether a backward made the gradients. A step on zeros that no backward made is none: with
+        counts: Whether a backward made the gradients. A step on zeros without a backward does not count: with
             such steps ``torch.distributed.checkpoint`` builds the state of optimizers.
         reported: What boundaries of this rank reported of gradients that were changed since, by reduction
             between ranks above all; None if they reported nothing.

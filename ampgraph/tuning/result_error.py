@@ -114,7 +114,7 @@ def checked_budget(budget: object) -> float:
     """Returns the budget as a number.
 
     Raises:
-        AmpGraphError: It is none, negative or infinite.
+        AmpGraphError: It is no number, negative or infinite.
     """
     if isinstance(budget, bool) or not isinstance(budget, Real) or not 0 <= float(budget) < math.inf:
         raise AmpGraphError(

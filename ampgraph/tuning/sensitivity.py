@@ -53,7 +53,7 @@ class Sensitivity:
 
 
 class EqualDraws(GraphRun):
-    """A run whose random numbers are float32's, whatever the dtype in which a node draws."""
+    """A run that draws float32's random numbers at every node, in any dtype."""
 
     def _call(self, node: Node, args: tuple, kwargs: dict[str, Any]) -> Any:
         result = super()._call(node, args, kwargs)

@@ -27,7 +27,7 @@ _ARITHMETIC = ("add", "sub", "rsub", "mul", "div", "pow", "square")
 
 
 def find_cancellations(facts: Facts, sizes: Sizes, low_dtype: torch.dtype) -> dict[Node, Hazard]:
-    """Returns the nodes that must stay float32 for the sake of a difference."""
+    """Returns the nodes that must stay float32 to keep a difference exact."""
     found: dict[Node, Hazard] = {}
     for node in facts:
         for part, hazard in (*_beside_squares(node, sizes), *_before_logarithm(node, facts, low_dtype)):

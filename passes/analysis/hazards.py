@@ -78,7 +78,7 @@ def find_hazards(
 
     Args:
         graph_module: The graph.
-        facts: What is known of its nodes.
+        facts: The facts about its nodes.
         fixed: The labels that something above the op lists decides.
         low_dtype: The policy's low dtype.
     """

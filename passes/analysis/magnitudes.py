@@ -26,7 +26,7 @@ LONG_SUM = 64
 
 
 class Size(NamedTuple):
-    """What is known of the values of a node.
+    """The bounds of a node's values.
 
     Attributes:
         low: None is smaller.
@@ -62,7 +62,7 @@ class Sizes:
     """The sizes of all nodes of a graph.
 
     Args:
-        facts: What is known of its nodes.
+        facts: The facts about its nodes.
         low_dtype: The low dtype.
         extents: The least and largest elements of parameters and buffers.
         rule: Returns the size of what an op makes.
@@ -182,7 +182,7 @@ def interval_product(a: Size, b: Size) -> Size:
 
 
 def raised(base: float, exponent: float) -> float:
-    """Returns a power of what is not negative; infinity where it does not fit into a float."""
+    """Returns a power of a number that is not negative; infinity if it does not fit into a float."""
     try:
         return base**exponent
     except (OverflowError, ZeroDivisionError):

@@ -17,7 +17,7 @@ class Hazard(NamedTuple):
 
     Attributes:
         reason: In words.
-        because: The node for whose sake, or which it reads.
+        because: The node that causes the hazard: it reads the value, or feeds it.
         fed_low: Whether it must stay as it is although what it reads may be low.
     """
 

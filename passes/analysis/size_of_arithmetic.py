@@ -64,7 +64,7 @@ def hardtanh(sizes: Sizes, node: Node) -> Size:
 
 
 def dropout(sizes: Sizes, node: Node) -> Size:
-    """What is kept is scaled up."""
+    """The kept values are scaled up."""
     size = sizes.of(operand(node))
     drops = argument(node, "train") is True and argument(node, "p") not in (None, 1, 1.0)
     kept = 1 / (1 - argument(node, "p")) if drops else 1.0

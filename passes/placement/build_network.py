@@ -43,7 +43,7 @@ Widened = dict[tuple[Node, Node], Vertex]
 
 
 class Price(NamedTuple):
-    """What is paid once if any of these nodes runs low.
+    """A price that is paid once if any of these nodes runs low.
 
     Attributes:
         name: What it is paid for.
@@ -62,7 +62,7 @@ def cut_network(problem: Problem, weigh: Weigher, prices: Iterable[Price] = ()) 
     Args:
         problem: The pinned graph.
         weigh: The number to minimise, linear in the fields of `Cost`.
-        prices: What is added to it.
+        prices: Prices that the weight includes.
 
     Returns:
         The network, and for every (tensor, promoting op that reads it) the vertex that ends on the sink

@@ -96,7 +96,7 @@ class Bounded:
 
     Args:
         problem: The pinned graph.
-        amount: What is bounded.
+        amount: The bounded amount.
         bound: The bound.
         work: How much work it may do; default `MAX_WORK`.
 

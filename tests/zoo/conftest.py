@@ -1,4 +1,4 @@
-"""Tests of one model in one mode stand together, in whatever file: `Subject.shared` captures it once."""
+"""Groups the tests of one model in one mode, from all files: `Subject.shared` captures it once."""
 
 from __future__ import annotations
 

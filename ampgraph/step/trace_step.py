@@ -1,0 +1,309 @@
+"""Traces a training step into one graph over the live tensors of model, optimizer and scaler."""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
+
+from .._compat import flat_inputs
+from ..errors import AmpGraphError
+from ..module import AmpModule
+from ..policy.loss_scale import DynamicLossScale, adapted
+from ..proxy.all_parameters import all_parameters
+from ..training.gradient_boundary import non_finite
+from ..training.optimizer_step import parameters_of
+from ..training.overflow import bad_outputs
+from ..training.scale_state import CHECKED
+from .fit import loss_of
+from .whole_step import Rates, Traced, WholeStep, scale_inputs, take
+
+# Attributes of the graph that hold live tensors have this prefix.
+LIVE = "live_"
+
+
+def trace_step(
+    amp: AmpModule,
+    optimizer: Optimizer,
+    loss_fn: Callable,
+    clip_norm: float | None,
+    args: tuple,
+    kwargs: dict[str, Any],
+) -> WholeStep:
+    """Traces a step into one graph. The model and the optimizer are as before when it returns.
+
+    Raises:
+        AmpGraphError: The step cannot be one graph.
+    """
+    tracer = _Tracer(amp, optimizer, loss_fn, clip_norm)
+    flat, spec = pytree.tree_flatten((args, kwargs))
+    rates = Rates(optimizer)()
+    inputs = [*rates, *scale_inputs(amp), *(x for x in flat if isinstance(x, Tensor))]
+    live = list(_live_tensors(amp, optimizer).values())
+
+    def whole(*tensors: Tensor) -> list[Tensor]:
+        given = iter(tensors[len(live) + len(inputs) - _count(flat) :])
+        leaves = [next(given) if isinstance(x, Tensor) else x for x in flat]
+        scale = tensors[len(live) + len(rates) : len(live) + len(inputs) - _count(flat)]
+        fakes = {id(real): fake for real, fake in zip(live, tensors, strict=False)}
+        return tracer.trace(fakes, tensors[len(live) : len(live) + len(rates)], scale, leaves, spec)
+
+    with amp._graphs.lock.alone():
+        graph_module = make_fx(whole, tracing_mode="fake", _allow_non_fake_inputs=True)(*live, *inputs)
+    _hold(graph_module, live)
+    return WholeStep(amp, optimizer, tracer.traced, graph_module)
+
+
+def _count(flat: Sequence[object]) -> int:
+    return sum(isinstance(x, Tensor) for x in flat)
+
+
+def _live_tensors(amp: AmpModule, optimizer: Optimizer) -> dict[int, Tensor]:
+    """Returns the tensors that a step reads where they are, by identity."""
+    found: list[Tensor] = [*all_parameters(amp.source), *amp.source.buffers()]
+    for group in optimizer.param_groups:
+        found += [value for value in group.values() if isinstance(value, Tensor)]
+        for parameter in group["params"]:
+            state = optimizer.state.get(parameter, {})
+            found += [value for value in state.values() if isinstance(value, Tensor)]
+    for captured in amp._graphs:
+        found += captured.constants.values()
+    if amp._graphs.shadows is not None:
+        found += [copy for copy, _ in amp._graphs.shadows.pairs()]
+    if amp.scaler.is_enabled():
+        found.append(amp.scaler.state.probe)
+    return {id(tensor): tensor for tensor in found}
+
+
+def _hold(graph_module: fx.GraphModule, live: Sequence[Tensor]) -> None:
+    """Turns the first inputs of a graph into attributes, so that the graph reads and writes them in place."""
+    graph = graph_module.graph
+    placeholders = graph.find_nodes(op="placeholder")
+    for index, (node, tensor) in enumerate(zip(placeholders, live, strict=False)):
+        if node.users:
+            name = f"{LIVE}{index}"
+            if isinstance(tensor, torch.nn.Parameter):  # itself: its memory may be replaced
+                graph_module.register_parameter(name, tensor)
+            else:
+                graph_module.register_buffer(name, tensor.detach() if tensor.requires_grad else tensor)
+            with graph.inserting_before(node):
+                held = graph.get_attr(name)
+            held.meta.update(node.meta)
+            node.replace_all_uses_with(held)
+        graph.erase_node(node)
+    for node in graph.find_nodes(op="get_attr"):
+        if str(node.target).startswith(LIVE):
+            continue
+        value = getattr(graph_module, str(node.target), None)
+        if isinstance(value, Tensor) and value.requires_grad:
+            raise AmpGraphError("loss_fn reads a tensor that requires gradients and that the optimizer lacks")
+    graph.eliminate_dead_code(_is_impure)
+    graph_module.recompile()
+
+
+def _is_impure(node: fx.Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return node.op in ("placeholder", "output") or (schema is None or schema.is_mutable) or _draws(node)
+
+
+def _draws(node: fx.Node) -> bool:
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+
+
+class _Tracer:
+    """Runs the loop on fake tensors in the places of the real ones; ``traced`` holds the findings."""
+
+    def __init__(
+        self, amp: AmpModule, optimizer: Optimizer, loss_fn: Callable, clip_norm: float | None
+    ) -> None:
+        self._amp, self._optimizer, self._loss_fn, self._clip_norm = amp, optimizer, loss_fn, clip_norm
+        self._fakes: dict[int, Tensor] = {}
+        self._outputs: list[Tensor] = []
+        # Eager backends run the graph after autograd, so it may hold the update.
+        self.traced = Traced(updates=amp.options.backend in ("eager", "aot_eager"))
+
+    def trace(
+        self,
+        fakes: dict[int, Tensor],
+        rates: Sequence[Tensor],
+        scale: Sequence[Tensor],
+        leaves: list[Any],
+        spec: Any,
+    ) -> list[Tensor]:
+        self._fakes = fakes
+        checked = _Checked()
+        if scale:
+            state = self._amp.scaler.state
+            fakes[id(state.scale)], fakes[id(state.inverse)] = scale[0], scale[1]
+            setattr(fakes[id(state.probe)], CHECKED, checked)
+        args, kwargs = pytree.tree_unflatten(leaves, spec)
+        with _in_place_of(self._amp, fakes), self._forward():
+            result = self._loss_fn(self._amp, *args, **kwargs)
+            gradients, flags = self._gradients(loss_of(result), checked, bool(scale))
+            with torch.no_grad():
+                found = None if flags is None else (flags > 0).any().to(torch.float32)
+                kept = self._update(gradients, found, rates)
+        results, self.traced.spec = pytree.tree_flatten(result)
+        self.traced.parts = len(results)
+        if not all(isinstance(x, Tensor) for x in results):
+            raise AmpGraphError("loss_fn returns values that are not tensors")
+        results = [x.detach() for x in results]
+        if flags is not None and found is not None:
+            results += self._scaled(flags, found, scale)
+        return [*results, *kept]
+
+    def _gradients(
+        self, loss: Tensor, checked: _Checked, is_scaled: bool
+    ) -> tuple[list[tuple[Tensor, Tensor]], Tensor | None]:
+        """Returns the gradient of each parameter that has one, and the flags of the finite check."""
+        state, slots = self._amp.scaler.state, self._amp.scaler.guard.slots
+        reals = [p for p in parameters_of(self._optimizer) if p.requires_grad]
+        wanted = [self._fakes[id(p)] for p in reals]
+        probe = [self._fakes[id(state.probe)]] if is_scaled else []
+        found = torch.autograd.grad(loss, [*wanted, *probe], allow_unused=True)
+        pairs = [(p, g) for p, g in zip(wanted, found, strict=False) if g is not None]
+        if not is_scaled:
+            return pairs, None
+        size = probe[0].shape[0]
+        both = zip(slots.of(reals), found, strict=False)
+        given = [(size - 1 if s is None else s, g) for s, g in both if g is not None]
+        others = [(s, g) for s, g in given if checked.by_slot.get(s) is not g]
+        others.sort(key=operator.itemgetter(0))
+        flags = [] if found[-1] is None else [found[-1]]
+        if others:
+            flags.append(non_finite([g for _, g in others], [s for s, _ in others], size))
+        if not flags:
+            raise AmpGraphError("the loss has no gradients")
+        return pairs, torch.stack(flags).amax(0) if len(flags) > 1 else flags[0]
+
+    def _update(
+        self, gradients: list[tuple[Tensor, Tensor]], found: Tensor | None, rates: Sequence[Tensor]
+    ) -> list[Tensor]:
+        """Updates the parameters and their copies; a graph that ends before that returns the gradients."""
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+        held = [self._fakes[id(p)] for p in parameters_of(self._optimizer)]
+        if self._clip_norm is not None:
+            torch.nn.utils.clip_grad_norm_(held, self._clip_norm)
+        if not self.traced.updates:
+            trained = {id(self._fakes[id(p)]): p for p in parameters_of(self._optimizer)}
+            self.traced.trained = [trained[id(p)] for p, _ in gradients]
+            return [p.grad for p, _ in gradients]  # type: ignore[misc]
+        with _optimizer_on(self._optimizer, self._fakes, rates):
+            take(self._optimizer, found if self._amp.scaler.skips() else None)
+
+        self._refresh()
+        return []
+
+    def _refresh(self) -> None:
+        shadows = self._amp._graphs.shadows
+        pairs = shadows.pairs() if shadows is not None else []
+        known = [(self._fakes[id(c)], self._fakes[id(m)]) for c, m in pairs if id(m) in self._fakes]
+        if known:
+            torch._foreach_copy_([copy for copy, _ in known], [master for _, master in known])
+
+    def _scaled(self, flags: Tensor, found: Tensor, scale: Sequence[Tensor]) -> list[Tensor]:
+        """Returns what `LossScaler.take_step` takes."""
+        config, (now, inverse, counters) = self._amp.scaler.config, scale
+        bad = bad_outputs(self._outputs, found)
+        if isinstance(config, DynamicLossScale):
+            now, counters = adapted(config, now, counters, found > 0)
+            inverse = now.reciprocal()
+        return [flags, found, bad, now, inverse, counters]
+
+    @contextlib.contextmanager
+    def _forward(self) -> Iterator[None]:
+        held = vars(self._amp)
+        before = held["forward"]
+        held["forward"] = self._call
+        try:
+            yield
+        finally:
+            held["forward"] = before
+
+    def _call(self, *args: Any, **kwargs: Any) -> Any:
+        amp = self._amp
+        captured = amp._graphs.known(args, kwargs)
+        if captured is None or captured.lost:
+            raise AmpGraphError("the model is not captured for these arguments")
+        if captured.state is not None and captured.state.depends_on_tensors():
+            raise AmpGraphError("forward asks for strides, or whether gradients are on")
+        self.traced.used.append(captured)
+        graph_module = captured.training_graph
+        values: dict[fx.Node, Any] = {}
+        given = iter(flat_inputs(graph_module, args, kwargs))
+        for node in graph_module.graph.nodes:
+            if node.op == "placeholder":
+                values[node] = next(given)
+            elif node.op == "get_attr":
+                value = operator.attrgetter(str(node.target))(graph_module)
+                values[node] = self._fakes.get(id(value), value)
+            elif node.op == "output":
+                outputs = fx.node.map_arg(node.args[0], values.__getitem__)
+            else:
+                inner = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
+                values[node] = node.target(*inner[0], **inner[1])
+        self._outputs = [x.detach() for x in pytree.tree_leaves(outputs) if isinstance(x, Tensor)]
+        return graph_module.graph.process_outputs(outputs)
+
+
+class _Checked:
+    """The gradients that left boundaries, by slot."""
+
+    def __init__(self) -> None:
+        self.by_slot: dict[int, Tensor] = {}
+
+    def note(self, slots: Sequence[int], gradients: Sequence[Tensor]) -> None:
+        """Records gradients that leave a boundary now."""
+        self.by_slot.update(zip(slots, gradients, strict=True))
+
+
+@contextlib.contextmanager
+def _in_place_of(amp: AmpModule, fakes: dict[int, Tensor]) -> Iterator[None]:
+    """Puts fake tensors in the places of the model's parameters and buffers."""
+    places = [held for m in amp.source.modules() for held in (m._parameters, m._buffers)]
+    before = [dict(held) for held in places]
+    try:
+        for held in places:
+            for name, value in held.items():
+                if value is not None:
+                    held[name] = fakes[id(value)]
+        yield
+    finally:
+        for held, values in zip(places, before, strict=True):
+            held.update(values)
+
+
+@contextlib.contextmanager
+def _optimizer_on(optimizer: Optimizer, fakes: dict[int, Tensor], rates: Sequence[Tensor]) -> Iterator[None]:
+    """Gives an optimizer fake parameters, state and learning rates."""
+    state, groups = optimizer.state, [dict(group) for group in optimizer.param_groups]
+    now = iter(rates)
+    fake_state: defaultdict[Tensor, Any] = defaultdict(dict)
+    try:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                known = state.get(parameter, {})
+                if known:
+                    fake = fakes[id(parameter)]
+                    fake_state[fake] = {k: fakes.get(id(v), v) for k, v in known.items()}
+            group["params"] = [fakes[id(parameter)] for parameter in group["params"]]
+            is_tensor = isinstance(group["lr"], Tensor)
+            group["lr"] = fakes[id(group["lr"])] if is_tensor else next(now)
+        optimizer.state = fake_state
+        before = {id(fake): set(held) for fake, held in fake_state.items()}
+        yield
+        if before != {id(fake): set(held) for fake, held in fake_state.items()}:
+            raise AmpGraphError("the optimizer makes state in this step")
+    finally:
+        optimizer.state = state
+        for group, values in zip(optimizer.param_groups, groups, strict=True):
+            group.update(values)
