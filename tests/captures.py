@@ -14,9 +14,10 @@ from ampgraph.capture import capture_program
 
 
 class LastCapture:
-    """Keeps the last capture. Conversions inside ``of(key)`` take a copy of it if the key is the same.
+    """Keeps the last capture, of a model without parameters and buffers.
 
-    The copies record nothing of what forward reads of Python's state: call the model as it was captured.
+    Conversions inside ``of(key)`` take a copy of it if the key is the same. The copies record nothing of what
+    forward reads of Python's state: call the model as it was captured.
     """
 
     def __init__(self) -> None:
@@ -28,6 +29,8 @@ class LastCapture:
         """The key says all that the captured graph depends on, but for the inputs' dtypes and gradients."""
 
         def capture(model: Any, args: tuple, *rest: Any) -> ExportedProgram:
+            held = next(model.parameters(), next(model.buffers(), None))
+            assert held is None, "a capture belongs to the tensors of one model object"
             whole = (key, *((t.dtype, t.requires_grad) for t in args))
             if self._program is None or self._key != whole:
                 self._key, self._program = whole, capture_program(model, args, *rest)

@@ -11,7 +11,7 @@ from torch import nn
 import ampgraph
 from ampgraph import OpLists, Plan, Policy, PolicyError
 from ampgraph.passes.analysis.precision import Precision
-from ampgraph.report.replan import replanned, without_casts
+from ampgraph.report.replan import Replanner, replanned, without_casts
 from ampgraph.testing import cast_map
 
 from .helpers import graph_lines
@@ -109,6 +109,18 @@ def test_another_policy_on_a_graph_is_that_policy_on_the_model(name: str, how: s
             assert facts(plan) == facts(amps[key].plan)
             assert cast_map(graph_module) == cast_map(amps[key])
         assert graph_lines(amp.graph_module) == before
+
+
+@pytest.mark.parametrize("name", ["everything", "branches"])
+def test_many_policies_on_a_graph_without_casts_are_those_policies_on_the_graph(name: str) -> None:
+    """No rewrite leaves a trace in the graph that all start from, nor in its bodies."""
+    amp = converted(name, POLICIES["O1"], "ahead of time")
+    replanner = Replanner(amp.graph_module, amp.plan)
+    for policy in [*POLICIES.values(), *POLICIES.values()]:
+        graph_module, plan = replanner.under(policy)
+        expected, expected_plan = replanned(amp.graph_module, amp.plan, policy)
+        assert facts(plan) == facts(expected_plan)
+        assert cast_map(graph_module) == cast_map(expected)
 
 
 @pytest.mark.parametrize("name", MODELS)
