@@ -175,8 +175,22 @@ def test_a_backward_between_the_steps_of_a_round(ranks) -> None:
 # -- what a step costs -----------------------------------------------------------------------------------
 
 
+def _collectives_of_float32(how: str) -> list:
+    model: nn.Module = linears(3)
+    if how == "sharded":
+        for module in (*model, model):
+            fully_shard(module)
+    else:
+        model = DistributedDataParallel(model)
+    for _ in range(3):  # the first calls build buckets
+        with Counts() as counts:
+            model(torch.ones(2, 4)).sum().backward()
+    return counts.collectives
+
+
 def _cost(rank: int, how: str, fused: bool, clips: bool) -> None:
-    model = linears(3)
+    expected, model = _collectives_of_float32(how), linears(3)
+    assert expected
     if how == "sharded":
         scaler = ampgraph.convert_blocks(model, "[0-9]", policy=FLOAT16).scaler
         for module in (*model, model):
@@ -196,6 +210,7 @@ def _cost(rank: int, how: str, fused: bool, clips: bool) -> None:
         with Counts() as inside:
             optimizer.step()
         assert AGREEMENT not in outside.collectives
+        assert step < 2 or outside.collectives == expected
         assert inside.collectives == [AGREEMENT]
         if step:  # the first calls capture
             assert not outside.syncs

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.nn.parallel import DistributedDataParallel
 
 import ampgraph
@@ -32,6 +33,9 @@ def ranks() -> Iterator[Ranks]:
     pool = Ranks(4)
     yield pool
     pool.stop()
+
+
+STAGED = ("pipeline of shards", "1F1B of shards")
 
 
 class Block(nn.Module):
@@ -54,7 +58,8 @@ class Job:
 
     def __init__(self, rank: int, engine: str, way: str, dtype: torch.dtype, bad: int):
         self.rank, self.bad = rank, bad
-        self.stage = rank // 2 if engine == "pipeline of shards" else None
+        self.stage = rank // 2 if engine in STAGED else None
+        self.is_bad = False
         whole = nn.Sequential(*(Block() for _ in range(4)))
         self.whole = copy.deepcopy(whole)
         # The stages have unlike numbers of blocks.
@@ -65,8 +70,17 @@ class Job:
             self._replicate(model, way, policy)
         else:
             self._shard(model, engine, way, policy)
+        self.schedule = self._schedule() if engine.startswith("1F1B") else None
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2, fused=True)
         self.scaler.attach(self.optimizer)
+
+    def _schedule(self) -> Schedule1F1B:
+        group = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner")).get_group("outer")
+        stage = PipelineStage(self.model, self.stage, 2, torch.device("cpu"), group=group)
+        return Schedule1F1B(stage, n_microbatches=2, loss_fn=self._loss)
+
+    def _loss(self, y: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+        return y.square().mean() * (float("inf") if self.is_bad and self.rank == self.bad else 1.0)
 
     def _replicate(self, model: nn.Module, way: str, policy: Policy) -> None:
         if way == "blocks":
@@ -82,6 +96,7 @@ class Job:
             "shards": init_device_mesh("cpu", (4,)),
             "shards of replicas": mesh,
             "pipeline of shards": mesh["inner"],
+            "1F1B of shards": mesh["inner"],
         }[engine]
         capture = "just in time" if way == "blocks just in time" else "auto"
         self.scaler = ampgraph.convert_blocks(model, "[0-9]", policy=policy, capture=capture).scaler
@@ -96,7 +111,10 @@ class Job:
 
     def backward(self, is_bad: bool) -> None:
         """Runs this rank's rows, through the stage of a peer where there is one."""
-        x = X[self.rows()]
+        x, self.is_bad = X[self.rows()], is_bad
+        if self.schedule is not None:
+            self.schedule.step(x) if self.stage == 0 else self.schedule.step(target=x)
+            return
         if self.stage == 0:
             y = self.model(x)
             dist.send(y.detach(), self.rank + 2)
@@ -155,6 +173,7 @@ ROWS = [
     ("shards", "blocks just in time"),
     ("shards of replicas", "blocks"),
     ("pipeline of shards", "blocks"),
+    ("1F1B of shards", "blocks"),
 ]
 
 
@@ -162,7 +181,9 @@ ROWS = [
 @pytest.mark.parametrize(("engine", "way"), ROWS)
 def test_gradients_and_skipping(ranks, engine, way, dtype) -> None:
     found = ranks.run(_row, engine, way, dtype, 3)
-    assert found == [(512.0, (2, 3, "3.down.bias"))] * 4
+    # The schedules send the infinite gradient to the stage before: rank 1 is the lowest that overflows.
+    first = (2, 1, "0.down.bias") if engine.startswith("1F1B") else (2, 3, "3.down.bias")
+    assert found == [(512.0, first)] * 4
 
 
 def test_an_overflow_of_the_first_stage_alone(ranks) -> None:
