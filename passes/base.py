@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from .analysis.facts import Facts
     from .analysis.precision import Precision
     from .analysis.problem import Problem
+    from .analysis.range_hazards import Values
 
 
 @dataclass
@@ -36,6 +37,7 @@ class Workspace:
 
     Attributes:
         facts: Per node: managed or not, op class, and how each argument is read (`ClassifyOps`).
+        values: What is known of the values in the graph, for one low dtype (`PropagatePrecision`).
         problem: Per node: pinned dtype with reason, or free with its constraints (`PropagatePrecision`).
         plan: The decided plan (`PlaceCasts`).
         seconds: Wall time by pass name.
@@ -43,6 +45,7 @@ class Workspace:
     """
 
     facts: Facts | None = None
+    values: Values | None = None
     problem: Problem | None = None
     plan: Plan | None = None
     seconds: dict[str, float] = field(default_factory=dict)

@@ -21,7 +21,7 @@ from .analysis.problem import Problem
 from .base import Pass, workspace
 from .placement.build_network import Weigher
 from .placement.build_plan import build_plan
-from .placement.cost_model import FP32_BYTES, node_terms, scale_above_traffic
+from .placement.cost_model import FP32_BYTES, cost_of, node_terms, scale_above_traffic
 from .placement.labelling import Placement, autocast_rule, place_low, place_optimally
 from .placement.step_cost import StepCost
 from .placement.within import place_within
@@ -49,18 +49,31 @@ class PlaceCasts(Pass):
         costs, autocast = StepCost(problem), autocast_rule(problem)
         baseline = costs.complete(autocast.labels, autocast.anchors, shared=False)
         baselines = {"fp32": _fp32_cost(problem, costs), "autocast": baseline}
-        if self.policy.placement == "autocast":
-            placement = autocast
-        elif self.policy.objective == "fused":
-            placement = _place_fused(problem, costs, autocast)
-        elif self.policy.objective in ("auto", "traffic"):
-            bound = baseline.activation_cast_bytes - _cast_before(problem)
-            placement = _within_step(costs, place_within(problem, bound), autocast, baseline)
-        else:
-            placement = _place_few(problem, self.policy.objective)
+        placement = place(problem, self.policy, costs, autocast)
         cost = costs.complete(placement.labels, placement.anchors)
         space.plan = build_plan(problem, placement, cost, baselines)
         return False
+
+
+def place(
+    problem: Problem, policy: Policy, costs: StepCost | None = None, autocast: Placement | None = None
+) -> Placement:
+    """Labels a problem by the policy's strategy and objective.
+
+    Args:
+        problem: The pinned graph.
+        policy: The policy.
+        costs: Its costs, where they are known.
+        autocast: What the autocast rule gives, where it is known.
+    """
+    costs, autocast = costs or StepCost(problem), autocast or autocast_rule(problem)
+    if policy.placement == "autocast":
+        return autocast
+    if policy.objective == "fused":
+        return _place_fused(problem, costs, autocast)
+    if policy.objective in ("auto", "traffic"):
+        return _place_within_step(problem, costs, autocast)
+    return _place_few(problem, policy.objective)
 
 
 def _place_fused(problem: Problem, costs: StepCost, autocast: Placement) -> Placement:
@@ -74,14 +87,17 @@ def _place_fused(problem: Problem, costs: StepCost, autocast: Placement) -> Plac
     return low if costs.fused(low.labels).moved < least else autocast
 
 
-def _within_step(costs: StepCost, placement: Placement, autocast: Placement, baseline: Cost) -> Placement:
-    """Returns the placement unless its forward and backward move more bytes than those of the autocast rule.
+def _place_within_step(problem: Problem, costs: StepCost, autocast: Placement) -> Placement:
+    """Moves the fewest bytes in the forward, unless forward and backward move more than by the autocast rule.
 
     To save casts in the forward it may leave values float32, whose gradients then are float32 too.
     """
-    found = costs.complete(placement.labels, placement.anchors)
-    is_more = found.traffic + found.backward > baseline.traffic + baseline.backward
-    return autocast if is_more else placement
+    baseline = cost_of(problem, autocast.labels, autocast.anchors, shared=False)
+    placement = place_within(problem, baseline.activation_cast_bytes - _cast_before(problem))
+    found = cost_of(problem, placement.labels, placement.anchors)
+    by_rule = costs.eager(autocast.labels, autocast.anchors, baseline.traffic, shared=False)
+    step = costs.eager(placement.labels, placement.anchors, found.traffic, shared=True)
+    return autocast if step.moved > by_rule.moved else placement
 
 
 def _cast_before(problem: Problem) -> int:

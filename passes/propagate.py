@@ -24,12 +24,11 @@ from ampgraph.origin import module_paths_of
 from ampgraph.policy.policy import Policy
 from ampgraph.policy.rules import RuleBook
 
-from .analysis.facts import Facts, OperandRule
+from .analysis.facts import OperandRule
 from .analysis.hazards import find_hazards
 from .analysis.precision import Precision
 from .analysis.problem import Hazard, Problem, Variable, force_followers
-from .analysis.range_hazards import find_range_hazards
-from .analysis.ranges import Extents, find_range_pins
+from .analysis.range_hazards import Values, find_range_hazards
 from .base import Pass, Pins, workspace
 from .precedence import ABOVE_HAZARDS, HAZARD, LISTED, Case, settle_by, settle_guard_scope
 
@@ -60,15 +59,15 @@ class PropagatePrecision(Pass):
         space = workspace(graph_module)
         assert space.facts is not None
         facts = space.facts
-        problem = Problem({}, facts, self.policy.low_dtype)
-        extents = Extents(graph_module)
-        ranges, problem.out_of_range = find_range_pins(facts, self.policy.low_dtype, extents)
+        if space.values is None or space.values.facts is not facts:
+            space.values = Values(graph_module, facts, self.policy.low_dtype)
+        problem = Problem({}, facts, self.policy.low_dtype, out_of_range=space.values.out_of_range)
         policy = settle_guard_scope(graph_module, self.policy)
-        case = Case(policy, self._rules(graph_module), ranges, dict(self.pins))
+        case = Case(policy, self._rules(graph_module), space.values.pins, dict(self.pins))
         decided = [(n, f) for n, f in facts.items() if f.dtype is not None and f.dtype_source is n]
         above = {n: settle_by(ABOVE_HAZARDS, n, f, case) for n, f in decided}
         fixed = {n: variable for n, variable in above.items() if variable is not None}
-        case.hazards = self._hazards(graph_module, facts, fixed, extents)
+        case.hazards = self._hazards(graph_module, space.values, fixed)
         for node, fact in decided:
             variable = fixed.get(node) or settle_by((HAZARD, *LISTED), node, fact, case)
             assert variable is not None
@@ -80,16 +79,15 @@ class PropagatePrecision(Pass):
         return False
 
     def _hazards(
-        self, graph_module: GraphModule, facts: Facts, fixed: dict[Node, Variable], extents: Extents
+        self, graph_module: GraphModule, values: Values, fixed: dict[Node, Variable]
     ) -> dict[Node, Hazard]:
         if not self.policy.hazards or self.policy.level == "O0":
             return {}
         labels = {node: v.pinned for node, v in fixed.items() if v.pinned is not None}
-        exact = find_hazards(graph_module, facts, labels, self.policy.low_dtype)
+        exact = find_hazards(graph_module, values.facts, labels, self.policy.low_dtype)
         if self.policy.level == "O3":
             return exact
-        follows = self.policy.level == "O1"
-        return find_range_hazards(facts, labels, self.policy.low_dtype, extents, follows) | exact
+        return find_range_hazards(values, labels, self.policy.level == "O1") | exact
 
     def _rules(self, graph_module: GraphModule) -> RuleBook:
         """Returns the rules; without a known model, the modules come from the graph."""

@@ -179,6 +179,12 @@ def cross_entropy_of_probabilities(self, y):
     return -(target * torch.log(p + 1e-10) + (1 - target) * torch.log(1 - p + 1e-10)).mean(-1)
 
 
+def focal_loss_of_the_hit(self, y):
+    p, target = torch.sigmoid(y * 6), self.padding.float()[:, None]
+    hit = p * target + (1 - p) * (1 - target)
+    return -((1 - hit) ** 2 * torch.log(hit.clamp(1e-8, 1))).mean(-1)
+
+
 def dice_loss(self, y):
     p = torch.sigmoid(y.repeat(16, 1)).flatten()
     target = (y.repeat(16, 1) > 0.1).float().flatten()
@@ -269,6 +275,22 @@ def squared_norms_by_einsum(self, y):
 
 
 # -- inverses ----------------------------------------------------------------------------------------------
+
+
+def polynomial(self, y):
+    powers = torch.stack([(y * 2.5) ** k for k in range(1, 9)], -1)
+    return self.head(powers @ torch.logspace(0, -7, 8))
+
+
+def fourth_moment(self, y):
+    y = y * 12
+    squares = y * y
+    return self.head(squares * squares / 1e6)
+
+
+def cumulative_growth(self, y):
+    growth = torch.cumprod(1 + (y * 0.8).abs(), -1)
+    return growth @ (self.table[:WIDTH] * 1e-6)
 
 
 def cosine(self, y):
@@ -369,10 +391,11 @@ CASES: dict[str, Callable] = {
         var_and_eps,
         softmax, softmax_after_product, softmax_of_shares, log_sum_exp, info_nce, cumulative_attention,
         feature_map_attention, log_cosh, mixture_density,
-        focal_loss, cross_entropy_of_probabilities, dice_loss, mean_square, signal_to_noise, evidence_bound,
+        focal_loss, focal_loss_of_the_hit, cross_entropy_of_probabilities, dice_loss, mean_square,
+        signal_to_noise, evidence_bound,
         running_mean, masked_mean, sum_pooling, l1_norm, gram_matrix, covariance, linear_attention_mean,
         channel_attention, pairwise_distances, distances_by_difference, student_kernel,
-        squared_norms_by_einsum,
+        squared_norms_by_einsum, polynomial, fourth_moment, cumulative_growth,
         cosine, cosine_matrix, unit_vectors, graph_degrees, inverse_weights,
         additive_mask, masked_exponentials, rotary_by_einsum, rotary_by_matmul, rotary_by_multiplication,
         fourier_features, buckets, lookups, sharp_attention,

@@ -177,6 +177,9 @@ def test_the_set_reaches_up_to_where_the_value_is_in_range_again():
 
 REASONS = {
     "exp without the maximum subtracted: above 65504 from 11.1 on": lambda x: low(x).exp() * 2,
+    "a power of 4: above 65504 from 16 on": lambda x: low(x) ** 4 * 2,
+    "a power of 6: above 65504 from 6.35 on": lambda x: (low(x) ** 3) * (low(x) ** 3).square() * 2,
+    "a product of 64 values: above 65504": lambda x: low(x).cumprod(-1) @ SQUARE,
     "a sum of 64 values: above 65504": lambda x: low(x).sum(-1) * 2,
     "a product with itself, which sums 64 squares: above 65504 from 32 on": lambda x: low(x) @ low(x).T * 2,
     "a sum of 64 products, divided by 64 only afterwards: above 65504": lambda x: low(x) @ x.T / 64,
@@ -218,6 +221,10 @@ NOTHING_TO_PIN = {
     "swish": lambda y: y * y.sigmoid(),
     "tanh gelu": lambda y: F.gelu(y, approximate="tanh") * 2,
     "squares that are bounded": lambda y: (y.tanh() * y.tanh()).mean(-1) * 2,
+    "cube": lambda y: y**3 * 0.01,
+    "high power of what is bounded": lambda y: y.tanh() ** 8 * 2,
+    "product of probabilities": lambda y: y.sigmoid().cumprod(-1) @ SQUARE,
+    "short product": lambda y: y[:, :3].prod(-1) * 2,
     "short sum": lambda y: y[:, :8].sum(-1) * 2,
     "bounded sum": lambda y: y.sigmoid().sum(-1) * 2,
     "mean": lambda y: y.mean(-1) * 2,

@@ -164,6 +164,27 @@ def test_the_difference_of_the_loss(net: Net, x: Tensor) -> None:
         assert abs(float(amp(x)["loss"].double() - model(x)["loss"].double())) == found.error <= 1e-7
 
 
+class TwoReaders(nn.Module):
+    """A residual sum and a layer that counts little read one tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm, self.side = nn.Linear(16, 64), nn.LayerNorm(64), nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(self.up(x))
+        return y + self.side(y) * 1e-3
+
+
+def test_what_one_reader_rounds_costs_what_that_reader_makes_of_it(x: Tensor) -> None:
+    """The sum needs the exact values; the layer may read rounded ones."""
+    torch.manual_seed(0)
+    found = tuned(TwoReaders().eval(), [(x,)], 1e-5, F16)
+    assert found.error <= 1e-5
+    assert "node:linear" in found.policy.rules
+    assert "node:linear_1" not in found.policy.rules
+
+
 def test_what_overflows_stays_float32() -> None:
     class Wide(nn.Module):
         def __init__(self) -> None:

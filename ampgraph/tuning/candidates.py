@@ -2,7 +2,8 @@
 
 Nothing here runs the model. The sum of squares of the rounded tensors' sensitivities stands for the error.
 Placement minimises traffic under a bound on this sum, exactly as it does under its bound on cast bytes.
-Each set is then planned as an ordinary policy, which gives its true traffic and the tensors that it rounds.
+Each set is then placed as under an ordinary policy, which gives its true traffic and the tensors that it
+rounds.
 """
 
 from __future__ import annotations
@@ -10,14 +11,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from math import inf, sqrt
+from typing import NamedTuple
 
 from torch.fx import Node
 
 from ..numerics.remedy import merged
-from ..passes.analysis.precision import FP32, LOW
+from ..passes.analysis.precision import FP32, LOW, Precision
 from ..passes.analysis.problem import Problem, Variable
 from ..passes.placement.amounts import Rounding
 from ..passes.placement.build_network import Price
+from ..passes.placement.labelling import Placement
 from ..passes.placement.within import Bounded, Point
 from .planned_graph import PlannedGraph
 from .sensitivity import Sensitivity
@@ -43,6 +46,28 @@ class Candidate:
     predicted: float = field(compare=False)
 
 
+class Charge(NamedTuple):
+    """The squared error that rounding makes if any of these nodes runs low."""
+
+    payers: frozenset[Node]
+    square: float
+
+
+def _charges(graph: PlannedGraph, sensitivity: Sensitivity) -> Iterator[Charge]:
+    """Yields what each reader pays, and for each tensor what is left for its maker and the other readers."""
+    left = {tensor: sensitivity.squares.get(tensor, 0.0) for tensor in graph.payers}
+    payers = dict(graph.payers)
+    for (tensor, reader), nodes in graph.reads.items():
+        if (tensor, reader) in sensitivity.reads:
+            square = sensitivity.reads[tensor, reader]
+            yield Charge(nodes, square)
+            left[tensor] -= square
+            payers[tensor] -= {reader}
+    for tensor, square in left.items():
+        if square > 0 and payers[tensor]:
+            yield Charge(payers[tensor], square)
+
+
 class Candidates:
     """Makes candidates.
 
@@ -53,24 +78,24 @@ class Candidates:
 
     def __init__(self, graphs: list[PlannedGraph], sensitivity: Sensitivity):
         self._graphs, self._policy = graphs, graphs[0].policy
-        self._squares = sensitivity.squares
         self._names = {name for graph in graphs for name in graph.nodes}
         self._known: dict[frozenset[str], Candidate] = {}
-        self._payers = {t: payers for graph in graphs for t, payers in graph.payers.items()}
-        self.needed = frozenset(n.name for t in sensitivity.beyond for n in self._payers.get(t, ()))
+        self._charges = [charge for graph in graphs for charge in _charges(graph, sensitivity)]
+        self.needed = frozenset(
+            n.name for graph in graphs for t in sensitivity.beyond for n in graph.payers.get(t, ())
+        )
         self._problem = self._relaxed()
         self._bounds: list[int] = []
-        self._unit = sum(self._squares.values()) / _UNITS or 1.0
+        self._unit = sum(charge.square for charge in self._charges) / _UNITS or 1.0
 
     def of(self, pins: Iterable[str]) -> Candidate:
         """Returns the candidate that keeps these nodes float32."""
         pins = frozenset(pins) | self.needed
         if pins not in self._known:
-            traffic, squares = 0, 0.0
-            for graph in self._graphs:
-                plan = graph.plan(self.rules(pins))
-                traffic += graph.traffic(plan)
-                squares += sum(self._squares.get(t, 0.0) for t in graph.rounded(plan))
+            placed = self._placed(pins)
+            traffic = sum(g.traffic(p) for g, p in zip(self._graphs, placed, strict=True))
+            low = {node for p in placed for node, label in p.labels.items() if label is LOW}
+            squares = sum(c.square for c in self._charges if not low.isdisjoint(c.payers))
             self._known[pins] = Candidate(pins, traffic, sqrt(squares))
         return self._known[pins]
 
@@ -100,11 +125,11 @@ class Candidates:
     def pruned(self, candidate: Candidate) -> Candidate:
         """Returns a candidate of fewer pins that leads to the same plans."""
         pins, left = sorted(candidate.pins), 2 * PLANS
-        wanted, size = self._plans(candidate.pins), max(1, len(pins) // 2)
+        wanted, size = self._labels(candidate.pins), max(1, len(pins) // 2)
         while pins and left > 0:
             for start in range(0, len(pins), size)[::-1]:
                 fewer = pins[:start] + pins[start + size :]
-                if left > 0 and self._plans(frozenset(fewer)) == wanted:
+                if left > 0 and self._labels(frozenset(fewer)) == wanted:
                     pins = fewer
                 left -= 1
             if size == 1:
@@ -112,25 +137,18 @@ class Candidates:
             size //= 2
         return replace(candidate, pins=frozenset(pins))
 
-    def _plans(self, pins: frozenset[str]) -> list[tuple[dict[str, object], object, object]]:
-        """Returns what of the plans shapes the graphs: dtypes, casts' places, arguments."""
-        plans = [graph.plan(self.rules(pins)) for graph in self._graphs]
-        return [
-            (
-                {name: decision.dtype for name, decision in plan.decisions.items()},
-                [(c.tensor, c.dst, c.uses, c.saturates) for c in plan.casts],
-                dict(plan.dtype_args),
-            )
-            for plan in plans
-        ]
+    def _labels(self, pins: frozenset[str]) -> list[tuple[dict[Node, Precision], dict[Node, Node]]]:
+        """Returns what shapes the rewritten graphs: labels, and which operands are widened."""
+        return [(placement.labels, placement.anchors) for placement in self._placed(pins)]
+
+    def _placed(self, pins: frozenset[str]) -> list[Placement]:
+        rules = self.rules(pins)
+        return [graph.placed(rules) for graph in self._graphs]
 
     def _prices(self) -> tuple[Price, ...]:
-        prices = []
-        for index, (tensor, payers) in enumerate(self._payers.items()):
-            amount = round(self._squares.get(tensor, 0.0) / self._unit)
-            if amount:
-                prices.append(Price(f"{index} {tensor.name}", payers, amount))
-        return tuple(prices)
+        amounts = [round(charge.square / self._unit) for charge in self._charges]
+        charges = enumerate(zip(self._charges, amounts, strict=True))
+        return tuple(Price(index, charge.payers, amount) for index, (charge, amount) in charges if amount)
 
     def _relaxed(self) -> Problem:
         """Returns one problem of all graphs, in which placement may keep white ops float32, too."""

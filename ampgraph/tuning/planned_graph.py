@@ -10,12 +10,16 @@ from torch.fx import GraphModule, Node
 from ..marks import META_KEY
 from ..numerics.neighbours import Neighbours, is_changeable
 from ..numerics.run_model import Part
-from ..passes import ClassifyOps, PlaceCasts, PropagatePrecision, Workspace, run_passes, workspace
+from ..passes import ClassifyOps, PropagatePrecision, Workspace, run_passes, workspace
+from ..passes.analysis.alias import written_memory
 from ..passes.analysis.facts import OperandRule
 from ..passes.analysis.precision import FP32
 from ..passes.analysis.problem import Problem
+from ..passes.analysis.range_hazards import Values
+from ..passes.place import place
 from ..passes.placement.amounts import moved
-from ..plan import Plan
+from ..passes.placement.cost_model import cost_of
+from ..passes.placement.labelling import Placement
 from ..policy.policy import Policy
 from ..report.graph_view import with_bodies
 
@@ -27,7 +31,7 @@ class PlannedGraph:
     """One graph without casts, and the plans that policies make for it.
 
     The unit of rounding is a *tensor*: what one op makes, and all that clear ops pass on of it. It is rounded
-    if its maker or any of its readers runs low.
+    if its maker runs low, and for one of its readers if that reader runs low.
 
     Args:
         part: The graph, rewritten under the policy.
@@ -39,16 +43,14 @@ class PlannedGraph:
         self.graph_module: GraphModule = part.float32
         run_passes(self.graph_module, (ClassifyOps(policy),))
         self._facts = workspace(self.graph_module).facts
+        self._values: Values | None = None
         self.nodes = {node.name: node for node in self.graph_module.graph.nodes}
         self.roots = Neighbours(part).roots
 
     @cached_property
     def problem(self) -> Problem:
         """What the policy leaves to placement."""
-        self._analyse(self.policy)
-        found = workspace(self.graph_module).problem
-        assert found is not None
-        return found
+        return self._analyse(self.policy)
 
     @cached_property
     def payers(self) -> dict[Node, frozenset[Node]]:
@@ -64,6 +66,37 @@ class PlannedGraph:
         return {root: frozenset(nodes) for root, nodes in found.items()}
 
     @cached_property
+    def reads(self) -> dict[tuple[Node, Node], frozenset[Node]]:
+        """By (tensor, reader), if several nodes read the tensor: the nodes that round it for this reader."""
+        readers: dict[Node, dict[Node, set[Node]]] = defaultdict(lambda: defaultdict(set))
+        for reader in self.nodes.values():
+            if reader.op == "call_function" and self.roots[reader] == (reader,):
+                for read in reader.all_input_nodes:
+                    for root in self.roots[read]:
+                        readers[root][reader].add(read)
+        written = written_memory(self.graph_module.graph)
+        found = {}
+        for root in self.payers:
+            if root in written or len(readers[root]) < 2:
+                continue
+            for reader, ways in readers[root].items():
+                if all(self.roots[way] == (root,) for way in ways):
+                    passing = {node for way in ways for node in self._way(root, way)}
+                    found[root, reader] = self.payers[root] & {root, reader, *passing}
+        return found
+
+    def _way(self, root: Node, read: Node) -> set[Node]:
+        """Returns the clear ops between a tensor's maker and what a node reads of it."""
+        found: set[Node] = set()
+        waiting = [read]
+        while waiting:
+            node = waiting.pop()
+            if node is not root and node not in found and root in self.roots[node]:
+                found.add(node)
+                waiting += node.all_input_nodes
+        return found
+
+    @cached_property
     def everything(self) -> frozenset[str]:
         """The names of all ops that may run low, those in bodies of higher-order ops included."""
         names = {node.name for payers in self.payers.values() for node in payers}
@@ -71,30 +104,25 @@ class PlannedGraph:
         names |= {n.name for body in bodies for n in body.module.graph.nodes if is_changeable(n, body.plan)}
         return frozenset(names)
 
-    def plan(self, rules: dict[str, str]) -> Plan:
-        """Returns the plan under the policy with other rules."""
+    def placed(self, rules: dict[str, str]) -> Placement:
+        """Returns the labels that a plan under the policy with other rules gives."""
         policy = self.policy.replace(rules=rules)
-        self._analyse(policy, PlaceCasts(policy))
-        found = workspace(self.graph_module).plan
-        assert found is not None
-        return found
+        return place(self._analyse(policy), policy)
 
-    def _analyse(self, policy: Policy, *more: PlaceCasts) -> None:
-        self.graph_module.meta[META_KEY] = Workspace(facts=self._facts)
-        passes = (PropagatePrecision(policy, self.part.modules, check_rules=False), *more)
-        run_passes(self.graph_module, passes)
+    def _analyse(self, policy: Policy) -> Problem:
+        space = Workspace(facts=self._facts, values=self._values)
+        self.graph_module.meta[META_KEY] = space
+        run_passes(self.graph_module, (PropagatePrecision(policy, self.part.modules, check_rules=False),))
+        assert space.problem is not None
+        self._values = space.values
+        return space.problem
 
     @property
     def stores_low(self) -> bool:
         """Whether a forward reads low copies of parameters, instead of casting them."""
         return self.policy.keeps_low_copies
 
-    def traffic(self, plan: Plan) -> int:
+    def traffic(self, placement: Placement) -> int:
         """Returns the bytes that a forward moves."""
-        return moved(plan.cost, self.stores_low)
-
-    def rounded(self, plan: Plan) -> set[Node]:
-        """Returns the tensors that a plan rounds."""
-        low = [name for name, decision in plan.decisions.items() if decision.dtype == plan.low_dtype]
-        low += [cast.tensor for cast in plan.casts if cast.dst == plan.low_dtype]
-        return {root for name in low if name in self.nodes for root in self.roots[self.nodes[name]]}
+        cost = cost_of(self.problem, placement.labels, placement.anchors)
+        return moved(cost, self.stores_low)

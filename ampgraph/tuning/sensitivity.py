@@ -5,6 +5,9 @@ there: of the kernel, or of rounding. With random weights v of the outputs, one 
 gradient g_t of the weighted outputs, so g_t e_t is v times the change of the outputs, to first order. Its
 mean square over v is the squared error that rounding t makes in the outputs.
 
+Where several ops read a tensor, there is a gate at each of these reads, too: if only some of the readers run
+low, the others read the exact value.
+
 Errors of the elements are independent as a rule; then the sum of (g_t e_t)^2 over the elements has the same
 mean and scatters far less. Where the square of their sum differs a lot, errors add up or cancel, and it
 counts.
@@ -13,7 +16,7 @@ counts.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,11 +48,17 @@ class Sensitivity:
 
     Attributes:
         squares: The squared error of the result, by the tensor that is rounded.
+        reads: The same of what one reader alone reads rounded, by (tensor, reader).
         beyond: Tensors that do not fit the low dtype.
     """
 
     squares: dict[Node, float] = field(default_factory=dict)
+    reads: dict[tuple[Node, Node], float] = field(default_factory=dict)
     beyond: set[Node] = field(default_factory=set)
+
+
+# A tensor, or (tensor, reader).
+Gate = Node | tuple[Node, Node]
 
 
 class EqualDraws(GraphRun):
@@ -67,11 +76,18 @@ class EqualDraws(GraphRun):
 
 
 class GatedRun(EqualDraws):
-    """A run of the float32 graph whose every tensor has a gradient."""
+    """A run of the float32 graph whose every tensor has a gradient.
+
+    Attributes:
+        gated: Puts a gate at what a node reads: (reader, what it reads, its value).
+    """
+
+    gated: Callable[[Node, Node, Any], Any]
 
     def _call(self, node: Node, args: tuple, kwargs: dict[str, Any]) -> Any:
         if node.target is SET_GRAD_ENABLED:
             return None
+        args, kwargs = map_arg((node.args, node.kwargs), lambda n: self.gated(node, n, self.values[n]))
         if node.target is torch.ops.aten.detach.default:
             return args[0]
         return super()._call(node, args, kwargs)
@@ -104,14 +120,15 @@ class Probes:
         self._token = torch.zeros((), requires_grad=True)
         self._beyond: set[Node] = set()
         self._own: dict[Node, float] = defaultdict(float)
-        self._sums: dict[Node, Tensor | float] = {}
-        self._together: dict[Node, float] = defaultdict(float)
-        self._apart: dict[Node, Tensor | float] = defaultdict(float)
+        self._sums: dict[Gate, Tensor | float] = {}
+        self._together: dict[Gate, float] = defaultdict(float)
+        self._apart: dict[Gate, Tensor | float] = defaultdict(float)
         self._backwards, self._is_wide = 0, True
 
     def run_part(self, graph: PlannedGraph, inputs: Sequence[Any], draws: Draws) -> Sequence[Any]:
         """Runs one graph with gates; returns its outputs, through which gradients flow."""
         run = GatedRun(graph.graph_module, inputs, draws)
+        run.gated = lambda reader, read, value: self._read(graph, reader, read, value)
         skipped = written_memory(graph.graph_module.graph)
         with torch.enable_grad():
             for node, value in run:
@@ -146,18 +163,21 @@ class Probes:
         random = torch.randn(output.shape, generator=self._generator).to(output.device)
         return (random * output).masked_fill(~finite, 0).sum().cpu().double() * (weight / float(norm))
 
-    def result(self, tensors: Mapping[Node, object]) -> Sensitivity:
-        """Returns what was seen of these tensors; what no gradient reaches counts by its own error."""
-        count = max(1, self._backwards)
+    def result(self, graphs: Iterable[PlannedGraph]) -> Sensitivity:
+        """Returns what was seen of the graphs' tensors; without any gradient, their own errors count."""
         found = Sensitivity(beyond=set(self._beyond))
-        for node in tensors:
-            if not self._backwards:
-                found.squares[node] = self._own[node]
-                continue
-            apart, together = float(self._apart[node]) / count, self._together[node] / count
-            scatters = not self._is_wide or _SCATTER[0] * apart <= together <= _SCATTER[1] * apart
-            found.squares[node] = apart if scatters else together
+        for graph in graphs:
+            for tensor in graph.payers:
+                found.squares[tensor] = self._square(tensor) if self._backwards else self._own[tensor]
+            if self._backwards:
+                found.reads |= {read: self._square(read) for read in graph.reads}
         return found
+
+    def _square(self, gate: Gate) -> float:
+        count = self._backwards
+        apart, together = float(self._apart[gate]) / count, self._together[gate] / count
+        scatters = not self._is_wide or _SCATTER[0] * apart <= together <= _SCATTER[1] * apart
+        return apart if scatters else together
 
     # -- gates -----------------------------------------------------------------------------------
 
@@ -168,14 +188,26 @@ class Probes:
         errors = pytree.tree_leaves(self._errors(graph, run, node, value))
         for index, (leaf, error) in enumerate(zip(leaves, errors, strict=True)):
             if isinstance(leaf, Tensor) and leaf.dtype == torch.float32:
-                token = self._token.to(leaf.device)
-                leaves[index] = _Gate.apply(token, leaf, error, lambda p, node=node: self._note(node, p))
+                leaves[index] = self._gate(node, leaf, error)
         return pytree.tree_unflatten(leaves, spec)
 
-    def _note(self, node: Node, product: Tensor) -> None:
+    def _read(self, graph: PlannedGraph, reader: Node, read: Node, value: Any) -> Any:
+        """Returns what a node reads, with a gate where others read the same tensor."""
+        gate = (graph.roots[read][0], reader)
+        if gate not in graph.reads or not isinstance(value, Tensor) or value.dtype != torch.float32:
+            return value
+        error = (value.detach().to(self._low_dtype).float() - value.detach()).nan_to_num(0, 0, 0)
+        return self._gate(gate, value, error)
+
+    def _gate(self, gate: Gate, value: Tensor, error: Tensor) -> Tensor:
+        token = self._token.to(value.device)
+        found: Tensor = _Gate.apply(token, value, error, lambda product: self._note(gate, product))
+        return found
+
+    def _note(self, gate: Gate, product: Tensor) -> None:
         product = product.nan_to_num(0, 0, 0)
-        self._sums[node] = self._sums.get(node, 0.0) + product.sum(dtype=torch.float64)
-        self._apart[node] = self._apart[node] + product.double().square().sum()
+        self._sums[gate] = self._sums.get(gate, 0.0) + product.sum(dtype=torch.float64)
+        self._apart[gate] = self._apart[gate] + product.double().square().sum()
 
     @torch.no_grad()
     def _errors(self, graph: PlannedGraph, run: GraphRun, node: Node, value: Any) -> Any:

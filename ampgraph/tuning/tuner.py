@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from statistics import NormalDist
+from statistics import NormalDist, mean
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from ..numerics.calibration import Calibration
 from ..numerics.progress import with_progress
 from ..numerics.run_graph import Draws
 from ..numerics.run_model import ModelRunner, Part
+from ..passes.placement.amounts import moved
 from ..policy.policy import Policy
 from ..report.graph_view import human_bytes
 from .candidates import Candidate, Candidates
@@ -151,7 +152,8 @@ class Tuner:
         results = self._run(lambda part: part.graph_module)
         first = self._error.of(results, self._references)
         yield
-        start = first, sum(graph.traffic(graph.part.plan) for graph in self._graphs.values())
+        graphs = self._graphs.values()
+        start = first, sum(moved(graph.part.plan.cost, graph.stores_low) for graph in graphs)
         if first <= self._budget and self._calibration is None:
             self._result = self._tuned(self._amp.policy, first, start[1], start)
             return
@@ -244,7 +246,7 @@ class Tuner:
         probes = Probes(self._amp.options.low_dtype)
         self._run(None, probes, weights)
         graphs = list(self._graphs.values())
-        sensitivity = probes.result({t: None for graph in graphs for t in graph.payers})
+        sensitivity = probes.result(graphs)
         if self._calibration is not None:
             most = torch.finfo(self._amp.options.low_dtype).max
             for graph in graphs:
@@ -297,6 +299,12 @@ class Tuner:
             return 1.0
         if limit == 0:
             return 0.0
+        return NormalDist(0.0, self._scatter()).cdf(math.log(limit / predicted))
+
+    def _scatter(self) -> float:
+        """Returns the scatter of predictions, the smaller the better those of the trials agree."""
         elements = sum(t.numel() for r in self._references for t in self._error.counted(r))
-        scatter = NormalDist(0.0, SCATTER + elements**-0.5)
-        return scatter.cdf(math.log(limit / predicted))
+        known = [t for t in self._trials if 0 < t.error < math.inf and t.candidate.predicted > 0]
+        ratios = [math.log(t.error / t.candidate.predicted) for t in known]
+        squares = sum((ratio - mean(ratios)) ** 2 for ratio in ratios)
+        return math.sqrt(((SCATTER + elements**-0.5) ** 2 + squares) / max(1, len(ratios)))

@@ -23,7 +23,7 @@ from .problem import Hazard
 _LONGEST = 8
 _LOGARITHMS = ("log", "log2", "log10", "log1p", "special_log1p", "logit", "special_logit", "xlogy")
 _SATURATES = ("sigmoid", "special_expit", "hardsigmoid", "tanh", "erf")
-_ARITHMETIC = ("add", "sub", "rsub", "mul", "div", "pow", "square")
+_ARITHMETIC = ("add", "sub", "rsub", "mul", "div", "pow", "square", "clamp", "clip", "clamp_min", "clamp_max")
 
 
 def find_cancellations(facts: Facts, sizes: Sizes, low_dtype: torch.dtype) -> dict[Node, Hazard]:

@@ -8,9 +8,10 @@ is in range again. A reader that saturates (sigmoid) may read it low: an infinit
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cached_property
 
 import torch
-from torch.fx import Node
+from torch.fx import GraphModule, Node
 
 from ampgraph._compat import OpOverload
 from ampgraph.ops.lists import OpClass
@@ -21,40 +22,56 @@ from .graph_walk import kind, values_read
 from .magnitudes import Sizes
 from .precision import FP32, LOW, Precision
 from .problem import Hazard
-from .ranges import Extents
+from .ranges import Extents, find_range_pins
 from .size_rules import size_of_op
 
 _SATURATES = ("sigmoid", "special_expit", "hardsigmoid", "tanh", "erf", "hardtanh", "relu6", "sign", "sgn")
 _MAY_RUN_LOW = (OpClass.WHITE, OpClass.GRAY, OpClass.CLEAR)
 
 
+class Values:
+    """What is known of the values in a graph. It does not depend on rules, so several plans may share it.
+
+    Attributes:
+        facts: What is known of the graph's nodes.
+        low_dtype: The low dtype.
+        pins: Ops that cannot run low because of their values, and why; see `find_range_pins`.
+        out_of_range: Tensors that hold such values, and why.
+    """
+
+    def __init__(self, graph_module: GraphModule, facts: Facts, low_dtype: torch.dtype) -> None:
+        self.facts, self.low_dtype = facts, low_dtype
+        self._extents = Extents(graph_module)
+        self.pins, self.out_of_range = find_range_pins(facts, low_dtype, self._extents)
+
+    @cached_property
+    def hazards(self) -> dict[Node, Hazard]:
+        """The ops that must stay float32 for the sake of their values' range, as far as they may run low."""
+        facts, limits = self.facts, torch.finfo(self.low_dtype)
+        sizes = Sizes(facts, self.low_dtype, self._extents, size_of_op)
+        cancelling = find_cancellations(facts, sizes, self.low_dtype)
+        found: dict[Node, Hazard] = {}
+        for node, fact in facts.items():
+            if fact.dtype is not torch.float32 or fact.dtype_source is not node:
+                continue
+            may_run_low = isinstance(node.target, OpOverload) and fact.op_class in _MAY_RUN_LOW
+            if may_run_low and (hazard := _hazard_of(node, fact, sizes, limits) or cancelling.get(node)):
+                found[node] = hazard
+        return found
+
+
 def find_range_hazards(
-    facts: Facts,
-    fixed: Mapping[Node, Precision],
-    low_dtype: torch.dtype,
-    extents: Extents,
-    follows: bool,
+    values: Values, fixed: Mapping[Node, Precision], follows: bool
 ) -> dict[Node, Hazard]:
     """Returns the nodes that must stay float32 for the sake of their values' range.
 
     Args:
-        facts: What is known of its nodes.
+        values: What is known of the graph's values.
         fixed: The labels that something above the op lists decides.
-        low_dtype: The policy's low dtype.
-        extents: The least and largest elements of parameters and buffers.
         follows: Whether gray and clear ops follow their inputs; what is float32 anyway is left out then.
     """
-    limits = torch.finfo(low_dtype)
-    sizes = Sizes(facts, low_dtype, extents, size_of_op)
-    cancelling = find_cancellations(facts, sizes, low_dtype)
-    found: dict[Node, Hazard] = {}
-    for node, fact in facts.items():
-        if node in fixed or fact.dtype is not torch.float32 or fact.dtype_source is not node:
-            continue
-        may_run_low = isinstance(node.target, OpOverload) and fact.op_class in _MAY_RUN_LOW
-        if may_run_low and (hazard := _hazard_of(node, fact, sizes, limits) or cancelling.get(node)):
-            found[node] = hazard
-    return _low_otherwise(found, facts, fixed) if follows else found
+    found = {node: hazard for node, hazard in values.hazards.items() if node not in fixed}
+    return _low_otherwise(found, values.facts, fixed) if follows else found
 
 
 def _hazard_of(node: Node, fact: NodeFacts, sizes: Sizes, limits: torch.finfo) -> Hazard | None:

@@ -23,6 +23,8 @@ _SUMS = frozenset(f"sum nansum cumsum mean nanmean scatter_add index_add trace {
 
 _PASSED = frozenset(("add", "sub", "mul", "masked_fill", "where"))
 
+# Activations may be as large. A power or a product that leaves float16's range before that is large.
+MODERATE = 16.0
 # A matrix product of so many terms may overflow if it is divided, as in a mean, only afterwards.
 MEAN_TERMS = 16
 # A product of a tensor with itself sums squares. With so many terms, values of 45 overflow float16.
@@ -75,18 +77,47 @@ def squared(sizes: Sizes, node: Node) -> Size:
 
 
 def power_of(sizes: Sizes, node: Node, base: object, power: float) -> Size:
-    """A power of a value; one that a sum reads is large."""
+    """A power of a value; a high one is large, and any that a sum reads."""
+    base, power = _whole_power(base, power)
     size = sizes.of(base)
     high = raised(size.peak, power)
     low = raised(max(size.low, 0.0), power) if size.low >= 0 or power % 2 == 0 else -high
     what = "a square" if power == 2 else f"a power of {power:g}"
-    if power >= 2 and _is_summed(node):
-        marks = sizes.summed_square(f"{what} that is summed", raised(sizes.limit, 1 / power))
+    turn = raised(sizes.limit, 1 / power)
+    if power > 1 and turn <= MODERATE and not size.large:
+        marks = sizes.too_large(what, turn=turn)
+    elif power >= 2 and _is_summed(node):
+        marks = sizes.summed_square(f"{what} that is summed", turn)
     elif size.root and not size.large:
         marks = sizes.too_large(f"{what} of a norm ({size.root})")
     else:
         marks = Size(large=size.large, grows=size.grows)
     return Size(low, high).marked(marks._replace(eps=raised(size.eps, power)))
+
+
+def _whole_power(base: object, power: float) -> tuple[object, float]:
+    """Returns what a power of a power, of a power .. is a power of, and which."""
+    while isinstance(base, Node):
+        base_of = root(base)
+        exponent = operands(base_of)[1] if kind(base_of) == "pow" else 2.0 if is_square(base_of) else None
+        if not isinstance(exponent, (int, float)) or exponent < 1:
+            break
+        base, power = operand(base_of), power * exponent
+    return base, power
+
+
+def running_product(sizes: Sizes, node: Node) -> Size:
+    """Products of all values, or of the first ones, along a dimension."""
+    value = operand(node)
+    assert isinstance(value, Node)
+    size, shape = sizes[value], tensors(value)[0].shape
+    dim = argument(node, "dim")
+    factors = elements(value) if not isinstance(dim, int) else size_hint(shape[dim]) if shape else 1
+    high = max(size.peak, raised(size.peak, factors))
+    low = 0.0 if size.low >= 0 else -high
+    if raised(sizes.limit, 1 / max(1, factors)) > MODERATE:
+        return Size(low, high, size.large, size.grows)
+    return Size(low, high).marked(sizes.too_large(f"a product of {factors} values"))
 
 
 def _is_summed(node: Node, hops: int = 4) -> bool:

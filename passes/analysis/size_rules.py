@@ -74,6 +74,7 @@ RULES: Mapping[str, Rule] = _table(
     (growth.exponential, "exp exp2 special_exp2 expm1 special_expm1 cosh sinh"),
     (growth.squared, "square"),
     (arithmetic.to_power, "pow"),
+    (growth.running_product, "prod cumprod"),
     (growth.total, "sum nansum cumsum"),
     (growth.scattered_sum, "scatter_add index_add scatter_reduce segment_reduce"),
     (growth.mean, "mean nanmean"),
