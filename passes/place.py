@@ -72,7 +72,9 @@ def place(
     if policy.objective == "fused":
         return _place_fused(problem, costs, autocast)
     if policy.objective in ("auto", "traffic"):
-        return _place_within_step(problem, costs, autocast)
+        baseline = _eager(costs, autocast, shared=False)
+        bound = baseline.activation_cast_bytes - _cast_before(problem)
+        return _within_step(costs, place_within(problem, bound), autocast, baseline)
     return _place_few(problem, policy.objective)
 
 
@@ -87,17 +89,21 @@ def _place_fused(problem: Problem, costs: StepCost, autocast: Placement) -> Plac
     return low if costs.fused(low.labels).moved < least else autocast
 
 
-def _place_within_step(problem: Problem, costs: StepCost, autocast: Placement) -> Placement:
-    """Moves the fewest bytes in the forward, unless forward and backward move more than by the autocast rule.
+def _within_step(costs: StepCost, placement: Placement, autocast: Placement, baseline: Cost) -> Placement:
+    """Returns the placement unless its forward and backward move more bytes than those of the autocast rule.
 
     To save casts in the forward it may leave values float32, whose gradients then are float32 too.
     """
-    baseline = cost_of(problem, autocast.labels, autocast.anchors, shared=False)
-    placement = place_within(problem, baseline.activation_cast_bytes - _cast_before(problem))
-    found = cost_of(problem, placement.labels, placement.anchors)
-    by_rule = costs.eager(autocast.labels, autocast.anchors, baseline.traffic, shared=False)
-    step = costs.eager(placement.labels, placement.anchors, found.traffic, shared=True)
-    return autocast if step.moved > by_rule.moved else placement
+    found = _eager(costs, placement, shared=True)
+    is_more = found.traffic + found.backward > baseline.traffic + baseline.backward
+    return autocast if is_more else placement
+
+
+def _eager(costs: StepCost, placement: Placement, shared: bool) -> Cost:
+    """Returns the cost of a placement whose ops run one by one."""
+    cost = cost_of(costs.problem, placement.labels, placement.anchors, shared)
+    step = costs.eager(placement.labels, placement.anchors, cost.traffic, shared)
+    return replace(cost, backward=step.backward)
 
 
 def _cast_before(problem: Problem) -> int:
