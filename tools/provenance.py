@@ -12,14 +12,15 @@ ROOT = Path(__file__).resolve().parent.parent
 CODE = ("ampgraph", "passes", "tests", "tools")
 
 
-def written_by(command: str, *packages: str) -> str:
+def written_by(command: str, *packages: str, at: str = "") -> str:
     """Returns the sentences that say where the figures of a page come from.
 
     Args:
         command: How to write the page again, from the repository's root.
         packages: Distributions whose versions matter, besides torch.
+        at: The commit that was measured, if not the present one.
     """
-    return f"Written by `{command}` at commit {commit()}. {machine(*packages)}."
+    return f"Written by `{command}` at commit {at or commit()}. {machine(*packages)}."
 
 
 def commit(root: Path = ROOT) -> str:

@@ -82,11 +82,12 @@ class Policy:
         placement: ``"optimal"`` (minimum cut) or ``"autocast"`` (the rule of ``torch.autocast``).
         objective: The quantity that the optimal placement minimises. ``"traffic"``: bytes that the kernels
             and casts of an eager forward read and write; casts of activations move no more of them than under
-            the rule of ``torch.autocast`` on the same graph. ``"fused"``: bytes of fused kernels, forward and
-            backward; free nodes run low wherever their constraints allow, if the estimate is below the one of
-            the rule of ``torch.autocast``, and else as under that rule. ``"cast_bytes"`` or ``"casts"``.
-            ``"auto"`` means ``"traffic"`` for the eager backend and ``"fused"`` for others. `Plan.gap` bounds
-            the distance to the minimum; `Plan.optimal` means that the gap is 0.
+            the rule of ``torch.autocast`` on the same graph, and so do forward and backward together.
+            ``"fused"``: bytes of fused kernels, forward and backward; free nodes run low wherever their
+            constraints allow, if the estimate is below the one of the rule of ``torch.autocast``, and else as
+            under that rule. ``"cast_bytes"`` or ``"casts"``. ``"auto"`` means ``"traffic"`` for the eager
+            backend and ``"fused"`` for others. `Plan.gap` bounds the distance to the minimum; `Plan.optimal`
+            means that the gap is 0.
         loss_scale: `NoLossScale`, `StaticLossScale` or `DynamicLossScale`. None means dynamic for
             float16 and none for bfloat16.
         keep_io_dtypes: Whether graph outputs keep the dtypes of the source model. False is illegal with a
