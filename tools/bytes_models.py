@@ -85,11 +85,24 @@ def _images(name: str, batch: int = 16, size: int = 224, **options: Any) -> Call
     return make
 
 
-def _mixer() -> Made:
-    from timm.models.mlp_mixer import MlpMixer
+def _mixer(
+    blocks: str = "MixerBlock", norm: str = "LayerNorm", mlp: str = "Mlp", **given: Any
+) -> Callable[[], Made]:
+    """Returns the maker of a kin of the MLP mixer; timm's own makers fix the depth."""
 
-    x, labels = torch.randn(16, 3, 224, 224), torch.randint(0, TOKENS, (16,))
-    return WithLoss(MlpMixer(num_blocks=2, patch_size=16, embed_dim=512)), (x, labels)
+    def make() -> Made:
+        from timm import layers
+        from timm.models import mlp_mixer
+
+        parts = {
+            "block_layer": getattr(mlp_mixer, blocks),
+            "norm_layer": nn.LayerNorm if norm == "LayerNorm" else getattr(mlp_mixer, norm),
+            "mlp_layer": getattr(layers, mlp),
+        }
+        x, labels = torch.randn(16, 3, 224, 224), torch.randint(0, TOKENS, (16,))
+        return WithLoss(mlp_mixer.MlpMixer(num_blocks=2, patch_size=16, **parts, **given)), (x, labels)
+
+    return make
 
 
 def _tokens(model: nn.Module, **options: Any) -> Made:
@@ -134,7 +147,7 @@ MODELS: dict[str, Callable[[], Made]] = {
     "llama": _hugging_face("LlamaForCausalLM", "LlamaConfig", _LLAMA, use_cache=False),
     "t5": lambda: _tokens(T5()),
     "vit": _images("vit_small_patch16_224", depth=2),
-    "mixer": _mixer,
+    "mixer": _mixer(embed_dim=512),
     "unet": _unet,
     "convnext": _images("convnext_tiny", depths=(1, 1, 2, 1), drop_path_rate=0.0),
     "swin": _images(
@@ -144,8 +157,8 @@ MODELS: dict[str, Callable[[], Made]] = {
     "resnetv2_gn": _images("resnetv2_50", batch=8, layers=(1, 1, 1, 1)),
     "cait": _images("cait_xxs24_224", batch=8, depth=2),
     "deit3": _images("deit3_small_patch16_224", depth=2),
-    "resmlp": _images("resmlp_12_224", num_blocks=2),
-    "gmlp": _images("gmlp_s16_224", num_blocks=2),
+    "resmlp": _mixer("ResBlock", norm="Affine", embed_dim=384, mlp_ratio=4),
+    "gmlp": _mixer("SpatialGatingBlock", mlp="GatedMlp", embed_dim=256, mlp_ratio=6),
     "poolformer": _images("poolformer_s12", batch=8, layers=(1, 1, 1, 1)),
 }
 
