@@ -17,25 +17,17 @@ import ampgraph
 from ampgraph import CaptureError, DynamicLossScale, Policy
 
 from .helpers import close
+from .models import ResidualBlock
 
 FLOAT16 = Policy(dtype=torch.float16, loss_scale=DynamicLossScale(init_scale=1024.0))
 PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(16, 8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(self.up(self.norm(x)).relu())
 
 
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed, self.head = nn.Linear(8, 8), nn.Linear(8, 1)
-        self.layers = nn.ModuleList([Block(), Block()])
+        self.layers = nn.ModuleList([ResidualBlock(), ResidualBlock()])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.embed(x)
@@ -167,14 +159,14 @@ def test_fsdp1_is_refused(one_rank, keeps_parameters) -> None:
     x, advice = torch.randn(2, 8), r"FSDP1.*Use FSDP2: .*fully_shard"
     wrapped = fsdp1(Net(), use_orig_params=keeps_parameters)
     with pytest.raises(CaptureError, match=advice):
-        ampgraph.convert_blocks(wrapped, Block)
+        ampgraph.convert_blocks(wrapped, ResidualBlock)
     assert not any("forward" in vars(m) for m in wrapped.modules())
     for convert in (lambda m: ampgraph.convert(m), lambda m: ampgraph.convert(m, (x,))):
         with pytest.raises(CaptureError, match=advice):
             convert(nn.Sequential(wrapped))
     for capture in ("auto", "just in time"):
         model = Net()
-        ampgraph.convert_blocks(model, Block, capture=capture, dtype=torch.float16)
+        ampgraph.convert_blocks(model, ResidualBlock, capture=capture, dtype=torch.float16)
         with pytest.raises(CaptureError, match=r"layers.0: .*" + advice):
             fsdp1(model, use_orig_params=keeps_parameters)(x)
     amp = ampgraph.convert(Net(), (x,), dtype=torch.float16)

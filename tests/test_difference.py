@@ -15,6 +15,7 @@ from ampgraph import AmpGraphError, Explanation, OpLists, Policy, PolicyError
 from ampgraph.report.comparison import compare_policies
 from ampgraph.testing import cast_map
 
+from .models import CastTwice
 from .test_explain import attention
 from .test_report import Encoder
 
@@ -108,15 +109,7 @@ def test_long_tables_are_cut_in_text_alone() -> None:
 
 
 def test_a_tensor_that_is_cast_twice_counts_twice() -> None:
-    class Written(nn.Module):
-        def forward(self, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-            buffer = torch.zeros(2, 2)
-            buffer[:1] = x
-            first = buffer @ w
-            buffer[1:] = x
-            return first + buffer @ w
-
-    amp = ampgraph.convert(Written(), (torch.randn(1, 2), torch.randn(2, 2)), dtype=LOW)
+    amp = ampgraph.convert(CastTwice(), (torch.randn(1, 2), torch.randn(2, 2)), dtype=LOW)
     explanation = ampgraph.explain(amp)
     once = explanation.diff(ampgraph.Policy(rules={"matmul_1": "fp32"}))
     assert [c.tensor for c in explanation.casts].count("zeros") == 2

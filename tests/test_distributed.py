@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 import ampgraph
 from ampgraph import DynamicLossScale, Policy
 
+from .models import ResidualBlock
 from .ranks import Ranks, gathered
 
 FLOAT16 = Policy(dtype=torch.float16, loss_scale=DynamicLossScale(init_scale=1024.0))
@@ -35,19 +36,10 @@ def ranks() -> Iterator[Ranks]:
     pool.stop()
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(16, 8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(self.up(self.norm(x)).relu())
-
-
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.embed, self.layers = nn.Linear(4, 8), nn.ModuleList([Block(), Block()])
+        self.embed, self.layers = nn.Linear(4, 8), nn.ModuleList([ResidualBlock(), ResidualBlock()])
         self.head, self.side = nn.Linear(8, 3), nn.Linear(4, 3)
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -434,7 +426,7 @@ def _sharded(rank: int, order: str, low_traffic: bool, options: dict) -> None:
         fully_shard(module, mp_policy=traffic)
     if order == "shard first":
         blocks = ampgraph.convert_blocks(model, ("layers.*", "side"), policy=FLOAT16)
-    assert [type(m).__name__ for m in model.layers] == ["FSDPBlock", "FSDPBlock"]
+    assert [type(m).__name__ for m in model.layers] == ["FSDPResidualBlock", "FSDPResidualBlock"]
     tolerance = TOLERANCE + low_traffic * torch.finfo(torch.bfloat16).eps
     train(rank, model, blocks.scaler, reference, tolerance, **options)
     low = {d.dtype for block in blocks.values() for d in block.plan.decisions.values()}

@@ -16,6 +16,8 @@ from ampgraph.testing import (
     cast_map,
 )
 
+from .models import CastTwice
+
 LOW = torch.float16
 
 
@@ -69,15 +71,7 @@ def test_cast_map_without_casts() -> None:
 
 
 def test_cast_map_numbers_casts_that_are_not_shared() -> None:
-    class Written(nn.Module):
-        def forward(self, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-            buffer = torch.zeros(2, 2)
-            buffer[:1] = x
-            first = buffer @ w
-            buffer[1:] = x
-            return first + buffer @ w
-
-    amp = ampgraph.convert(Written(), (torch.randn(1, 2), torch.randn(2, 2)), dtype=LOW)
+    amp = ampgraph.convert(CastTwice(), (torch.randn(1, 2), torch.randn(2, 2)), dtype=LOW)
     assert "cast(zeros), cast(w)" in cast_map(amp)
     assert "cast#2(zeros), cast(w)" in cast_map(amp)
 

@@ -38,7 +38,7 @@ class Signed(nn.Module):
 def test_custom_backward_ahead_of_time_is_right_or_refused():
     model, patched = Signed(), [vars(torch.autograd.function._SingleLevelFunction), vars(torch.Tensor)]
     before = [dict(names) for names in patched]
-    lost = r"Signed: .* loses the backward of StraightThrough \(Signed, .*test_what_capture_loses\.py:\d+\)"
+    lost = r"Signed: .* loses the backward of StraightThrough \(Signed, .*test_lost_in_capture\.py:\d+\)"
     with pytest.warns(UserWarning, match=lost):
         amp = ampgraph.convert(model, (X,), capture="ahead of time")
     assert [dict(names) for names in patched] == before

@@ -18,7 +18,7 @@ import ampgraph
 from ampgraph import CaptureError, PolicyError
 from ampgraph.marks import META_KEY
 
-from .ways_out_models import Attention, models
+from .exported_models import Attention, models
 
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
 MODELS = models()

@@ -89,7 +89,7 @@ def test_unknown_op_names_call_nothing():
     [
         "os:system",
         "builtins:eval",
-        "tests.test_hostile:NAME",
+        "tests.test_untrusted_input:NAME",
         "../../etc/passwd:x",
         "a;b:c",
         "torchvision:__init__",

@@ -1,0 +1,28 @@
+"""Small models that several test files share."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+
+class ResidualBlock(nn.Module):
+    """A norm, two layers and a sum, ``[..., 8]``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.up(self.norm(x)).relu())
+
+
+class CastTwice(nn.Module):
+    """Memory that is written between two reads in low, so that each needs a cast."""
+
+    def forward(self, x: Tensor, w: Tensor) -> Tensor:
+        buffer = torch.zeros(2, 2)
+        buffer[:1] = x
+        first = buffer @ w
+        buffer[1:] = x
+        return first + buffer @ w
