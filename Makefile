@@ -1,4 +1,4 @@
-# make demo | test | test-exhaustive | test-distributed | lint | typecheck | docs | results | check | clean
+# make demo | test | test-exhaustive | test-distributed | lint | typecheck | docs | results | gpu-compile-check | check | clean
 #
 # Everything happens in $(VENV), made on first use from $(CONSTRAINTS) and remade when that or
 # pyproject.toml changes. PIP_FLAGS goes to every pip install, to name another package index, say.
@@ -9,11 +9,13 @@ PIP_FLAGS ?=
 CONSTRAINTS ?= constraints.txt
 # Neighbours stay on one worker (they share captures and imports); the one that ends first takes from the other.
 PYTEST_FLAGS ?= -n 2 --dist worksteal
+GPU_VENV ?= .venv-gpu
+GPU_TORCH ?= torch==2.14.1 torchvision==0.29.1
 
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) -c $(CONSTRAINTS)
 
-.PHONY: demo test test-exhaustive test-distributed lint typecheck docs results check clean
+.PHONY: demo test test-exhaustive test-distributed lint typecheck docs results gpu-compile-check check clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python tools/demo.py
@@ -68,10 +70,14 @@ results: $(VENV)/.dev
 	$(BIN)/python tools/fuzz.py --examples 3000 --records out/fuzz.jsonl --output docs/results/fuzz.md
 	$(BIN)/python tools/breadth.py --output docs/results/breadth.md
 
+# Compiles converted models for CUDA without a GPU. Its environment has a CUDA build of torch, 5.5 GB; needs gcc.
+gpu-compile-check: $(GPU_VENV)/.made
+	$(GPU_VENV)/bin/python tools/gpu_compile_check.py --output docs/results/gpu-compile-check.md
+
 check: lint typecheck docs test test-exhaustive test-distributed
 
 clean:
-	rm -rf $(VENV) build out *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(GPU_VENV) build out *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
 $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
@@ -88,3 +94,9 @@ $(VENV)/.dev: pyproject.toml $(CONSTRAINTS) | $(VENV)/bin/python
 	$(INSTALL) --no-build-isolation -e ".[dev]"
 	@$(INSTALL) --only-binary=:all: pygraphviz 2>/dev/null || echo "no pygraphviz wheel here: pictures need the dot program"
 	@touch $@ $(VENV)/.demo
+
+$(GPU_VENV)/.made: pyproject.toml
+	$(PYTHON) -m venv $(GPU_VENV)
+	$(GPU_VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) setuptools wheel $(GPU_TORCH)
+	$(GPU_VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) --no-build-isolation -e .
+	@touch $@

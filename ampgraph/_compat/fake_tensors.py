@@ -34,7 +34,7 @@ def evaluate(
     node: Node,
     mode: FakeTensorMode | None,
     one_step: bool = False,
-    instead: Mapping[Node, Any] = MappingProxyType({}),
+    instead: Mapping[Node, torch.dtype] = MappingProxyType({}),
 ) -> Any:
     """Runs one call_function node on its arguments' fake values, to find dtypes and shapes.
 
@@ -42,7 +42,7 @@ def evaluate(
         node: The node.
         mode: The fake mode of its graph.
         one_step: Recurrent layers run over one element of their sequence, which is enough for dtypes.
-        instead: Values that replace the values of some arguments.
+        instead: Dtypes in which it reads some arguments, in place of their own.
     """
     args, kwargs = tree_map_only(Node, lambda n: _value(n, instead), (node.args, dict(node.kwargs)))
     shape_env = mode.shape_env if mode else None
@@ -98,15 +98,16 @@ _NORMS = frozenset(
 _RECURRENT = (_aten.lstm.input, _aten.gru.input, _aten.rnn_tanh.input, _aten.rnn_relu.input)
 
 
-def _value(node: Node, instead: Mapping[Node, Any]) -> Any:
-    return instead[node] if node in instead else node.meta.get("val")
+def _value(node: Node, instead: Mapping[Node, torch.dtype]) -> Any:
+    value = node.meta.get("val")
+    return with_dtypes(value, (instead[node],)) if node in instead else value
 
 
 _dtype_cache: dict[Any, tuple[torch.dtype | None, ...]] = {}
 
 
 def result_dtypes(
-    node: Node, mode: FakeTensorMode | None, instead: Mapping[Node, Any] = MappingProxyType({})
+    node: Node, mode: FakeTensorMode | None, instead: Mapping[Node, torch.dtype] = MappingProxyType({})
 ) -> tuple[torch.dtype | None, ...]:
     """Returns the dtypes of a call_function node's results, from FakeTensor.
 
@@ -137,14 +138,17 @@ def dtypes_of(value: Any) -> tuple[torch.dtype | None, ...]:
     return tuple(v.dtype if isinstance(v, torch.Tensor) else None for v in values)
 
 
-def _dtype_key(argument: Any, instead: Mapping[Node, Any]) -> Any:
+def _dtype_key(argument: Any, instead: Mapping[Node, torch.dtype]) -> Any:
     """Returns the properties of an argument that affect a result's dtype."""
     if isinstance(argument, (list, tuple)):
         return type(argument), tuple([_dtype_key(item, instead) for item in argument])
     if isinstance(argument, dict):
         return tuple([(name, _dtype_key(item, instead)) for name, item in argument.items()])
     if isinstance(argument, Node):
-        return _dtype_key(_value(argument, instead), instead)
+        value = argument.meta.get("val")
+        if argument in instead and isinstance(value, FakeTensor):  # the same key, without a tensor for it
+            return instead[argument], value.dim() == 0, value.device.type
+        return _dtype_key(value, instead)
     if isinstance(argument, torch.Tensor):
         return argument.dtype, argument.dim() == 0, argument.device.type
     if isinstance(argument, (bool, str, torch.dtype)) or argument is None:

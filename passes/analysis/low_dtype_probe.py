@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch.fx import Node
 
-from ampgraph._compat import fake_mode_of, result_dtypes, with_dtypes
+from ampgraph._compat import fake_mode_of, result_dtypes
 
 # The errors of FakeTensor for arguments that an op does not accept.
 _REFUSALS = (RuntimeError, TypeError, ValueError)
@@ -34,7 +34,7 @@ def probe_low_dtype(node: Node, operands: Iterable[Node], low_dtype: torch.dtype
         operands: Its arguments that would be low.
         low_dtype: float16 or bfloat16.
     """
-    low = {tensor: with_dtypes(tensor.meta["val"], (low_dtype,)) for tensor in operands}
+    low = dict.fromkeys(operands, low_dtype)
     if not low:
         return LowRun()
     try:

@@ -7,6 +7,7 @@ kernel with their producers and readers, matrix products and convolutions in ker
 from __future__ import annotations
 
 import enum
+import functools
 import operator
 from dataclasses import dataclass
 from math import prod
@@ -36,17 +37,23 @@ class Kind(enum.Enum):
 
 def op_name(node: Node) -> str:
     """Returns the op's name below ``aten.``, without the underscore of an in-place op."""
-    if not isinstance(node.target, OpOverload):
-        return ""
-    name = node.target._schema.name.rpartition("::")[2]
-    in_place = node.target._schema.is_mutable and name.endswith("_") and not name.endswith("__")
+    return _name_of(node.target) if isinstance(node.target, OpOverload) else ""
+
+
+@functools.cache
+def _name_of(op: OpOverload) -> str:
+    name = op._schema.name.rpartition("::")[2]
+    in_place = op._schema.is_mutable and name.endswith("_") and not name.endswith("__")
     return name[:-1] if in_place else name
 
 
 def elements(node: Node) -> int:
     """Returns the number of elements of a node's tensor; 0 if it has none or several."""
     value = node.meta.get("val")
-    return prod(size_hint(s) for s in value.shape) if isinstance(value, torch.Tensor) else 0
+    if not isinstance(value, torch.Tensor):
+        return 0
+    count = value.numel()
+    return count if type(count) is int else prod(size_hint(s) for s in value.shape)
 
 
 @dataclass(frozen=True)
@@ -78,6 +85,7 @@ class FusedKernels:
         self.kept: set[Node] = set()
         self._levels: dict[Node, int] = {}
         self._joined: dict[Node, Node] = {}
+        self._reads: dict[Node, list[Read]] = {}
         for node in facts:
             self._add(node)
         for node in reversed(list(facts)):
@@ -114,7 +122,12 @@ class FusedKernels:
         return made % max(given, 1) == 0 and op_name(reader) not in fusion.REORDERS
 
     def reads(self, tensor: Node) -> list[Read]:
-        """Returns who reads a tensor's memory, directly or through views."""
+        """Returns who reads a tensor's memory, directly or through views; the same list at every call."""
+        if tensor not in self._reads:
+            self._reads[tensor] = self._find_reads(tensor)
+        return self._reads[tensor]
+
+    def _find_reads(self, tensor: Node) -> list[Read]:
         found: dict[tuple[Node, Node], Read] = {}
         stack = [tensor]
         while stack:

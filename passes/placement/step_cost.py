@@ -60,6 +60,9 @@ class StepCost:
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
         self.kernels = FusedKernels(problem.facts)
+        # What no label changes, by tensor.
+        self._readers_of: dict[Node, tuple[list[Read], dict[Node, list[Read]]]] = {}
+        self._norms_of: dict[Node, int] = {}
 
     def complete(self, labels: Labels, anchors: Anchors, shared: bool = True) -> Cost:
         """Returns the cost of a labelling with all fields; arguments as for `cost_of`."""
@@ -166,7 +169,9 @@ class StepCost:
         if size < 2 or kind is Kind.OUTPUT:
             return
         own, trained = self._own(labels, tensor), self.kernels.has_gradient[tensor]
-        alone, kernels = self._readers(tensor)
+        if tensor not in self._readers_of:
+            self._readers_of[tensor] = self._readers(tensor)
+        alone, kernels = self._readers_of[tensor]
         for read in alone:
             self._count_library_read(tensor, read, labels, ledger)
         if kind is not Kind.INPUT:
@@ -246,15 +251,17 @@ class StepCost:
 
     def _count_norms(self, tensor: Node, labels: Labels, ledger: _Ledger) -> None:
         """Adds what the backward reads of values that a kernel computes and passes on in registers."""
-        own, size = self._own(labels, tensor), elements(tensor)
-        if tensor in self.kernels.kept:
-            times = 1
-        else:
-            readers = [read.reader for read in self.kernels.reads(tensor)]
-            times = sum(self._is_normalized_inside(tensor, reader) for reader in readers)
-        if times:
+        if tensor not in self._norms_of:
+            self._norms_of[tensor] = self._norm_reads(tensor)
+        if times := self._norms_of[tensor]:
+            own, size = self._own(labels, tensor), elements(tensor)
             ledger.backward += WIDTHS[own] * size * times
             ledger.save(tensor, own, size)
+
+    def _norm_reads(self, tensor: Node) -> int:
+        if tensor in self.kernels.kept:
+            return 1
+        return sum(self._is_normalized_inside(tensor, read.reader) for read in self.kernels.reads(tensor))
 
     def _is_normalized_inside(self, tensor: Node, reader: Node) -> bool:
         if op_name(reader) not in fusion.NORMS or not self.kernels.has_gradient[reader]:
