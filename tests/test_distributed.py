@@ -255,8 +255,10 @@ def _micro_batches(rank: int, how: str, waits: bool) -> tuple:
 
 def _trained_on_micro_batches(rank: int, how: str, waits: bool) -> tuple:
     model, (x, y) = Net(), batch(slice(4 * rank, 4 * rank + 4))
-    scaler = ampgraph.convert_blocks(model, ("layers.*", "side"), policy=FLOAT16).scaler
-    if how == "sharded":
+    backend = "aot_eager" if how == "sharded and compiled" else "eager"
+    scaler = ampgraph.convert_blocks(model, ("layers.*", "side"), policy=FLOAT16, backend=backend).scaler
+    is_sharded = how.startswith("sharded")
+    if is_sharded:
         for layer in model.layers:
             fully_shard(layer)
         wrapped: Any = fully_shard(model)
@@ -268,9 +270,9 @@ def _trained_on_micro_batches(rank: int, how: str, waits: bool) -> tuple:
         optimizer.zero_grad()
         for i in range(3):
             is_synchronized = i == 2 or not waits
-            if how == "sharded":
+            if is_sharded:
                 wrapped.set_requires_gradient_sync(is_synchronized)
-            with nullcontext() if how == "sharded" or is_synchronized else wrapped.no_sync():
+            with nullcontext() if is_sharded or is_synchronized else wrapped.no_sync():
                 first, second = wrapped(x, y)
                 loss = first.square().mean() + second.square().mean()
                 if (step, rank, i) == (1, 1, 0):
@@ -287,7 +289,15 @@ def _trained_on_micro_batches(rank: int, how: str, waits: bool) -> tuple:
 
 @pytest.mark.parametrize(
     ("how", "waits"),
-    [("replicas", True), ("replicas", False), ("views", True), ("sharded", True), ("sharded", False)],
+    [
+        ("replicas", True),
+        ("replicas", False),
+        ("views", True),
+        ("sharded", True),
+        ("sharded", False),
+        ("sharded and compiled", True),
+        ("sharded and compiled", False),
+    ],
 )
 def test_the_rank_whose_early_micro_batch_overflowed_is_named(ranks, how, waits) -> None:
     assert ranks.run(_micro_batches, how, waits) == [(512.0, (2, 1, "side.bias"))] * 2

@@ -10,6 +10,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from .._compat import may_be_swapped, without_wrappers
 from ..proxy.all_parameters import all_parameters
+from .distributed import is_distributed
 
 
 class ParameterIndex:
@@ -24,10 +25,12 @@ class ParameterIndex:
     """
 
     _by_parameter: WeakIdKeyDictionary
+    _met: WeakIdKeyDictionary
     _subclasses: dict[int, tuple[Tensor, int]]
 
     def __init__(self, model: nn.Module):
         self._model = model
+        self._met = WeakIdKeyDictionary()
         self.names = [without_wrappers(name) for name, _ in nn.Module.named_parameters(model)]
         slots = {id(p): slot for slot, p in enumerate(all_parameters(model))}
         named = nn.Module.named_parameters(model, remove_duplicate=False)
@@ -47,10 +50,11 @@ class ParameterIndex:
 
     def __getstate__(self) -> dict[str, Any]:
         # Weak references are neither copied nor pickled.
-        return {**vars(self), "_by_parameter": None, "_subclasses": None}
+        return {**vars(self), "_by_parameter": None, "_met": None, "_subclasses": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, _by_parameter=WeakIdKeyDictionary(), _subclasses={})
+        weak = {"_by_parameter": WeakIdKeyDictionary(), "_met": WeakIdKeyDictionary()}
+        vars(self).update(state, _subclasses={}, **weak)
 
     def items(self) -> Iterator[tuple[Tensor, int]]:
         """Yields each parameter that has a slot, with its slot."""
@@ -62,6 +66,15 @@ class ParameterIndex:
         if (found := self._subclasses.get(id(parameter))) is not None:
             return found[1]
         return self._by_parameter.get(parameter)
+
+    def at_end_of_backward(self, leaf: Tensor) -> int | None:
+        """Returns the slot of a leaf of autograd's graph; FSDP2 shows the one of each block in turn."""
+        slot = self.known(leaf)
+        if slot is not None or not is_distributed():
+            return slot
+        if leaf not in self._met:
+            self._met[leaf] = self.of([leaf])[0]
+        return self._met[leaf]
 
     def of(self, parameters: Iterable[Tensor]) -> list[int | None]:
         """Returns the slot of each tensor; None for a tensor that is not a parameter of the model."""

@@ -273,7 +273,7 @@ class LossScaler(ScaleNumbers):
 
     def follow(self, outputs: Any) -> Any:
         """Returns the outputs of a compiled graph and follows their backward."""
-        self.state.checked.follow(outputs, self.state.probe, self._slots.known)
+        self.state.checked.follow(outputs, self.state.probe, self._slots.at_end_of_backward)
         return outputs
 
     def note_outputs(self, outputs: Any) -> Any:
