@@ -1,4 +1,4 @@
-"""`amp.forward_graph` and `amp.backward_graph`: what AOTAutograd made of the converted graph."""
+"""`amp.forward_graph` and `amp.backward_graph`: the graphs of AOTAutograd."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""What leaves a converted model's backward: float32 gradients, unscaled, on every backend and capture."""
+"""The gradients of a converted model: float32, unscaled, on every backend and capture."""
 
 from __future__ import annotations
 

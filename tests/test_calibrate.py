@@ -1,4 +1,4 @@
-"""`ampgraph.calibrate`: statistics over batches, fingerprints, and what it leaves alone."""
+"""`ampgraph.calibrate`: statistics over batches, fingerprints, and no change of the model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many casts known small models get, and what must not be cast: the table of known cases."""
+"""The number of casts in small models, and the tensors that must not be cast: the table of known cases."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command line: what it prints, where, and with which exit status."""
+"""The command line: its output, where it goes, and the exit status."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command line on odd input: one line that says what was wrong and what would be right, status 2."""
+"""The command line on odd input: one line with the fault and the legal values, status 2."""
 
 from __future__ import annotations
 

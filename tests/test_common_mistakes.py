@@ -1,4 +1,4 @@
-"""Common mistakes: the error names the cause, and what helps really helps."""
+"""Common mistakes: the error names the cause, and its advice works."""
 
 from __future__ import annotations
 

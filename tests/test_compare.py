@@ -1,4 +1,4 @@
-"""`ampgraph.compare`: errors against brute force, streaming, and what it leaves alone."""
+"""`ampgraph.compare`: errors against brute force, streaming, and no change of the model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``mode=``: what ``torch.compile`` would tell inductor reaches it from a converted model as well."""
+"""``mode=``: a converted model passes the options of ``torch.compile`` on to inductor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Of random graphs at O1 and O2: what no low op feeds reaches every decision, and every position, unrounded.
+"""Random graphs at O1 and O2: values that no low op feeds reach every decision and position unrounded.
 
 Values are terms, as in `test_precision_property`; what no low op feeds is found as in `exact_integers`.
 """

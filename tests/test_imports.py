@@ -1,4 +1,4 @@
-"""What ``import ampgraph`` costs and changes, and where it works from."""
+"""``import ampgraph``: its time, its side effects, and the folders from which it works."""
 
 from __future__ import annotations
 

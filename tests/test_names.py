@@ -1,4 +1,4 @@
-"""Parts of a model may be called what torch.fx, nn.Module or a converted model call things themselves."""
+"""Parts of a model may have the names of attributes of torch.fx, nn.Module or a converted model."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Blocks whose ``forward`` is not their class's alone: patched, hooked, compiled, wrapped; and back."""
+"""Blocks with a changed ``forward``: patched, hooked, compiled, wrapped; and back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Policies as JSON: what was written is read again, and what is wrong is named."""
+"""Policies as JSON: round trips, and errors that name the fault."""
 
 from __future__ import annotations
 

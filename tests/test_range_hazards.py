@@ -1,4 +1,4 @@
-"""Values that may leave the low range: planted models are right, what needs nothing is left alone."""
+"""Values that may leave the low range: planted models are right, and harmless ones keep their plan."""
 
 from __future__ import annotations
 

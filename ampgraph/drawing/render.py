@@ -1,4 +1,4 @@
-"""Graphviz text to pictures, by the package graphviz and its program ``dot``, or by pygraphviz alone."""
+"""Renders Graphviz text with the package graphviz and its program ``dot``, or with pygraphviz alone."""
 
 from __future__ import annotations
 

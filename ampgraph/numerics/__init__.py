@@ -1,1 +1,1 @@
-"""What low precision does to values: where they leave its range, and what to do about it."""
+"""Measures the effect of low precision on values, and finds cures."""

@@ -1,4 +1,4 @@
-"""What `calibrate` returns: the ranges of a model's values and gradients over many batches."""
+"""`Calibration`: the ranges of a model's values and gradients over many batches."""
 
 from __future__ import annotations
 

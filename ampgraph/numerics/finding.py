@@ -1,4 +1,4 @@
-"""`Finding`: what `ampgraph.check_numerics` found, and what cures it."""
+"""`Finding`: the first bad value that `ampgraph.check_numerics` found, and the rules that cure it."""
 
 from __future__ import annotations
 

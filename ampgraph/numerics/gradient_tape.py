@@ -1,7 +1,7 @@
 """`GradientTape`: the backward of one run of a graph, one node at a time.
 
-Every value is cut off from what made it, so autograd knows each node alone. The tape keeps edges of
-autograd's graph and no values: what no backward needs is freed as usual.
+Every value is detached from its producer, so autograd knows each node alone. The tape keeps edges of
+autograd's graph but no values. Values that no backward needs are freed as usual.
 """
 
 from __future__ import annotations

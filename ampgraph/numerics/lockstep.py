@@ -1,4 +1,4 @@
-"""A rewritten graph beside the graph that it was made from, node by node: what each node does to values."""
+"""Runs a rewritten graph beside its source, node by node, and measures the error of each node."""
 
 from __future__ import annotations
 

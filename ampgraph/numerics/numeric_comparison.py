@@ -1,4 +1,4 @@
-"""What `compare` returns: what low precision does to each node's values and gradients."""
+"""`NumericComparison`: the error of each node's values and gradients in low precision."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Searches for rules that keep a model finite; each set of rules is tried by planning with it and running.
+"""Searches for rules that keep a model finite. Each set of rules is planned and run.
 
-To keep the named node alone in float32 cures nothing: the next low reader overflows at its cast. A remedy is
-everything low that makes or reads a tensor which does not fit. Where that is not enough, it grows from what
-is still not finite; then rules that are not needed are removed.
+Float32 for the named node alone is no cure, because the next low reader overflows at its cast. A remedy keeps
+all low producers and readers of a tensor out of range in float32. If values are still not finite, the remedy
+grows from them. Rules that are not needed are removed at the end.
 """
 
 from __future__ import annotations

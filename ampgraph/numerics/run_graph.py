@@ -1,4 +1,4 @@
-"""Runs a graph node by node, so that each value can be looked at or replaced, and frees values as it goes."""
+"""Runs a graph node by node, lets callers read or replace each value, and frees values after use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs a converted model with its graphs in the caller's hands, whichever way they were captured."""
+"""Runs a converted model and lets the caller run its graphs, for every way of capture."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`SideRun`: one of two runs that go side by side, with or without what its backward needs."""
+"""`SideRun`: one of two runs that go side by side, with or without a backward."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one graph of a whole step is good for: the reasons against a graph, and the key of a call."""
+"""Whether one graph can take a whole step: the reasons against it, and the key of a call."""
 
 from __future__ import annotations
 

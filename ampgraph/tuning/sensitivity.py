@@ -1,4 +1,4 @@
-"""How much rounding each tensor changes what a model returns: one forward, and a few backwards.
+"""The change of a model's results by rounding each tensor, from one forward and a few backwards.
 
 The float32 graph runs with a gate at each tensor t. A gate knows the error e_t that low precision would make
 there: of the kernel, or of rounding. With random weights v of the outputs, one backward brings each gate the

@@ -1,4 +1,4 @@
-"""`Tuner`: measures, predicts, and measures what is predicted to be cheapest within the budget."""
+"""`Tuner`: predicts which policies meet the budget at little traffic, and measures the cheapest."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Finds small differences of large values, of which rounding would leave nothing.
+"""Finds small differences of large values, which rounding would erase.
 
-Analysis only. Two kinds of them occur in models: what is subtracted from, or divided by, a sum of squares of
-the same values (variances, distances, cosines), and the distance of a probability from 0 or 1 that a
-logarithm reads.
+Analysis only. Two kinds occur in models. The first subtracts or divides a sum of squares of the same values
+(variances, distances, cosines). The second is the distance of a probability from 0 or 1 that a logarithm
+reads.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Small questions about a node: its op's name, what it is a view of, what it is computed from."""
+"""Small questions about a node: its op's name, the base of a view, the values that it reads."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""How large, and how small, the values of a node may be.
+"""Bounds on the values of each node.
 
-Analysis only. Activations are taken for moderate: nothing is known of them, and only what makes large
-values of moderate ones counts (a square that is summed, an exponential, a long sum, 1 / eps). Bounds are
-used to acquit: what is proven to fit is not large. `size_rules` says what each op makes of its operands.
+Analysis only. Nothing is known of activations, so they count as moderate. Values count as large if an op
+makes large values from moderate ones (a sum of squares, an exponential, a long sum, 1 / eps). A value that is
+proven to fit is not large. `size_rules` holds the rule of each op.
 """
 
 from __future__ import annotations

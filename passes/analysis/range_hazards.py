@@ -1,8 +1,8 @@
-"""Finds values that may leave the low range although nothing out of the ordinary goes in, and their readers.
+"""Finds values that may leave the low range for ordinary inputs, and their readers.
 
-Analysis only, and without data but that of parameters and buffers. `magnitudes` says which values may be
-too large or too small; pinned is what makes such a value and may run low, and what reads one, until the value
-is in range again. A reader that saturates (sigmoid) may read it low: an infinity gives the same.
+Analysis only. The only data are those of parameters and buffers. `magnitudes` finds the values that may be
+too large or too small. Their producers and readers are pinned until the value is in range again. A reader
+that saturates (sigmoid) may read the value low, because an infinity gives the same result.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What elementwise arithmetic makes of the sizes of its operands."""
+"""The sizes of the results of elementwise arithmetic."""
 
 from __future__ import annotations
 

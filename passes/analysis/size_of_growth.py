@@ -1,4 +1,4 @@
-"""What grows out of moderate values: exponentials, powers, sums, norms and matrix products."""
+"""The sizes of results that may exceed their operands: exponentials, powers, sums, norms, matrix products."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The rule for each op: what it makes of the sizes of its operands."""
+"""The rule of each op for the size of its result."""
 
 from __future__ import annotations
 
