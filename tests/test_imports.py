@@ -87,7 +87,7 @@ import ampgraph
 hooks = lambda: len(o._global_optimizer_pre_hooks) + len(o._global_optimizer_post_hooks)
 found = [hooks()]
 model, x = torch.nn.Linear(4, 4), torch.ones(2, 4)
-ampgraph.convert(model, (x,), policy="O1")(x)
+ampgraph.convert(model, (x,), policy=ampgraph.Policy(level="O1", weight_copies=False))(x)
 found.append(hooks())
 for _ in range(2):
     ampgraph.convert(model, (x,), policy="O2")(x)

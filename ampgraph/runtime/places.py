@@ -149,7 +149,8 @@ def _columns(places: list[Place], seen: list[Any]) -> tuple[list[_Read], list[tu
     named: dict[tuple[bool, str], list[tuple[Place, Any]]] = {}
     for place, value in zip(places, seen, strict=True):
         named.setdefault((isinstance(place.holder, dict), place.name), []).append((place, value))
-    columns, rest = [], []
+    columns: list[_Read] = []
+    rest: list[tuple[Place, Any]] = []
     for (is_dict, name), pairs in named.items():
         if len(pairs) < _COLUMN:
             rest += pairs
@@ -164,7 +165,7 @@ def _rows(pairs: list[tuple[Place, Any]], always_tuple: bool = False) -> list[_R
     held: dict[int, list[tuple[Place, Any]]] = {}
     for place, value in pairs:
         held.setdefault(id(place.holder), []).append((place, value))
-    rows = []
+    rows: list[_Read] = []
     for of_one in held.values():
         holder = of_one[0][0].holder
         if always_tuple and len(of_one) == 1:

@@ -95,8 +95,9 @@ class UntakenGradients:
         self.left_out: list[LeftOut] = []
 
     def __getstate__(self) -> dict[str, object]:
-        gone = {"_entries": {}, "_kept_elsewhere": {}, "_taken_inside": set(), "left_out": []}
-        return {**vars(self), "optimizers": None, "_missed": None, **gone}
+        gone: dict[str, object] = {"_entries": {}, "_kept_elsewhere": {}}
+        gone |= {"_taken_inside": set(), "left_out": [], "optimizers": None, "_missed": None}
+        return {**vars(self), **gone}
 
     def __setstate__(self, state: dict[str, object]) -> None:
         vars(self).update(state)
