@@ -359,10 +359,20 @@ DRAWS = {
     "numpy.random": lambda m: float(numpy.random.random()),
     "numpys": lambda m: float(m.numpys.random()),
     "state": lambda m: float(m.state.random()),
+    "own": lambda m: m.own.random(),
+    "PYTHONS": lambda m: PYTHONS.random(),
+    "helper.dice": lambda m: m.helper["dice"][0].dice.choice((0.2, 0.8)),
+    "bound": lambda m: m.bound(),
     "of_torch": lambda m: torch.rand(1, generator=m.of_torch),
     "GENERATOR": lambda m: torch.empty(1).uniform_(generator=GENERATOR),
 }
 GENERATOR = torch.Generator()
+PYTHONS = random.Random(0)
+
+
+class Dice:
+    def __init__(self):
+        self.dice = random.Random(0)
 
 
 class Draws(nn.Module):
@@ -371,6 +381,8 @@ class Draws(nn.Module):
         self.fc, self.draw = nn.Linear(4, 4), draw
         self.own, self.of_torch = random.Random(0), torch.Generator()
         self.numpys, self.state = numpy.random.default_rng(0), numpy.random.RandomState(0)
+        self.helper, self.bound = {"dice": [Dice()]}, random.Random(0).random
+        self.of_system = random.SystemRandom()  # has no state
 
     def forward(self, x):
         return self.fc(x) * (self.draw(self) < 0.5) * 2.0
@@ -378,18 +390,28 @@ class Draws(nn.Module):
 
 @pytest.mark.parametrize("name", DRAWS)
 def test_random_numbers_of_python_are_drawn_at_each_call(name):
-    model = Draws(DRAWS[name])
+    model, owner = Draws(DRAWS[name]), name.partition(".")[0]
+    told = rf"Draws: forward draws from \S*{owner}.*, which a graph cannot"
     before = random.getstate(), model.own.getstate()
-    with pytest.raises(
-        ampgraph.CaptureError, match=rf"Draws: forward draws from [\w.]*{name}.*, which a graph cannot"
-    ):
+    with pytest.raises(ampgraph.CaptureError, match=told):
         ampgraph.convert(model, (X,), capture="ahead of time", **LOW)
-    told = rf"Draws: forward draws from [\w.]*{name}.*, which a graph cannot; it is"
-    with pytest.warns(UserWarning, match=told):
+    with pytest.warns(UserWarning, match=f"{told}; it is"):
         amp = ampgraph.convert(model, (X,), **LOW)
     assert (random.getstate(), model.own.getstate()) == before
     means = {float(amp(X).abs().mean()) > 0 for _ in range(30)}
     assert means == {True, False}
+
+
+@pytest.mark.parametrize("name", ["own", "PYTHONS", "helper.dice", "numpys"])
+def test_without_example_inputs_generators_are_drawn_from_at_each_call_too(name):
+    model, source = Draws(DRAWS[name]), Draws(DRAWS[name])
+    source.load_state_dict(model.state_dict())
+    state = PYTHONS.getstate()
+    expected = [bool(source(X).any()) for _ in range(12)]
+    PYTHONS.setstate(state)
+    amp = ampgraph.convert(model, **LOW)
+    assert [bool(amp(X).any()) for _ in range(12)] == expected
+    assert set(expected) == {True, False}
 
 
 @contextlib.contextmanager
@@ -416,14 +438,6 @@ def test_a_forward_that_seeds_torch_draws_as_the_source(seeds):
     with pytest.warns(UserWarning, match=rf"forward seeds torch's generator \({__file__}:.* just in time"):
         amp = ampgraph.convert(model, (X,), **LOW)
     close(amp(X), model(X))
-
-
-def test_a_random_object_of_python_is_refused():
-    model = Draws(lambda m: m.own.random())
-    before = model.own.getstate()
-    with pytest.raises(ampgraph.CaptureError, match=r"draws from own \(random\.Random\), which no captured"):
-        ampgraph.convert(model, (X,), **LOW)
-    assert model.own.getstate() == before
 
 
 def test_a_forward_that_draws_from_torchs_generator_is_captured_ahead_of_time(recwarn):

@@ -101,10 +101,16 @@ def _call_module(self: Module, /, *args: Any, **kwargs: Any) -> Any:
 
 
 class _Guards:
-    """Enables guards that Dynamo omits by default: a process option, active while any thread is inside."""
+    """Enables guards that Dynamo omits by default: a process option, active while any thread is inside.
+
+    Dynamo draws from a ``random.Random`` object while it captures, and guards on nothing. Inside, it breaks
+    the graph there instead, as it does at generators of numpy (tried on torch 2.13).
+    """
 
     def __init__(self, *options: str) -> None:
         self._lock = threading.Lock()
+        self._draws: type | None = None
+        self._may_draw: Any = None
         self._inside, self._options, self._before = 0, options, (True,) * len(options)
 
     def __enter__(self) -> None:
@@ -114,6 +120,7 @@ class _Guards:
                 self._before = tuple(getattr(config, option) for option in self._options)
                 for option in self._options:
                     setattr(config, option, False)
+                self._stop_draws()
             self._inside += 1
 
     def __exit__(self, *error: object) -> None:
@@ -122,8 +129,18 @@ class _Guards:
             if self._inside == 0:
                 for option, value in zip(self._options, self._before, strict=True):
                     setattr(torch._dynamo.config, option, value)
+                setattr(self._draws, _MAY_DRAW, self._may_draw)
+
+    def _stop_draws(self) -> None:
+        if self._draws is None:
+            from torch._dynamo.variables.misc import RandomVariable
+
+            self._draws, self._may_draw = RandomVariable, vars(RandomVariable)[_MAY_DRAW]
+        setattr(self._draws, _MAY_DRAW, _NEVER)
 
 
+_MAY_DRAW = "is_supported_random_obj"
+_NEVER = staticmethod(lambda _: False)
 # Without it, hooks that modules gain or lose later are not seen.
 _HOOKS = "skip_nnmodule_hook_guards"
 _hook_guards = _Guards(_HOOKS)

@@ -30,7 +30,7 @@ from .distinct import distinct
 from .held_objects import noting_set_attributes
 from .inference_mode import traced_as_no_grad
 from .lost import LOST_KEY, noting_lost_backwards
-from .random_numbers import OWN_RANDOM, noting_random_numbers
+from .random_numbers import noting_random_numbers
 from .reads import Reads, recorded
 from .side_effects import noting_written_containers, without_new_state
 from .user_code import user_line
@@ -186,11 +186,6 @@ def _check_written(model: nn.Module, written: list[str]) -> None:
 
 def _check_random_numbers(model: nn.Module, found: list[str]) -> None:
     """Raises where forward draws numbers that a graph cannot draw: every call would have the same."""
-    if any(what.endswith(OWN_RANDOM) for what in found):
-        raise CaptureError(
-            f"{type(model).__name__}: forward {' and '.join(found)}, which no captured graph can. Draw with "
-            "torch, or from the functions of Python's module random."
-        )
     if found:
         raise AheadOfTimeError(
             f"{type(model).__name__}: forward {' and '.join(found)}, which a graph cannot\n"

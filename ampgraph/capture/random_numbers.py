@@ -10,19 +10,21 @@ import contextlib
 import random
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from types import FrameType
+from types import BuiltinMethodType, FrameType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from .code import Code
+from .code import Code, is_foreign
+from .containers import has_plain_leaves
 from .side_effects import OF_EVERY_MODULE
 from .user_code import frames, is_users
 
-# Not even Dynamo draws from such a generator at each call (tried on torch 2.13).
-OWN_RANDOM = " (random.Random)"
+# How deep a generator may lie in objects that a module holds or forward's code names.
+_DEEP = 3
+_MANY = 256
 _SEEDS = ("manual_seed", "seed", "set_state")
 _DYNAMO = "/torch/_dynamo/"
 
@@ -64,8 +66,8 @@ class _Generator(NamedTuple):
 
     @classmethod
     def of(cls, value: Any, name: str) -> _Generator | None:
-        if isinstance(value, random.Random):
-            return cls(name + OWN_RANDOM, value.getstate, value.setstate)
+        if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):
+            return cls(f"{name} (random.Random)", value.getstate, value.setstate)
         numpy = sys.modules.get("numpy")
         if numpy and isinstance(value, numpy.random.RandomState):
             title = f"{name} (numpy.random.RandomState)"
@@ -88,12 +90,42 @@ def _generators() -> Iterator[_Generator]:
 
 
 def _held(model: nn.Module, code: Code) -> Iterator[tuple[Any, str]]:
-    """Yields what modules hold and forward's code names, with its name."""
+    """Yields what modules hold and forward's code names, and what lies in it, with its name."""
+    seen = {id(generator) for generator in _global_generators()}
     for path, module in model.named_modules():
         for name, value in vars(module).items():
             if name not in OF_EVERY_MODULE:
-                yield value, f"{path}.{name}".lstrip(".")
-    yield from ((place.value(), place.path) for place in code.places.values())
+                yield from _with_parts(value, f"{path}.{name}".lstrip("."), _DEEP, seen)
+    for place in code.places.values():
+        yield from _with_parts(place.value(), place.path, _DEEP, seen)
+
+
+def _global_generators() -> Iterator[object]:
+    """Yields what `_generators` has already: the objects behind `random` and ``numpy.random``."""
+    yield random.random.__self__  # type: ignore[attr-defined]
+    if numpy := sys.modules.get("numpy"):
+        yield numpy.random.rand.__self__
+
+
+def _with_parts(value: Any, name: str, depth: int, seen: set[int]) -> Iterator[tuple[Any, str]]:
+    """Yields a value and what its containers and attributes hold."""
+    if id(value) in seen or has_plain_leaves(value) or isinstance(value, (nn.Module, ModuleType, type)):
+        return
+    seen.add(id(value))
+    yield value, name
+    if isinstance(value, (list, tuple)):
+        parts = {f"{name}[{index}]": part for index, part in enumerate(value[:_MANY])}
+    elif isinstance(value, dict):
+        parts = {f"{name}[{key!r}]": part for key, part in [*value.items()][:_MANY]}
+    elif isinstance(value, (MethodType, BuiltinMethodType)):
+        parts = {name: value.__self__}
+    elif is_foreign(type(value)):
+        return
+    else:
+        parts = {f"{name}.{key}": part for key, part in [*getattr(value, "__dict__", {}).items()][:_MANY]}
+    if depth:
+        for key, part in parts.items():
+            yield from _with_parts(part, key, depth - 1, seen)
 
 
 def _listed(state: Any) -> tuple:
