@@ -112,7 +112,22 @@ def write_unseen_before_evaluation(model):
     model.eval()
 
 
+def write_through_data(model):
+    for parameter in model.parameters():
+        parameter.data.mul_(0.25)
+
+
+def set_data_in_the_same_memory(model):
+    for parameter in model.parameters():
+        memory = parameter.data
+        parameter.data = torch.zeros(0)
+        memory.mul_(0.25)
+        parameter.data = memory
+
+
 UPDATES = {
+    "through .data": write_through_data,
+    "same memory": set_data_in_the_same_memory,
     "SGD": step(torch.optim.SGD),
     "AdamW foreach": step(torch.optim.AdamW, foreach=True),
     "AdamW fused": step(torch.optim.AdamW, fused=True),

@@ -59,6 +59,7 @@ from .modes import (
     path_inside_wrappers,
     without_wrappers,
 )
+from .parameter_data import data_of, times_asked, watch_data
 from .quiet import (
     SingleLevelFunction,
     errors_raised_not_logged,
@@ -94,6 +95,7 @@ __all__ = [
     "autocast_values",
     "compiled_by_dynamo",
     "current_backward",
+    "data_of",
     "dtypes_of",
     "errors_raised_not_logged",
     "evaluate",
@@ -134,6 +136,8 @@ __all__ = [
     "size_hint",
     "storage_key",
     "store_of_ranks",
+    "times_asked",
+    "watch_data",
     "with_dtypes",
     "without_wrappers",
     "wrap_grad_modes",

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .._compat import keep_versions, no_selective_checkpoint
+from .._compat import data_of, keep_versions, no_selective_checkpoint, times_asked, watch_data
 from ..proxy.all_parameters import all_parameters
 from ..training.optimizer_steps import tell_after_steps
 
@@ -27,22 +27,35 @@ _lock = threading.RLock()
 class _Shadow:
     """One parameter's copy, and the state of the parameter when the copy was made."""
 
-    __slots__ = ("address", "master", "name", "version")
+    __slots__ = ("address", "asked", "master", "name", "version")
 
     def __init__(self, master: Tensor, name: str):
         self.master, self.name = weakref.ref(master), name
-        self.version, self.address = -1, -1
+        self.version = self.address = self.asked = -1
+        watch_data(master)
+
+    def is_of(self, master: Tensor) -> bool:
+        """Whether nothing can have written to the parameter since the copy."""
+        return (
+            master._version == self.version
+            and times_asked(master) == self.asked
+            and master.data_ptr() == self.address
+        )
+
+    def note_copy(self, master: Tensor) -> None:
+        """Records that the copy has the parameter's values."""
+        self.version, self.asked, self.address = master._version, times_asked(master), master.data_ptr()
 
 
 class ShadowWeights(nn.Module):
     """The shadows of one model's parameters; graphs read them as its attributes.
 
     A shadow is stale when its parameter's version counter or memory moved (``load_state_dict``, averaging,
-    edits in place), when an optimizer of ``torch.optim`` stepped it (fused ones do not raise the
-    counter), and when the model changed between training and evaluation (averaged weights are often
-    swapped in through ``.data``, which nothing records). Until an optimizer of ``torch.optim`` has stepped
-    one of the parameters, the loop may update them by hand through ``.data``. Then every call after one with
-    gradients refreshes all shadows.
+    edits in place), when its ``.data`` was asked for (a write through it raises no counter), when an
+    optimizer of ``torch.optim`` stepped it (fused ones do not raise the counter), and when the model changed
+    between training and evaluation (for writes through an older ``.data`` or numpy, which nothing records).
+    Until an optimizer of ``torch.optim`` has stepped one of the parameters, the loop may update them by hand
+    through an older ``.data``. Then every call after one with gradients refreshes all shadows.
 
     Args:
         model: The model, for its training flag.
@@ -78,7 +91,7 @@ class ShadowWeights(nn.Module):
         """
         return (
             isinstance(value, nn.Parameter)
-            and type(value.data) is Tensor
+            and type(data_of(value)) is Tensor
             and value.dtype == torch.float32
             and not value.is_inference()
             and (self._known is None or self._known.get(id(value), lambda: None)() is value)
@@ -128,7 +141,7 @@ class ShadowWeights(nn.Module):
             self._all_stale = False
             for shadow in self._shadows.values():
                 if (master := shadow.master()) is not None:
-                    shadow.version, shadow.address = master._version, master.data_ptr()
+                    shadow.note_copy(master)
 
     def _stale(self, everything: bool) -> list[tuple[_Shadow, Tensor]]:
         stale = []
@@ -136,7 +149,7 @@ class ShadowWeights(nn.Module):
             master = shadow.master()
             if master is None:
                 continue
-            if everything or master._version != shadow.version or master.data_ptr() != shadow.address:
+            if everything or not shadow.is_of(master):
                 stale.append((shadow, master))
         return stale
 
@@ -161,4 +174,4 @@ class ShadowWeights(nn.Module):
             with keep_versions(unseen) if unseen else contextlib.nullcontext():
                 torch._foreach_copy_(copies, [master for _, master in stale])
         for shadow, master in stale:
-            shadow.version, shadow.address = master._version, master.data_ptr()
+            shadow.note_copy(master)

@@ -1,0 +1,69 @@
+"""Counts how often the ``.data`` of a parameter was asked for.
+
+A write through ``.data`` (``p.data.add_(p.grad, alpha=-lr)``, ``target.data.copy_(...)``) raises no version
+counter, and no dispatch of torch tells of it. So the first parameter that is watched replaces
+``torch.nn.Parameter.data`` by a property that counts and then asks torch (tried on torch 2.13). It stays.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_DATA: Any = torch._C.TensorBase.data
+_asked: dict[int, int] = {}
+_watched: dict[int, weakref.ref[Tensor]] = {}
+
+
+def watch_data(parameter: Tensor) -> None:
+    """Counts from now on, as long as the parameter lives."""
+    _install()
+    key = id(parameter)
+    if key not in _watched:
+        _asked[key] = 0
+        _watched[key] = weakref.ref(parameter, lambda _: _forget(key))
+
+
+def _forget(key: int) -> None:
+    _watched.pop(key, None)
+    _asked.pop(key, None)
+
+
+def times_asked(parameter: Tensor) -> int:
+    """Returns how often the data of a watched parameter was asked for or set."""
+    return _asked.get(id(parameter), -1)
+
+
+def data_of(parameter: Tensor) -> Tensor:
+    """Returns ``parameter.data`` and does not count it."""
+    data: Tensor = _DATA.__get__(parameter)
+    return data
+
+
+def _note(parameter: Tensor) -> None:
+    key = id(parameter)
+    if key in _asked:
+        _asked[key] += 1
+
+
+def _get(parameter: Tensor) -> Tensor:
+    _note(parameter)
+    return data_of(parameter)
+
+
+def _set(parameter: Tensor, value: Tensor) -> None:
+    _note(parameter)
+    _DATA.__set__(parameter, value)
+
+
+def _delete(parameter: Tensor) -> None:
+    _DATA.__delete__(parameter)
+
+
+@functools.cache
+def _install() -> None:
+    torch.nn.Parameter.data = property(_get, _set, _delete, _DATA.__doc__)  # type: ignore[misc, assignment]
