@@ -44,7 +44,7 @@ class ScaleLoss(Pass):
         parameters = [n for n in graph.nodes if n.name in slots and n in reached]
         parameters.sort(key=lambda node: slots[node.name])
         inputs = [n for n in graph.find_nodes(op="placeholder") if n.name not in slots and n in reached]
-        inputs = [n for n in inputs if is_differentiable(n) and not is_boundary(n)]
+        inputs = [n for n in inputs if is_differentiable(n) and not self._is_added(n)]
         if not outputs or not (parameters or inputs):
             return False
         scale, inverse, probe = self._state_nodes(graph)
@@ -56,6 +56,10 @@ class ScaleLoss(Pass):
         for node in outputs:  # one by one: a backward from one output must not run the branches of the others
             _wrap(graph, scale_gradients, (scale,), [node], only=output)
         return True
+
+    def _is_added(self, placeholder: Node) -> bool:
+        """Whether a placeholder is no input of the model: the loss scale, or the low copy of a weight."""
+        return placeholder.name in self.state or is_boundary(placeholder)
 
     def _state_nodes(self, graph: Graph) -> list[Node]:
         by_name = {n.name: n for n in graph.find_nodes(op="placeholder")}
