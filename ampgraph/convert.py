@@ -171,9 +171,15 @@ def _checked_model(model: object) -> nn.Module:
         raise CaptureError(
             "a TorchScript module has no Python code to capture; convert the nn.Module it came from."
         )
-    if isinstance(model, nn.Module):
-        return model
-    raise CaptureError(
-        f"convert takes an nn.Module, an fx.GraphModule or an ExportedProgram, got {type(model).__name__}."
-        + (" Call it to get an instance." if isinstance(model, type) else "")
-    )
+    if not isinstance(model, nn.Module):
+        raise CaptureError(
+            "convert takes an nn.Module, an fx.GraphModule or an ExportedProgram, got "
+            f"{type(model).__name__}.{' Call it to get an instance.' if isinstance(model, type) else ''}"
+        )
+    if getattr(model.forward, "__func__", None) is nn.Module.forward:
+        children = tuple(name for name, _ in model.named_children())
+        raise CaptureError(
+            f"{type(model).__name__} has no forward, and ampgraph converts nothing else. If its methods call "
+            f"its submodules, convert those: ampgraph.convert_blocks(model, {children})."
+        )
+    return model

@@ -147,6 +147,23 @@ def test_what_is_no_way_to_capture(capture, near):
             convert()
 
 
+@pytest.mark.parametrize("args", [(X,), None], ids=["ahead of time", "just in time"])
+def test_a_model_without_forward_is_refused(args):
+    class Agent(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.actor, self.critic = nn.Linear(8, 2), nn.Linear(8, 1)
+
+        def act(self, x):
+            return self.actor(x)
+
+    told = r"Agent has no forward.*convert_blocks\(model, \('actor', 'critic'\)\)"
+    with pytest.raises(ampgraph.CaptureError, match=told):
+        ampgraph.convert(Agent(), args)
+    assert list(ampgraph.convert_blocks(agent := Agent(), ("actor", "critic"), dtype=BF16))
+    assert agent.act(X).shape == (3, 2)
+
+
 def test_what_the_model_itself_refuses_is_no_reason_to_fall_back():
     for args in ((X[:, :5],), (X, X)):
         with pytest.raises(ampgraph.CaptureError, match="Linear"):

@@ -59,7 +59,7 @@ from .modes import (
     path_inside_wrappers,
     without_wrappers,
 )
-from .parameter_data import data_of, times_asked, watch_data
+from .parameter_data import data_of, times_asked, times_asked_in_all, watch_data
 from .quiet import (
     SingleLevelFunction,
     errors_raised_not_logged,
@@ -137,6 +137,7 @@ __all__ = [
     "storage_key",
     "store_of_ranks",
     "times_asked",
+    "times_asked_in_all",
     "watch_data",
     "with_dtypes",
     "without_wrappers",

@@ -16,7 +16,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .._compat import data_of, keep_versions, no_selective_checkpoint, times_asked, watch_data
+from .._compat import (
+    data_of,
+    keep_versions,
+    no_selective_checkpoint,
+    times_asked,
+    times_asked_in_all,
+    watch_data,
+)
 from ..proxy.all_parameters import all_parameters
 from ..training.optimizer_steps import tell_after_steps
 
@@ -33,14 +40,6 @@ class _Shadow:
         self.master, self.name = weakref.ref(master), name
         self.version = self.address = self.asked = -1
         watch_data(master)
-
-    def is_of(self, master: Tensor) -> bool:
-        """Whether nothing can have written to the parameter since the copy."""
-        return (
-            master._version == self.version
-            and times_asked(master) == self.asked
-            and master.data_ptr() == self.address
-        )
 
     def note_copy(self, master: Tensor) -> None:
         """Records that the copy has the parameter's values."""
@@ -79,6 +78,7 @@ class ShadowWeights(nn.Module):
         self._shadows: dict[int, _Shadow] = {}
         self._numbers = itertools.count()
         self._all_stale = False
+        self._asked = -1
         self._stepped = False
         self._mode: bool | None = None
 
@@ -145,11 +145,14 @@ class ShadowWeights(nn.Module):
 
     def _stale(self, everything: bool) -> list[tuple[_Shadow, Tensor]]:
         stale = []
+        asked = times_asked_in_all()
+        is_asked, self._asked = asked != self._asked, asked
         for shadow in self._shadows.values():
             master = shadow.master()
             if master is None:
                 continue
-            if everything or not shadow.is_of(master):
+            is_moved = master._version != shadow.version or master.data_ptr() != shadow.address
+            if everything or is_moved or (is_asked and times_asked(master) != shadow.asked):
                 stale.append((shadow, master))
         return stale
 
