@@ -365,6 +365,21 @@ def test_flags_end_with_their_gradients(clear, backend) -> None:
     assert amp.scaler.get_scale() == (1024.0 if clear == "data" else 512.0)
 
 
+@pytest.mark.parametrize("through", ["grad", "data"])
+def test_an_overflow_times_zero_is_nan_and_skips(through) -> None:
+    amp = convert()
+    optimizer = torch.optim.SGD(amp.parameters(), lr=0.1)
+    amp.scaler.attach(optimizer)
+    amp(batch(bad=True)).sum().backward()
+    for p in amp.parameters():
+        (p.grad if through == "grad" else p.grad.data).mul_(0)
+    before = values(amp)
+    amp(batch()).sum().backward()
+    optimizer.step()
+    assert same(before, values(amp))
+    assert amp.scaler.get_scale() == 512.0
+
+
 def test_rollback_after_a_bad_backward() -> None:
     amp = convert()
     optimizer = torch.optim.SGD(amp.parameters(), lr=0.1)
