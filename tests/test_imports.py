@@ -79,12 +79,16 @@ def test_pytest_plugin_imports_no_torch():
     assert run_python(code) is False
 
 
-def test_import_registers_no_optimizer_hook():
+def test_import_changes_nothing_in_torch_before_the_first_low_copies():
     code = """
 import json
 import torch, torch.optim.optimizer as o
 import ampgraph
-hooks = lambda: len(o._global_optimizer_pre_hooks) + len(o._global_optimizer_post_hooks)
+hooks = lambda: (
+    len(o._global_optimizer_pre_hooks)
+    + len(o._global_optimizer_post_hooks)
+    + ("data" in vars(torch.nn.Parameter))
+)
 found = [hooks()]
 model, x = torch.nn.Linear(4, 4), torch.ones(2, 4)
 ampgraph.convert(model, (x,), policy=ampgraph.Policy(level="O1", weight_copies=False))(x)
@@ -94,7 +98,7 @@ for _ in range(2):
 found.append(hooks())
 print(json.dumps(found))
 """
-    assert run_python(code) == [0, 0, 1]  # one hook, with the first shadow weights
+    assert run_python(code) == [0, 0, 2]  # one hook, and the property of parameters
 
 
 def test_compiled_optimizer_step_is_the_same_with_ampgraph_imported():
