@@ -26,7 +26,7 @@ from ..capture.just_in_time import lower_dynamo_graph
 from ..capture.split import compile_around_custom_functions
 from ..errors import CaptureError, PassError, PolicyError, did_you_mean, warn_user
 from ..marks import BoundaryMark, set_mark
-from ..passes import Pass, ReadShadows, ScaleLoss, run_passes
+from ..passes import Pass, ReadShadows, run_passes
 from ..passes.pipeline import rewrite
 from ..plan import Plan
 from ..policy.policy import LOW_DTYPES, Policy
@@ -176,7 +176,8 @@ def _add_inputs(graph: fx.Graph, values: dict[str, torch.Tensor]) -> list[str]:
         for name, value in values.items():
             node = graph.placeholder(name)
             mark_as_input(node, value, mode)
-            set_mark(node, BoundaryMark(ScaleLoss.name))  # no input of the model: no gradient to unscale
+            if name.startswith(SHADOW_PREFIX):  # no input of the model: its gradient goes to the parameter
+                set_mark(node, BoundaryMark("shadow"))
             names.append(node.name)
     return names
 
