@@ -20,6 +20,7 @@ from ampgraph.report.replan import Replanner, replanned
 
 from .helpers import Fn
 from .planted_hazards import CASES, ROWS, WIDTH, Planted
+from .zoo import models as zoo
 
 F16, BF16 = torch.float16, torch.bfloat16
 CLOSE = {F16: 2e-2, BF16: 6e-2}
@@ -235,6 +236,17 @@ NOTHING_TO_PIN = {
     "soft capping": lambda y: torch.tanh(F.linear(y, SQUARE) / 30) * 30,
     "logarithm": lambda y: torch.log(y.relu() + 1) * 2,
 }
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    "name", ["timm/resnet50", "timm/vit_tiny_patch16_224", "transformers/bert", "transformers/gpt2"]
+)
+def test_nothing_is_pinned_on_known_models_at_o1(name):
+    model, args, kwargs = zoo.get(name).seeded()
+    for dtype in (F16, BF16):
+        amp = ampgraph.convert(model.eval(), args, kwargs, policy=policy_of("O1", dtype), backend="eager")
+        assert [n for n, d in amp.plan.decisions.items() if d.by == "hazard"] == []
 
 
 @pytest.mark.parametrize("level", LEVELS)

@@ -1,7 +1,7 @@
 """What the analysis of hazards pins on every model of the zoo, and what that costs in modelled traffic.
 
 Usage:
-    python tools/hazard_cost.py --output docs/results/hazards.md      # everything, about 10 minutes
+    python tools/hazard_cost.py --output docs/results/hazards.md      # everything, about 12 minutes
     python tools/hazard_cost.py --names 'transformers/*' --models 20
 
 Each model is captured once and planned with and without hazards. A record per model is appended to
@@ -14,6 +14,7 @@ import argparse
 import gc
 import json
 import math
+import re
 import sys
 import time
 import warnings
@@ -73,7 +74,7 @@ def report(records: list[Record]) -> str:
     good = [r for r in records if "failure" not in r]
     lines = [
         "# What hazards pin",
-        written_by("tools/hazard_cost.py --output docs/results/hazards.md"),
+        written_by("python tools/hazard_cost.py --output docs/results/hazards.md"),
         "Traffic is modelled: bytes that ops and casts of one forward move, with hazards over without.",
         f"## Traffic of {len(good)} models",
         "| | geometric mean | largest | models with a pinned node |\n| --- | --- | --- | --- |",
@@ -100,11 +101,16 @@ def _pinned(plan: str, records: list[Record]) -> str:
             continue
         by_reason: dict[str, list[str]] = {}
         for node, reason in found["pinned"].items():
-            by_reason.setdefault(reason, []).append(f"`{node}`")
+            by_reason.setdefault(_folded(reason), []).append(f"`{node}`")
         rows = [f"- {', '.join(nodes)}: {reason}" for reason, nodes in by_reason.items()]
         title = f"{record['model']}, {len(found['pinned'])} of {record['nodes']} nodes"
         parts.append(f"{title}, traffic {found['traffic']:.3f}\n\n" + "\n".join(rows))
     return "\n\n".join(parts) if len(parts) > 1 else ""
+
+
+def _folded(reason: str) -> str:
+    """Returns a reason without the numbers at the end of nodes' names, which differ from layer to layer."""
+    return re.sub(r"_\d+'", "'", reason)
 
 
 def main(argv: list[str] | None = None) -> int:

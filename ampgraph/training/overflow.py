@@ -126,7 +126,8 @@ def _log(overflow: Overflow) -> None:
     if overflow.in_forward:
         log.warning(
             "step %d: the model's outputs are not finite at any loss scale; "
-            "ampgraph.check_numerics(amp, args) names the node and finds rules that cure it",
+            "ampgraph.check_numerics(amp, args) with the arguments of this step names the node and finds "
+            "rules that cure it; ampgraph.watch(amp) names it in the loop",
             overflow.step,
         )
         return
