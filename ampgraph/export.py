@@ -143,7 +143,8 @@ def _with_grad_modes(graph_module: torch.fx.GraphModule) -> torch.fx.GraphModule
 
 def _name_outputs(signature: ExportGraphSignature, graph: torch.fx.Graph) -> None:
     """Corrects the names of outputs that a cast has replaced."""
-    for spec, node in zip(signature.output_specs, graph.output_node().args[0], strict=True):
+    outputs: Any = graph.output_node().args[0]
+    for spec, node in zip(signature.output_specs, outputs, strict=True):
         if hasattr(node, "name") and getattr(spec.arg, "name", None) not in (None, node.name):
             spec.arg.name = node.name
 

@@ -26,3 +26,17 @@ class CastTwice(nn.Module):
         first = buffer @ w
         buffer[1:] = x
         return first + buffer @ w
+
+
+class NormWithCasts(nn.Module):
+    """An RMS norm as models write it: in float32, then back in the dtype of the input, float32 here."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.up = nn.Parameter(torch.ones(8)), nn.Linear(8, 8)
+
+    def forward(self, x):
+        x = self.up(x)
+        y = x.to(torch.float32)
+        y = y * y.pow(2).mean(-1, keepdim=True).add(1e-3).rsqrt()
+        return self.up(self.weight * y.to(x.dtype))

@@ -20,6 +20,7 @@ from ampgraph.numerics.lockstep import Lockstep
 from ampgraph.numerics.run_graph import flat_inputs
 from ampgraph.passes.insert_casts import is_inserted, is_inserted_cast
 from ampgraph.report.replan import without_casts
+from tests.models import NormWithCasts
 
 LEVELS = ("O1", "O2", "O3")
 LOW = {"node:mul*": "low"}
@@ -295,6 +296,15 @@ def test_higher_order_op_is_one_node() -> None:
     assert 0 < row.own < 2e-3
     with torch.no_grad():
         assert row.accumulated == pytest.approx(error(amp(x), amp.source(x)))
+
+
+def test_casts_of_the_model_that_the_rewritten_graph_reads_past() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(4, 8)
+    amp = converted(NormWithCasts(), x, level="O2", rules={"mul": "low"})
+    found = ampgraph.compare(amp, (x,), loss=lambda y: y.square().sum())
+    row = next(row for row in found.rows if (row.node, row.direction) == ("mul_1", "forward"))
+    assert 0 < row.own <= row.accumulated + 1e-3 < 1e-2
 
 
 def test_overflow_is_named_first() -> None:

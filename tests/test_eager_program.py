@@ -8,10 +8,13 @@ import pytest
 import torch
 from torch import fx, nn
 from torch.func import functional_call
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import ampgraph
+from ampgraph import Policy
 from ampgraph.ops.bindings import BINDINGS
 from ampgraph.runtime.eager_program import EagerProgram, is_writable
+from tests.models import NormWithCasts
 
 aten = torch.ops.aten
 torch.manual_seed(0)
@@ -180,9 +183,14 @@ def test_parameters_are_read_where_they_are(amp) -> None:
     torch.testing.assert_close(amp(*call[0], **call[1])[0]["y"], before * 2)
 
 
-def test_a_graph_that_is_edited_runs_as_edited() -> None:
-    amp = ampgraph.convert(nn.Sequential(nn.Linear(6, 6), nn.ReLU()), (X,), dtype=torch.bfloat16)
-    with torch.no_grad():
+@pytest.mark.parametrize(
+    ("dtype", "backend", "training"),
+    [(torch.bfloat16, "eager", False), (torch.float16, "eager", True), (torch.float16, "aot_eager", True)],
+)
+def test_a_graph_that_is_edited_runs_as_edited(dtype: torch.dtype, backend: str, training: bool) -> None:
+    model = nn.Sequential(nn.Linear(6, 6), nn.ReLU())
+    amp = ampgraph.convert(model, (X,), dtype=dtype, backend=backend)
+    with torch.set_grad_enabled(training):
         assert (amp(X - 3) >= 0).all()
         graph = amp.graph_module.graph
         (relu,) = graph.find_nodes(op="call_function", target=aten.relu.default)
@@ -210,6 +218,24 @@ def test_values_are_freed_after_their_last_use() -> None:
     program = EagerProgram(graph_module)
     with torch.no_grad():
         assert program._function(X)[1:] == (1, 1, 1, 1)
+
+
+def test_a_cast_that_nothing_reads_does_not_run() -> None:
+    policy = Policy("O2", dtype=torch.bfloat16, rules={"mul": "low"})
+    amp = ampgraph.convert(NormWithCasts(), (torch.randn(3, 8),), policy=policy)
+    nodes = amp.graph_module.graph.nodes
+    assert [n.name for n in nodes if n.op == "call_function" and not n.users] == ["to_1"]
+    with CountCasts() as count:
+        amp(torch.randn(3, 8))
+    assert count.widened == 2  # the input of the norm, the output
+
+
+class CountCasts(TorchDispatchMode):
+    widened = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.widened += (kwargs or {}).get("dtype") is torch.float32
+        return func(*args, **(kwargs or {}))
 
 
 def test_an_error_shows_the_line(amp) -> None:

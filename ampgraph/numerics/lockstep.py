@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
 from .._compat import HigherOrderOperator
+from ..passes.analysis.facts import is_cast
 from ..passes.insert_casts import is_inserted
 from ..plan import Plan
 from ..report import graph_view as view
@@ -163,7 +164,8 @@ class Lockstep:
             held = self.low.values[read]
             if isinstance(held, GraphModule):  # the body of a higher-order op
                 return held
-            value = in_dtypes_of(self._exact_value(read, given.__getitem__), held)
+            exact = self._exact_value(read, lambda origin: given[_read_for(origin, given)])
+            value = in_dtypes_of(exact, held)
             return pytree.tree_map_only(Tensor, Tensor.clone, value) if read in written else value
 
         args, kwargs = map_arg((node.args, node.kwargs), argument)
@@ -260,3 +262,17 @@ class Lockstep:
             if measured.own is not None:
                 measured.own.add(own[key], true[key], 1 / self._scale)
         self._note(measured)
+
+
+def _read_for(origin: Node, reads: Iterable[Node]) -> Node:
+    """Returns the node that the source reads where the rewritten graph reads ``origin``.
+
+    That is ``origin``, or a cast of the model's own that widens it and that the rewritten graph reads past.
+    """
+    for read in reads:
+        at = read
+        while at is not origin and is_cast(at):
+            at = at.args[0]  # type: ignore[assignment]
+        if at is origin:
+            return read
+    raise AssertionError(f"the source reads nothing for {origin.name!r}")

@@ -89,10 +89,12 @@ class CapturedGraph:
     _runs_by: Runner | None = None
     _is_scaled: bool = False
     _explicit: fx.GraphModule | None = None
+    _code_of_graph: Callable | None = None
     _lock: threading.RLock = field(default_factory=threading.RLock, repr=False)
 
     def __post_init__(self) -> None:
         self.lost = self.lost or self.graph_module.meta.get(LOST_KEY, ())
+        self._code_of_graph = type(self.graph_module).forward
 
     def fits(self, args: tuple, kwargs: dict[str, Any]) -> bool:
         """Whether the model is unchanged since the capture and the arguments share memory as at capture."""
@@ -103,6 +105,8 @@ class CapturedGraph:
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the graph; with gradients enabled, the graph with the boundary."""
         training = torch.is_grad_enabled()
+        if type(self.graph_module).forward is not self._code_of_graph:
+            self._derive_again()
         if training and self.scaler.is_enabled():
             self.scaler.check_loop()
         shadowed = self.shadows is not None and self.shadows.are_in_place()
@@ -118,6 +122,13 @@ class CapturedGraph:
             if self.options.backend != "eager":
                 self.scaler.follow(outputs)
         return outputs
+
+    def _derive_again(self) -> None:
+        """Drops what was made of `graph_module`: somebody has edited the graph and called ``recompile``."""
+        with self._lock:
+            self._graphs, self._runners, self._kept = {}, {}, {}
+            self._explicit, self.code, self.aot = None, None, AotGraphs()
+            self._code_of_graph = type(self.graph_module).forward
 
     def run_by(self, run: Runner | None) -> None:
         """Lets ``run(graph_module, *args, **kwargs)`` run the graph, and not the backend; None: no more."""

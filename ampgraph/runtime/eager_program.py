@@ -18,6 +18,7 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from ..ops.bindings import BINDINGS, MOST_POSITIONAL
+from ..passes.analysis.facts import is_cast
 
 _numbers = itertools.count()
 _LITERALS = (int, float, bool, str, type(None))
@@ -78,7 +79,8 @@ class _Writer:
 
     def __init__(self, graph_module: fx.GraphModule) -> None:
         self.graph_module = graph_module
-        self.nodes = list(graph_module.graph.nodes)
+        # A cast of the model's own is left without readers where they take the tensor before it.
+        self.nodes = [node for node in graph_module.graph.nodes if node.users or not is_cast(node)]
         self.names = {node: f"v{i}" for i, node in enumerate(self.nodes)}
         self.bound: dict[str, Any] = {}
         self.ids: dict[int, str] = {}
