@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.export import ExportedProgram
 
-from .errors import CaptureError, PolicyError
+from .errors import CaptureError, PolicyError, warn_user
 from .export import convert_program
 from .module import AmpModule
 from .policy.policy import Policy
@@ -177,9 +177,18 @@ def _checked_model(model: object) -> nn.Module:
             f"{type(model).__name__}.{' Call it to get an instance.' if isinstance(model, type) else ''}"
         )
     if getattr(model.forward, "__func__", None) is nn.Module.forward:
-        children = tuple(name for name, _ in model.named_children())
-        raise CaptureError(
-            f"{type(model).__name__} has no forward, and ampgraph converts nothing else. If its methods call "
-            f"its submodules, convert those: ampgraph.convert_blocks(model, {children})."
-        )
+        _tell_of_missing_forward(model)
     return model
+
+
+def _tell_of_missing_forward(model: nn.Module) -> None:
+    if isinstance(model, (nn.ParameterList, nn.ParameterDict)):
+        return  # nothing in it runs
+    children = tuple(name for name, _ in model.named_children())
+    told = (
+        f"{type(model).__name__} has no forward, and ampgraph converts nothing else. To convert its "
+        f"submodules, which other code calls: ampgraph.convert_blocks(model, {children})."
+    )
+    if not isinstance(model, (nn.ModuleList, nn.ModuleDict)):
+        raise CaptureError(told)
+    warn_user(f"ampgraph: {told}")

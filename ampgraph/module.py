@@ -181,7 +181,8 @@ class AmpModule(Converted):
     def _run_traced(self, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Runs the rewritten graph for a tracer, without low copies and loss scaling."""
         if "_compiled" not in self.__dict__:
-            return self._graphs.find(args, kwargs).graph_module(*args, **kwargs)
+            captured = self._graphs.known(args, kwargs) or self._graphs.find(args, kwargs)
+            return captured.graph_module(*args, **kwargs)
         if is_capturing():
             return self._call(args, kwargs)
         raise CaptureError(

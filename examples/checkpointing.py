@@ -5,6 +5,7 @@
 A capture ahead of time inlines checkpointed regions: gradients are right, but no memory is saved. Two ways
 keep the saving. With `convert_blocks` the model's code calls `checkpoint` around converted blocks, on any
 backend. Just in time, a backend on AOTAutograd (``"aot_eager"``, ``"inductor"``) recomputes the regions.
+Low copies of weights cost 2 bytes a parameter. `Policy(weight_copies=False)` does without them.
 """
 
 from __future__ import annotations
@@ -56,12 +57,13 @@ def build(how: str) -> tuple[nn.Module, list[nn.Parameter]]:
     torch.manual_seed(0)
     model = Network(checkpointed=how != "float32, no checkpoints")
     parameters = list(model.parameters())
+    policy = ampgraph.Policy(dtype=torch.bfloat16, weight_copies=False)
     if how == "ahead of time":
-        return ampgraph.convert(model, (torch.zeros(BATCH, WIDTH),), dtype=torch.bfloat16), parameters
+        return ampgraph.convert(model, (torch.zeros(BATCH, WIDTH),), policy=policy), parameters
     if how == "just in time, aot_eager":
-        return ampgraph.convert(model, dtype=torch.bfloat16, backend="aot_eager"), parameters
+        return ampgraph.convert(model, policy=policy, backend="aot_eager"), parameters
     if how == "convert_blocks":
-        ampgraph.convert_blocks(model, "blocks.*", dtype=torch.bfloat16)
+        ampgraph.convert_blocks(model, "blocks.*", policy=policy)
     return model, parameters
 
 

@@ -164,6 +164,16 @@ def test_a_model_without_forward_is_refused(args):
     assert agent.act(X).shape == (3, 2)
 
 
+CONTAINERS = [nn.ModuleList([nn.Linear(8, 2)]), nn.ModuleDict({"0": nn.Linear(8, 2)})]
+
+
+@pytest.mark.parametrize("container", CONTAINERS, ids=["list", "dict"])
+def test_a_container_without_forward_is_told(container):
+    with pytest.warns(UserWarning, match=r"no forward.*convert_blocks\(model, \('0',\)\)"):
+        amp = ampgraph.convert(container)
+    assert len(amp) == 1
+
+
 def test_what_the_model_itself_refuses_is_no_reason_to_fall_back():
     for args in ((X[:, :5],), (X, X)):
         with pytest.raises(ampgraph.CaptureError, match="Linear"):

@@ -82,7 +82,7 @@ def test_results_name_their_commit(page: Path) -> None:
     assert re.search(r"at commit [0-9a-f]{7,}\b|\| commit \|", page.read_text())
 
 
-def test_make_results_writes_every_page() -> None:
-    recipe = (ROOT / "Makefile").read_text().partition("\nresults:")[2].partition("\n\n")[0]
+def test_make_writes_every_page_of_results() -> None:
     pages = {p.name for p in (ROOT / "docs" / "results").glob("*.md")}
-    assert pages - set(re.findall(r"docs/results/(\S+\.md)", recipe)) == {"versions.md"}  # tools/matrix.py
+    written = set(re.findall(r"docs/results/(\S+\.md)", (ROOT / "Makefile").read_text()))
+    assert pages - written == {"versions.md"}  # tools/matrix.py

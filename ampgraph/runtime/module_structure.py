@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import chain, repeat
-from operator import is_, itemgetter
+from operator import is_
 from typing import Any
 
 from torch import nn
@@ -12,14 +12,13 @@ from torch import nn
 from .._compat import hooks_registered
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-_training_of = itemgetter("training")
 
 
 class Structure:
     """The modules of a model at capture, with their parts, hooks and instance ``forward``.
 
-    Each check reads all modules in a few calls of C functions. It keeps views of the dicts, which show later
-    changes, and compares no tensors.
+    Each check reads all modules in a few calls of C functions that Dynamo can trace. It keeps the dicts,
+    which show later changes, and compares no tensors.
 
     Attributes:
         modules: All modules, at any depth.
@@ -32,9 +31,8 @@ class Structure:
         children = [m._modules for m in self.modules]
         # Most are empty, and one call checks that all of them still are.
         self._empty = [held for held in (*slots, *children) if not held]
-        self._children = [held.values() for held in children if held]
+        self._children = [held for held in children if held]
         self._slots = [held for held in slots if held]
-        self._tensors = [held.values() for held in self._slots]
         own = [vars(m) for m in self.modules]
         self._own_forward = [held for held in own if "forward" in held]
         self._no_forward = [held for held in own if "forward" not in held]
@@ -66,12 +64,13 @@ class Structure:
 
     def _now(self) -> tuple[Sequence[object], ...]:
         flatten = chain.from_iterable
-        children, names = [*flatten(self._children)], [*flatten(self._slots)]
-        are_none = [*map(is_, flatten(self._tensors), repeat(None))]
+        children = [*flatten(map(dict.values, self._children))]
+        names = [*flatten(self._slots)]
+        are_none = [*map(is_, flatten(map(dict.values, self._slots)), repeat(None))]
         forwards = [own.get("forward") for own in self._own_forward]
         return children, names, are_none, forwards, [*flatten(self._hooked)]
 
     def training_modes(self) -> tuple[bool, ...]:
         """Returns the training mode of every module; a model may run other code in another mode."""
-        modes = tuple(map(_training_of, self._plain))
+        modes = tuple(map(dict.__getitem__, self._plain, repeat("training")))
         return (*modes, *[m.training for m in self._computed]) if self._computed else modes
