@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from os import PathLike
 
@@ -25,7 +26,7 @@ from .rows import CastRow, NodeRow, Totals
 
 # Decisions that no guard, rule or list can change.
 _UNFLIPPABLE = ("source", "user cast", "alias", "kernel", "range")
-_PEERS = {
+_PEERS: dict[str, Callable[[], OpLists]] = {
     "torch": OpLists.torch,
     "paddle": OpLists.paddle,
     "mindspore": OpLists.mindspore,
