@@ -43,7 +43,7 @@ Record = dict[str, Any]
 Built = tuple[nn.Module, tuple, dict[str, Any]]
 BUDGETS = (0.7, 0.35)
 # Evaluations that bisection and greedy choice may take.
-MOST = 20
+MOST = 60
 
 
 class Blocks(nn.Module):
