@@ -1,7 +1,8 @@
-"""The origin of a node: its module paths and the user's source line."""
+"""The origin of a node: its name, its op, its module paths and the user's source line."""
 
 from __future__ import annotations
 
+import operator
 import os
 import re
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
@@ -10,6 +11,8 @@ from typing import TypeVar
 
 import torch
 from torch.fx import Node
+
+from ._compat import OpOverload
 
 _ITEM = re.compile(r"\[['\"]?([^'\"\]]*)['\"]?\]")
 _SELF = re.compile(r"^L\[['\"]?\w+['\"]?\]\.?|^L__self___?")
@@ -80,3 +83,28 @@ def user_line(node: Node) -> str:
     frames = [frame for frame in frames if not frame[0].startswith(_OWN)]
     users = [frame for frame in frames if not frame[0].startswith(_NOT_USERS)] or frames
     return ":".join(users[-1]) if users else ""
+
+
+def is_item(node: Node) -> bool:
+    """Whether the node is a `getitem` on an op with several results."""
+    if node.target is not operator.getitem or not isinstance(node.args[0], Node):
+        return False
+    return isinstance(node.args[0].meta.get("val"), (list, tuple))
+
+
+def op_name(node: Node) -> str:
+    """Returns ``"aten.conv2d"``, with the overload where it is not the default one; ``""`` for no op."""
+    if node.op != "call_function":
+        return ""
+    if not isinstance(node.target, OpOverload):
+        return getattr(node.target, "__name__", str(node.target))
+    return str(node.target).removesuffix(".default")
+
+
+def label_of(node: Node) -> str:
+    """Returns a readable name of a node: a parameter's path, ``split[0]`` for one result, or its name."""
+    if node.op == "get_attr":
+        return str(node.target)
+    if is_item(node):
+        return f"{label_of(node.args[0])}[{node.args[1]}]"  # type: ignore[arg-type]
+    return node.name

@@ -17,9 +17,9 @@ import ampgraph
 from ampgraph import Policy
 from ampgraph.numerics.observe import Observer
 from ampgraph.numerics.remedy import Trials
-from ampgraph.numerics.run_graph import Draws, flat_inputs
 from ampgraph.numerics.run_model import ModelRunner
 from ampgraph.report.replan import without_casts
+from ampgraph.runtime.run_graph import Draws, flat_inputs
 
 from .planted_models import MODELS, Host, backward_fault, forward_fault
 

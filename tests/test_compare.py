@@ -17,9 +17,9 @@ import ampgraph
 from ampgraph.errors import AmpGraphError
 from ampgraph.numerics import compare as compare_file
 from ampgraph.numerics.lockstep import Lockstep
-from ampgraph.numerics.run_graph import flat_inputs
 from ampgraph.passes.insert_casts import is_inserted, is_inserted_cast
 from ampgraph.report.replan import without_casts
+from ampgraph.runtime.run_graph import flat_inputs
 from tests.models import NormWithCasts
 
 LEVELS = ("O1", "O2", "O3")

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import ampgraph
-from ampgraph.numerics.run_graph import Draws, GraphRun, flat_inputs, floats
+from ampgraph.runtime.run_graph import Draws, GraphRun, flat_inputs, floats
 
 
 class Small(nn.Module):

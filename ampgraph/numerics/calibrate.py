@@ -13,10 +13,10 @@ from ..errors import AmpGraphError
 from ..module import AmpModule
 from ..passes.analysis.fingerprint import fingerprint
 from ..report import graph_view as view
+from ..runtime.run_graph import GraphRun, floats
 from .batches import Batch, arguments_of
 from .calibration import Calibration, GraphStatistics
 from .progress import with_progress
-from .run_graph import GraphRun, floats
 from .run_model import ModelRunner, Part
 from .side_run import Loss, checked_loss
 from .statistics import ValueStatistics

@@ -13,10 +13,10 @@ from ..module import AmpModule
 from ..origin import module_path
 from ..policy.loss_scale import DynamicLossScale
 from ..report import graph_view as view
+from ..runtime.run_graph import Draws, is_meant
 from .finding import BACKWARD, FORWARD, Finding, Range
 from .observe import Look, Observer, Place, Seen, share_below
 from .remedy import Trial, Trials, origins, readers_of
-from .run_graph import Draws, is_meant
 from .run_model import ModelRunner
 
 # A gradient is lost where more than half of it underflows; a scale is of use while no more than this share of

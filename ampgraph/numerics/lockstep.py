@@ -18,8 +18,8 @@ from ..passes.insert_casts import is_inserted
 from ..plan import Plan
 from ..report import graph_view as view
 from ..report.replan import without_casts
+from ..runtime.run_graph import Draws, floats, written_by
 from .gradient_tape import OUTPUT, GradientTape, Key
-from .run_graph import Draws, floats, written_by
 from .side_run import SideRun, in_dtypes_of
 from .statistics import Deviation, ValueStatistics
 

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_leaves
 
+from ..runtime.run_graph import Draws, GraphRun
 from ..training.gradient_boundary import scale_gradients, unscale_gradients
-from .run_graph import Draws, GraphRun
 from .run_model import ModelRunner, Part
 
 # A node of a model: which of its graphs, and the node's name.

@@ -18,9 +18,9 @@ from torch.fx import GraphModule, Node
 from ..plan import Plan
 from ..policy.policy import Policy
 from ..policy.rules import NODE_PREFIX
+from ..runtime.run_graph import Draws
 from .neighbours import Neighbours, is_changeable
 from .observe import Observer, Place, Seen
-from .run_graph import Draws
 from .run_model import ModelRunner, Part
 
 # Rounds of growth before everything is kept in float32, and runs that remove rules.

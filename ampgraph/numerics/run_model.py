@@ -24,7 +24,7 @@ from ..policy.policy import Policy
 from ..report.replan import Replanner
 from ..runtime.device import device_of
 from ..runtime.dynamo_backend import make_backend
-from .run_graph import flat_inputs
+from ..runtime.run_graph import flat_inputs
 
 
 @dataclass(eq=False)

@@ -13,8 +13,8 @@ from torch.utils import _pytree as pytree
 from .._compat import HigherOrderOperator
 from ..errors import AmpGraphError
 from ..passes.analysis.alias import written_args, written_memory
+from ..runtime.run_graph import Draws, GraphRun, is_random
 from .gradient_tape import OUTPUT, GradientTape, Key
-from .run_graph import Draws, GraphRun, is_random
 
 Loss = Callable[[Any], Tensor]
 

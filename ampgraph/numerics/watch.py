@@ -5,11 +5,10 @@ from __future__ import annotations
 import functools
 import logging
 import math
-import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,14 +17,21 @@ from torch.fx import GraphModule, Node
 from .._compat import after_backward, compiled_by_dynamo
 from ..errors import AmpGraphError, NumericsError, PolicyError, did_you_mean
 from ..module import AmpModule
-from ..origin import module_path
-from ..passes import is_boundary
-from ..passes.read_shadows import reads_copy
+from ..origin import module_path, op_name, user_line
 from ..policy.loss_scale import DynamicLossScale
-from ..report import graph_view as view
-from ..runtime.dynamo_backend import SHADOW_PREFIX, make_backend
+from ..runtime.dynamo_backend import make_backend
+from ..runtime.first_nonfinite import (
+    Flag,
+    first_of,
+    flag_of,
+    has_values,
+    is_passed_on,
+    maker_of,
+    name_of,
+    read,
+)
+from ..runtime.run_graph import GraphRun, flat_inputs
 from .finding import BACKWARD, FORWARD
-from .run_graph import GraphRun, flat_inputs, is_meant
 
 log = logging.getLogger("ampgraph")
 
@@ -62,13 +68,6 @@ class Sighting:
             f"step {self.step}: {what}{self.node} ({self.op}){where}{line} is not finite, at loss scale "
             f"{self.scale:g}; ampgraph.check_numerics finds what cures it"
         )
-
-
-class _Flag(NamedTuple):
-    """Whether a tensor has NaN, and whether it has infinities; on its device."""
-
-    node: Node
-    found: Tensor
 
 
 def watch(amp: AmpModule, on: str = REPORT, steps: tuple[int, int] | None = None) -> Watch:
@@ -124,8 +123,8 @@ class Watch:
         self.sightings: list[Sighting] = []
         self.step = 0
         self._amp, self._on, self._first, self._last = amp, on, first, last
-        self._values: list[_Flag] = []
-        self._gradients: list[_Flag] = []
+        self._values: list[Flag] = []
+        self._gradients: list[Flag] = []
         self._is_over = True  # the next call begins a step
         self._is_waiting = False
         self._told: set[tuple[str, str]] = set()
@@ -203,17 +202,17 @@ class Watch:
             return graph_module(*args, **kwargs)
         run = GraphRun(graph_module, flat_inputs(graph_module, args, kwargs), is_real=True)
         for node, value in run:
-            if not isinstance(value, Tensor) or not value.is_floating_point() or _is_passed_on(node):
+            if not isinstance(value, Tensor) or not value.is_floating_point() or is_passed_on(node):
                 continue
-            if value.layout != torch.strided or not value.numel():
+            if not has_values(value):
                 continue
-            self._values.append(_Flag(node, _flag(value)))
+            self._values.append(Flag(node, flag_of(value)))
             if value.requires_grad and node.op == "call_function":
                 value.register_hook(functools.partial(self._note_gradient, node))
         return run.result()
 
     def _note_gradient(self, node: Node, gradient: Tensor) -> None:
-        self._gradients.append(_Flag(node, _flag(gradient)))
+        self._gradients.append(Flag(node, flag_of(gradient)))
         if not self._is_waiting:
             self._is_waiting = True
             after_backward(self._end)
@@ -228,22 +227,19 @@ class Watch:
         gradients, self._gradients = self._gradients, []
         if not values and not gradients:
             return
-        found = torch.stack([flag.found for flag in (*values, *gradients)]).tolist()
-        node = _first_value([flag.node for flag in values], found)
+        found = read([*values, *gradients])
+        node = first_of(values, found)
         direction = FORWARD
         if node is None:
             of_gradients = zip(gradients, found[len(values) :], strict=True)
-            node, direction = next((f.node for f, bad in of_gradients if any(bad)), None), BACKWARD
+            node, direction = next((maker_of(f.node) for f, bad in of_gradients if any(bad)), None), BACKWARD
         if node is not None:
             self._tell(node, direction)
 
     def _tell(self, node: Node, direction: str) -> None:
-        node = _behind_boundary(node)
-        while view.kind_of(node) in ("cast", "clamp"):
-            node = _behind_boundary(node.args[0])  # type: ignore[arg-type]
         scale = self._amp.scaler.get_scale()
-        op, name = view.op_name(node) or node.op, view.label_of(node).removeprefix(SHADOW_PREFIX)
-        sighting = Sighting(self.step, name, module_path(node), op, view.user_line(node), direction, scale)
+        op, line = op_name(node) or node.op, user_line(node)
+        sighting = Sighting(self.step, name_of(node), module_path(node), op, line, direction, scale)
         self.sightings.append(sighting)
         if (sighting.node, direction) not in self._told:
             self._told.add((sighting.node, direction))
@@ -254,41 +250,3 @@ class Watch:
     def _can_fall(self, scale: float) -> bool:
         config = self._amp.scaler.config
         return isinstance(config, DynamicLossScale) and scale > config.floor
-
-
-def _flag(tensor: Tensor) -> Tensor:
-    tensor = tensor.detach()
-    return torch.stack([tensor.isnan().any(), tensor.isinf().any()])
-
-
-def _first_value(nodes: list[Node], found: Sequence[list[bool]]) -> Node | None:
-    """Returns the first node that is not finite, but for infinities that are meant, and what they lead to."""
-    meant: set[Node] = set()
-    for node, (is_nan, is_inf) in zip(nodes, found, strict=False):
-        if not is_nan and not is_inf:
-            continue
-        is_copy = node.name.startswith(SHADOW_PREFIX)  # of a parameter, which has not fitted
-        is_own = is_meant(node) or (node.op == "placeholder" and not is_copy)  # a mask may be an argument
-        read = [_behind_boundary(node)] if reads_copy(node) else node.all_input_nodes
-        if is_nan or not (is_own or any(_behind_boundary(n) in meant for n in read)):
-            return node
-        meant.add(node)
-    return None
-
-
-def _is_passed_on(node: Node) -> bool:
-    """Whether the boundary passes a value on, which has its flag already; it makes low copies, though."""
-    return is_boundary(node) and not reads_copy(node)
-
-
-def _behind_boundary(node: Node) -> Node:
-    """Returns the tensor that a node of the loss-scaling boundary passes on; any other node as it is."""
-    while is_boundary(node) and node.op == "call_function":
-        source = node.args[0]
-        assert isinstance(source, Node)
-        if node.target is operator.getitem:
-            passed = source.args[len(source.args) - len(source.meta["val"]) :]
-            source = passed[int(node.args[1])]  # type: ignore[arg-type]
-            assert isinstance(source, Node)
-        node = source
-    return node

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterator
 from math import prod
 from pathlib import Path
@@ -11,9 +10,12 @@ from typing import Any, NamedTuple
 import torch
 from torch.fx import GraphModule, Node
 
-from .._compat import OpOverload, size_hint
+from .._compat import size_hint
 from ..errors import AmpGraphError
 from ..marks import META_KEY, CastMark, input_mark, mark_of
+from ..origin import is_item as is_item
+from ..origin import label_of as label_of
+from ..origin import op_name as op_name
 from ..origin import user_line as user_line
 from ..passes import Workspace, is_inserted_cast
 from ..passes.analysis.arguments import tensor_arguments
@@ -117,13 +119,6 @@ def is_parameter_cast(node: Node) -> bool:
     return mark is not None and mark.is_parameter
 
 
-def is_item(node: Node) -> bool:
-    """Whether the node is a `getitem` on an op with several results."""
-    if node.target is not operator.getitem or not isinstance(node.args[0], Node):
-        return False
-    return isinstance(node.args[0].meta.get("val"), (list, tuple))
-
-
 def operands(node: Node) -> Iterator[tuple[ArgumentPath, Node]]:
     """Yields (path, node) for each node that a node reads; paths as in `Plan.widened`."""
     return tensor_arguments(node)
@@ -132,15 +127,6 @@ def operands(node: Node) -> Iterator[tuple[ArgumentPath, Node]]:
 def argument_at(node: Node, path: ArgumentPath) -> Node | None:
     """Returns the node that ``node`` reads at ``path``, or None where there is none."""
     return dict(operands(node)).get(path)
-
-
-def op_name(node: Node) -> str:
-    """Returns ``"aten.conv2d"``, with the overload where it is not the default one; ``""`` for no op."""
-    if node.op != "call_function":
-        return ""
-    if not isinstance(node.target, OpOverload):
-        return getattr(node.target, "__name__", str(node.target))
-    return str(node.target).removesuffix(".default")
 
 
 def short_dtype(dtype: torch.dtype) -> str:
@@ -173,15 +159,6 @@ def shape_of(node: Node) -> str:
 def type_of(node: Node) -> str:
     """Returns dtype and shape, ``"f16[2, 8]"``."""
     return ", ".join(f"{short_dtype(v.dtype)}[{', '.join(map(str, v.shape))}]" for v in values(node))
-
-
-def label_of(node: Node) -> str:
-    """Returns a readable name of a node: a parameter's path, ``split[0]`` for one result, or its name."""
-    if node.op == "get_attr":
-        return str(node.target)
-    if is_item(node):
-        return f"{label_of(node.args[0])}[{node.args[1]}]"  # type: ignore[arg-type]
-    return node.name
 
 
 def short_line(line: str) -> str:

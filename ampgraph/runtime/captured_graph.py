@@ -13,15 +13,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from .._compat import outside_transforms
+from .._compat import flat_inputs, outside_transforms
 from ..capture import LOST_KEY
 from ..errors import warn_user
+from ..guards import is_capturing
 from ..passes import ExplicitCasts, Pass, ReadShadows, ScaleLoss, run_passes
 from ..passes.analysis.alias import written_memory
 from ..passes.read_shadows import casts_of
 from ..plan import Plan
 from ..training.gradient_boundary import scale_gradients, unscale_gradients
 from ..training.scaler import LossScaler
+from .first_nonfinite import look_for
 from .graph_copies import copy_graph_module
 from .lowering import AotGraphs, compiled
 from .options import Options
@@ -109,6 +111,8 @@ class CapturedGraph:
             self._derive_again()
         if training and self.scaler.is_enabled():
             self.scaler.check_loop()
+            if self.scaler.guard.overflows.looks:
+                self._look(args, kwargs)
         shadowed = self.shadows is not None and self.shadows.are_in_place()
         kind = training, shadowed
         if kind not in self._runners:
@@ -122,6 +126,12 @@ class CapturedGraph:
             if self.options.backend != "eager":
                 self.scaler.follow(outputs)
         return outputs
+
+    def _look(self, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Looks for the node that made the last overflow, which the same values may make here."""
+        if not is_capturing():
+            inputs = flat_inputs(self.graph_module, args, kwargs)
+            look_for(self.graph_module, inputs, self.scaler, self.options)
 
     def _derive_again(self) -> None:
         """Drops what was made of `graph_module`: somebody has edited the graph and called ``recompile``."""

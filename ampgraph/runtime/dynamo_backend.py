@@ -42,13 +42,12 @@ from .captured_graph import (
     warn_about_float16_gradients,
 )
 from .device import device_of_tensors
+from .first_nonfinite import look_for
 from .graph_copies import copy_graph
 from .lowering import AotGraphs, backend_for
 from .options import UNDECIDED, Options
-from .shadow_weights import ShadowWeights
+from .shadow_weights import SHADOW_PREFIX, ShadowWeights
 
-# Names of the inputs that hold low copies of parameters.
-SHADOW_PREFIX = "amp_shadow_"
 Record = Callable[[fx.GraphModule, Plan, AotGraphs, Timing, Sequence[Any]], None]
 
 
@@ -105,9 +104,14 @@ def make_backend(
         compiled = compile_next(bounded, [*added, *inputs])
         if scaling is None:
             return lambda *args: compiled(*extra.tensors(args), *args)
-        if options.backend == "eager":
-            return lambda *args: scaling.note_outputs(compiled(*extra.tensors(args), *args))
-        return lambda *args: scaling.follow(scaling.note_outputs(compiled(*extra.tensors(args), *args)))
+
+        def run(*args: Any) -> Any:
+            if scaling.guard.overflows.looks and torch.is_grad_enabled():
+                look_for(lowered, args, scaling, options)
+            outputs = scaling.note_outputs(compiled(*extra.tensors(args), *args))
+            return outputs if options.backend == "eager" else scaling.follow(outputs)
+
+        return run
 
     return backend
 

@@ -27,6 +27,8 @@ from .._compat import (
 from ..proxy.all_parameters import all_parameters
 from ..training.optimizer_steps import tell_after_steps
 
+# Names of the inputs of a just-in-time graph that hold low copies.
+SHADOW_PREFIX = "amp_shadow_"
 # Keeps threads from reading a copy during a refresh. One lock for all models, which must stay copyable.
 _lock = threading.RLock()
 

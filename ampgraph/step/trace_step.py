@@ -56,6 +56,7 @@ def trace_step(
         fakes = {id(real): fake for real, fake in zip(live, tensors, strict=False)}
         return tracer.trace(fakes, tensors[len(live) : len(live) + len(rates)], scale, leaves, spec)
 
+    amp.scaler.guard.overflows.looks = False  # a trace has no values
     with amp._graphs.lock.alone():
         graph_module = make_fx(whole, tracing_mode="fake", _allow_non_fake_inputs=True)(*live, *inputs)
     _hold(graph_module, live)

@@ -1,11 +1,15 @@
-"""The last overflow: parameters, step and scale; recorded without waiting for the device."""
+"""The last overflow: parameters, step and scale; recorded without waiting for the device.
+
+A compiled forward tells no node. So after an overflow that the forward may have made, the calls of the next
+step run a second time, node by node (`OverflowLog.looks`). The node that is found belongs to that step.
+"""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +22,21 @@ log = logging.getLogger("ampgraph")
 INPUTS = "<inputs>"
 # Of each output; it stays in memory until the next call.
 MOST_BYTES = 2**20
+# What a tensor says of the forward; `SEEN` plus n: it was not finite, and the n-th sight tells where.
+UNKNOWN, FINITE, NOT_FINITE, SEEN = -1.0, 0.0, 1.0, 2.0
+
+
+class Sight(NamedTuple):
+    """The first node of a forward that was not finite; see `Overflow`."""
+
+    node: str
+    module: str
+    op: str
+    line: str
+
+    def __str__(self) -> str:
+        where = f" in {self.module}" if self.module else ""
+        return f"{self.node} ({self.op}){where}" + (f", {self.line}" if self.line else "")
 
 
 @dataclass(frozen=True)
@@ -29,10 +48,15 @@ class Overflow:
         parameters: The parameters with non-finite gradients, in the order in which the backward met them.
             With several ranks: the first one of `rank`, then those of this rank.
         scale: The loss scale of that step.
-        in_forward: Whether the model's outputs were not finite, so that no scale would have helped. Large
-            outputs, and those of all calls but the last, are not known, and count as finite. Each rank
-            knows its own; a checkpoint does not keep it.
+        in_forward: Whether the forward was not finite, so that no scale would have helped. Where nobody
+            looked at the nodes, the outputs tell; large ones, and those of all calls but the last, are not
+            known, and count as finite. Each rank knows its own; a checkpoint does not keep it.
         rank: The lowest rank whose backward overflowed; None without other ranks.
+        node: The first node of the forward that was not finite. The step after an overflow looks for it, so
+            it is ``""`` at the first of several. Kept and known like `in_forward`.
+        module: Path of the module that the node is in.
+        op: Its op.
+        line: ``file:line`` of the code that made it.
     """
 
     step: int
@@ -40,6 +64,10 @@ class Overflow:
     scale: float
     in_forward: bool = field(default=False, compare=False)
     rank: int | None = None
+    node: str = field(default="", compare=False)
+    module: str = field(default="", compare=False)
+    op: str = field(default="", compare=False)
+    line: str = field(default="", compare=False)
 
 
 def overflow_of(numbers: Sequence[Any]) -> Overflow:
@@ -54,6 +82,9 @@ class OverflowLog:
     Args:
         names: The parameters' names, by slot of the probe.
         peers: Those of other ranks.
+
+    Attributes:
+        looks: Whether the model's calls look for the first node that is not finite, and tell `saw`.
     """
 
     def __init__(self, names: list[str], peers: Peers):
@@ -61,11 +92,30 @@ class OverflowLog:
         self._pending: tuple[Tensor, ...] | None = None
         self._last: Overflow | None = None
         self._outputs: list[Tensor] = []
+        self._has_all, self._calls = True, 0
+        self.looks = False
+        self._sights: list[Sight] = []
+        self._seen: int | None = None  # which of them is of this round
+        self._is_noted = self._looks_next = self._is_whole = False
 
     def note_outputs(self, outputs: Any) -> None:
         """Keeps what a call returned, up to `MOST_BYTES` each; nothing is computed before the step."""
         leaves = (outputs,) if isinstance(outputs, Tensor) else tree_leaves(outputs)
-        self._outputs = [t.detach() for t in leaves if isinstance(t, Tensor) and t.nbytes <= MOST_BYTES]
+        tensors = [t for t in leaves if isinstance(t, Tensor)]
+        self._outputs = [t.detach() for t in tensors if t.nbytes <= MOST_BYTES]
+        self._has_all = self._calls == 0 and len(self._outputs) == len(tensors)
+        self._calls += 1
+
+    def saw(self, sight: Sight) -> None:
+        """Takes the first node of this step's forward that is not finite."""
+        if sight not in self._sights:
+            self._sights.append(sight)
+        self._seen, self.looks = self._sights.index(sight), False
+
+    def end_round(self) -> None:
+        """Begins a round: nothing is known of its forward."""
+        self.looks, self._looks_next = self._looks_next, False
+        self._calls, self._seen, self._is_noted = 0, None, False
 
     def note(
         self,
@@ -84,11 +134,13 @@ class OverflowLog:
             scale: The loss scale of the step.
             found: Whether any rank has such a gradient.
             key: What the ranks agreed on; None without other ranks.
-            outputs: Whether the model's outputs were not finite, 1 or 0; None: it is asked here.
+            outputs: Whether the model's outputs were not finite, 1 or 0, of a step that ran as one graph;
+                None: it is asked here.
         """
+        self._is_noted, self._is_whole = True, outputs is not None
         step = step.to(found) if isinstance(step, Tensor) else torch.full_like(found, step)
         key = torch.zeros_like(found, dtype=torch.int64) if key is None else key
-        outputs = bad_outputs(self._outputs, found) if outputs is None else outputs
+        outputs = self._of_forward(found) if outputs is None else outputs
         new = step, flags, scale, outputs, key, found
         if self._pending is not None:
             new = tuple(torch.where(found > 0, n, old) for n, old in zip(new, self._pending, strict=True))  # type: ignore[assignment]
@@ -110,9 +162,28 @@ class OverflowLog:
             rank, first = origin.rank, self._peers.name_at(origin)
             parameters = [p for p in (first,) if p is not None] + [p for p in parameters if p != first]
         named = tuple(parameters) or (INPUTS,)
-        self._last = Overflow(int(step), named, float(scale), float(outputs) > 0, rank)
-        _log(self._last)
+        forward = float(outputs)
+        sight = self._sights[int(forward - SEEN)] if forward >= SEEN else ()
+        self._last = Overflow(int(step), named, float(scale), forward > FINITE, rank, *sight)
+        if forward != FINITE and not self._is_whole:
+            self._look()
+        _log(self._last, self._is_whole)
         return self._last
+
+    def _of_forward(self, like: Tensor) -> Tensor:
+        """Returns what is known of this round's forward, on the device of ``like``."""
+        if self._seen is not None:
+            return torch.full_like(like, SEEN + self._seen)
+        bad = bad_outputs(self._outputs, like)
+        is_known = self._has_all and all(t.device == like.device for t in self._outputs)
+        return bad if is_known else torch.where(bad > 0, bad, UNKNOWN)
+
+    def _look(self) -> None:
+        """Lets the calls of the next round look."""
+        if self._is_noted:  # this round has not ended
+            self._looks_next = True
+        else:
+            self.looks = True
 
     def __getstate__(self) -> dict[str, object]:
         return {**vars(self), "_outputs": []}
@@ -122,13 +193,22 @@ class OverflowLog:
         self._last = last
 
 
-def _log(overflow: Overflow) -> None:
+def _log(overflow: Overflow, is_whole: bool) -> None:
+    if overflow.node:
+        log.warning(
+            "step %d: the forward is not finite at any loss scale, first in %s; "
+            "ampgraph.check_numerics(amp, args) finds rules that cure it",
+            overflow.step,
+            Sight(overflow.node, overflow.module, overflow.op, overflow.line),
+        )
+        return
     if overflow.in_forward:
         log.warning(
             "step %d: the model's outputs are not finite at any loss scale; "
             "ampgraph.check_numerics(amp, args) with the arguments of this step names the node and finds "
-            "rules that cure it; ampgraph.watch(amp) names it in the loop",
+            "rules that cure it%s",
             overflow.step,
+            "" if is_whole else "; the next step looks for the node, too",
         )
         return
     log.warning(

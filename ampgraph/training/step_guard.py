@@ -175,6 +175,7 @@ class StepGuard:
             self._rounds += 1
             self._stepped_before = [weakref.ref(o) for o in self._stepped]
         self._is_called = False
+        self.overflows.end_round()
         self.reset()
 
     def _takes_turns(self, optimizer: Optimizer) -> bool:

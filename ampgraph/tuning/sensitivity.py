@@ -28,10 +28,10 @@ from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
 from .._compat import SET_GRAD_ENABLED, HigherOrderOperator, OpOverload
-from ..numerics.run_graph import Draws, GraphRun, is_random
 from ..numerics.side_run import in_dtypes_of
 from ..passes.analysis.alias import written_args, written_memory
 from ..passes.analysis.precision import FP32
+from ..runtime.run_graph import Draws, GraphRun, is_random
 from .planned_graph import NARROWED, PlannedGraph
 
 # Backwards altogether, and at least so many for a batch.

@@ -16,11 +16,11 @@ from ..errors import AmpGraphError
 from ..module import AmpModule
 from ..numerics.calibration import Calibration
 from ..numerics.progress import with_progress
-from ..numerics.run_graph import Draws
 from ..numerics.run_model import ModelRunner, Part
 from ..passes.placement.amounts import moved
 from ..policy.policy import Policy
 from ..report.graph_view import human_bytes
+from ..runtime.run_graph import Draws
 from .candidates import Candidate, Candidates
 from .planned_graph import PlannedGraph
 from .result_error import ResultError
