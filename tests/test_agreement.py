@@ -51,7 +51,7 @@ class Counts(TorchDispatchMode):
         return op(*args, **(kwargs or {}))
 
 
-AGREEMENT = ("c10d::allreduce_", agreement.PLACES)
+AGREEMENT = ("c10d::allreduce_", agreement.PLACES * agreement.COLUMNS)
 
 
 def linears(count: int) -> nn.Sequential:

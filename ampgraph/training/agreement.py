@@ -1,10 +1,12 @@
-"""The agreement of ranks before a step: one vector of whole numbers, of the same size on every rank.
+"""The agreement of ranks before a step: one table of whole numbers, of the same size on every rank.
 
 Ranks of one job may hold different models: stages of a pipeline, experts of a mixture. So no rank can send
-its flags of parameters to all others. Each sends one number per model instead, and the greatest number wins:
-0 without gradients, 1 for finite gradients, and a number that tells where an overflow comes from. Its bits,
-from the lowest: whether there are gradients, the parameter, the scaler, the rank counted from the end, and
-whether the overflow happened on that rank. Reduction spreads an overflow to ranks where it did not happen.
+its flags of parameters to all others. Each sends one row per model instead, and in each column the greatest
+number wins. The first column is the verdict: 0 without gradients, 1 for finite gradients, and a number that
+tells where an overflow comes from. Its bits, from the lowest: whether there are gradients, the parameter, the
+scaler, the rank counted from the end, and whether the overflow happened on that rank. Reduction spreads an
+overflow to ranks where it did not happen. The other columns make the loss scales of all ranks one: see
+`StepGuard.row` and `ScaleNumbers.shared`.
 """
 
 from __future__ import annotations
@@ -22,8 +24,10 @@ from ..errors import warn_user
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-# Of one message. The models from the last place on share it.
-PLACES = 16
+# Rows and columns of one message. The models from the last row on share it.
+PLACES, COLUMNS = 16, 7
+# Loses against every other number.
+LEAST = torch.iinfo(torch.int64).min
 _FINITE = 1
 _ORDER_BITS, _NUMBER_BITS, _RANK_BITS = 28, 12, 20
 _TOP_BIT = 1 + _ORDER_BITS + _NUMBER_BITS + _RANK_BITS
@@ -87,25 +91,24 @@ def has_gradients(key: Tensor) -> Tensor:
     return key > 0
 
 
-def agree(keys: Sequence[Tensor], groups: Sequence[ProcessGroup] | None) -> list[Tensor]:
-    """Returns the numbers of all ranks for each model of this rank.
+def agree(rows: Sequence[Tensor], groups: Sequence[ProcessGroup] | None) -> list[Tensor]:
+    """Returns the rows of all ranks for each model of this rank.
 
-    What ranks with more models send counts for the first model of this rank.
+    The verdicts of ranks with more models count for the first model of this rank.
 
     Args:
-        keys: The numbers of this rank, by model.
+        rows: The rows of this rank, by model.
         groups: The groups to all-reduce over, one after the other; None for all ranks of the job.
     """
-    own = [key.to(keys[0].device) for key in keys]
+    own = [row.to(rows[0].device) for row in rows]
     if len(own) > PLACES:
-        own[PLACES - 1 :] = [torch.stack(own[PLACES - 1 :]).amax()]
-    message = torch.cat([torch.stack(own), own[0].new_zeros(PLACES - len(own))])
+        own[PLACES - 1 :] = [torch.stack(own[PLACES - 1 :]).amax(0)]
+    message = torch.cat([torch.stack(own), own[0].new_full((PLACES - len(own), COLUMNS), LEAST)])
     for group in [None] if groups is None else groups:
         torch.distributed.all_reduce(message, op=torch.distributed.ReduceOp.MAX, group=group)
-    agreed = [message[min(i, PLACES - 1)].to(key.device) for i, key in enumerate(keys)]
     if len(own) < PLACES:
-        agreed[0] = torch.maximum(agreed[0], message[len(own) :].amax().to(agreed[0].device))
-    return agreed
+        message[0, 0] = torch.maximum(message[0, 0], message[len(own) :, 0].amax())
+    return [message[min(i, PLACES - 1)].to(row.device) for i, row in enumerate(rows)]
 
 
 # -- the names of other ranks ----------------------------------------------------------------------------

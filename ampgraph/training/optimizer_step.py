@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
-from .judging import verdicts
+from .judging import Numbers, Share, verdicts
 from .nested_optimizers import Inside, is_inside
 from .step_guard import StepGuard, Verdict
 from .step_undo import Undo
 from .step_wrappers import tell_wrapper
 
 
-class Scaler(Protocol):
+class Scaler(Numbers, Protocol):
     """The interface of a loss scaler that a step uses."""
 
     guard: StepGuard
@@ -133,7 +133,8 @@ def _step_once(
 
 def _verdicts(scalers: Sequence[S], optimizer: Optimizer) -> list[tuple[S, Verdict]]:
     """Returns the verdict of each scaler whose parameters have gradients."""
-    found = verdicts(optimizer, [(scaler.guard, part) for scaler, part in shares(scalers, optimizer)])
+    asked = [Share(scaler.guard, part, scaler) for scaler, part in shares(scalers, optimizer)]
+    found = verdicts(optimizer, asked)
     return [(scaler, verdict) for scaler, verdict in zip(scalers, found, strict=True) if verdict is not None]
 
 

@@ -19,7 +19,10 @@ from ..policy.loss_scale import (
 )
 from ..policy.policy import Policy
 from ..proxy.all_parameters import all_parameters
+from .agreement import LEAST
 from .scale_state import ScaleState
+
+_SHARED = 5
 
 
 class ScaleNumbers:
@@ -34,6 +37,7 @@ class ScaleNumbers:
         config = NoLossScale() if isinstance(config, Policy) else config
         self.state = ScaleState(first_scale(config), slots, device)
         self._counters = torch.tensor(first_counters(config), dtype=torch.int32, device=device)
+        self._was_lowered: Tensor | None = None  # by a step left out since the last that was not
 
     @property
     def config(self) -> LossScale:
@@ -89,6 +93,30 @@ class ScaleNumbers:
         if counts is True:
             return scale, counters
         return torch.where(counts, scale, now[0]), torch.where(counts, counters, now[1])
+
+    # -- ranks -----------------------------------------------------------------------------------
+
+    def shared(self) -> Tensor:
+        """Returns the numbers that ranks make one, int64; of each the greatest of all ranks wins.
+
+        They are the scale, the good steps and the backoffs to ignore, negative so that the least wins; then
+        the bad steps, and whether a step left out has lowered the scale. A fixed scale has none.
+        """
+        if not isinstance(self.config, DynamicLossScale):
+            return torch.full((_SHARED,), LEAST, dtype=torch.int64, device=self.state.scale.device)
+        bits = self.state.scale.view(torch.int32).view(1)  # ordered as positive numbers are
+        lowered = torch.zeros_like(bits) if self._was_lowered is None else self._was_lowered.view(1)
+        least = torch.cat([bits, self._counters[::2]])
+        return torch.cat([-least, self._counters[1:2], lowered]).to(torch.int64)
+
+    def take_shared(self, numbers: Tensor) -> None:
+        """Takes over the numbers that won."""
+        if not isinstance(self.config, DynamicLossScale):
+            return
+        least = (-numbers[:3]).to(torch.int32)
+        self.state.set(least[0].view(torch.float32))
+        self._counters = torch.cat([least[1:2], numbers[3:4].to(torch.int32), least[2:]])
+        self._was_lowered = numbers[4] > 0
 
     def get_growth_factor(self) -> float:
         """Returns `DynamicLossScale.growth_factor`."""

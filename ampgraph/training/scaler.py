@@ -26,7 +26,7 @@ from ..policy.loss_scale import (
 )
 from ..policy.policy import Policy
 from .gradient_flags import GradientFlags
-from .judging import judge_early
+from .judging import Share, judge_early
 from .nested_optimizers import nested, put_inside
 from .optimizer_step import attached_step, parameters_of, shares, step_unless_bad, stepping
 from .overflow import Overflow, overflow_of
@@ -68,7 +68,6 @@ class LossScaler(ScaleNumbers):
         self._flags = GradientFlags(self._slots, self.state, self._watch)
         self.guard = StepGuard(self._slots, self.state, self._flags)
         self._is_copy = False
-        self._was_lowered: Tensor | None = None  # by a step left out since the last that was not
         self._forget_optimizers()
         self._enlist()
 
@@ -144,7 +143,7 @@ class LossScaler(ScaleNumbers):
         for scaler in scalers:
             if scaler.guard.has_stepped(optimizer) and scaler.guard.is_attached(optimizer):
                 scaler.update()  # another attached optimizer rests
-        judge_early(optimizer, [(s.guard, parameters) for s, parameters in shares(scalers, optimizer)])
+        judge_early(optimizer, [Share(s.guard, part, s) for s, part in shares(scalers, optimizer)])
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Steps the optimizer unless its gradients are not finite.
@@ -213,7 +212,7 @@ class LossScaler(ScaleNumbers):
         """
         if not self.is_enabled():
             return
-        self._count_left_out()
+        self.count_left_out()
         self.guard.count_unstepped()
         if new_scale is not None:
             self.state.set(in_range(self.config, new_scale_of(new_scale, self.state.scale)))
@@ -231,7 +230,7 @@ class LossScaler(ScaleNumbers):
         for scaler in partners:
             scaler.update()
 
-    def _count_left_out(self) -> None:
+    def count_left_out(self) -> None:
         """Lets overflows count whose steps the loop left out.
 
         Where several gradients of one call were thrown away, the scale falls once; and once where the step
@@ -256,7 +255,7 @@ class LossScaler(ScaleNumbers):
         All gradients outside the graph are unscaled. ``torch.autograd.grad(scaler.scale(loss), ...)`` also
         returns unscaled gradients, so do not divide them by this number as torch's gradient penalty does.
         """
-        self._count_left_out()
+        self.count_left_out()
         return float(self.state.scale)
 
     @property
@@ -286,7 +285,7 @@ class LossScaler(ScaleNumbers):
         if self.skips():
             self._watch.check()
         self.guard.before_call()
-        self._count_left_out()
+        self.count_left_out()
         self.guard.note_call()
 
     def take_step(
@@ -318,7 +317,7 @@ class LossScaler(ScaleNumbers):
         """Returns the keys of ``torch.amp.GradScaler`` and ampgraph's keys; plain numbers only."""
         if not self.is_enabled():
             return {}
-        self._count_left_out()
+        self.count_left_out()
         good, bad, patience = self._counters.tolist()
         config = {k: getattr(self.config, k) for k in getattr(self.config, "__dataclass_fields__", ())}
         last = self.last_overflow

@@ -279,8 +279,20 @@ class StepGuard:
             return torch.zeros((), dtype=torch.int64, device=self._state.scale.device)
         return key_of(verdict.flags, verdict.reported, verdict.counts, self.number)
 
-    def agreed(self, verdict: Verdict | None, key: Tensor) -> Verdict:
-        """Returns the verdict of all ranks."""
+    def row(self, verdict: Verdict | None, numbers: Tensor) -> Tensor:
+        """Returns this rank's row of an agreement.
+
+        Args:
+            verdict: What this rank found.
+            numbers: See `ScaleNumbers.shared`.
+        """
+        key = self.key(verdict)
+        steps = self.steps if isinstance(self.steps, Tensor) else torch.full_like(key, self.steps)
+        return torch.cat([torch.stack([key, steps.to(key)]), numbers])
+
+    def agreed(self, verdict: Verdict | None, row: Tensor) -> Verdict:
+        """Returns the verdict of all ranks, and takes over how many steps there were."""
+        key, self.steps = row[0], row[1]
         flags = torch.zeros_like(self._state.probe, requires_grad=False) if verdict is None else verdict.flags
         return Verdict(flags, is_bad(key).to(torch.float32), has_gradients(key), key=key)
 
