@@ -1,11 +1,14 @@
 """One thread: the tests share small machines, and thread pools cost more than these sizes gain."""
 
 import gc
+from collections.abc import Iterator
 
 import pytest
 import torch
 
 from ampgraph.cli.torchvision_shim import allow_torchvision
+
+from .ranks import Ranks
 
 # Lightning imports torchvision, and xdist's controller, which reads the workers' warnings, Lightning.
 allow_torchvision()
@@ -27,3 +30,11 @@ def _one_thread_fresh_seed():
     torch.manual_seed(0)
     yield
     torch._dynamo.reset()
+
+
+@pytest.fixture(scope="module")
+def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
+    """Two processes; a module names in ``RANKS_IMPORT`` what its functions import."""
+    pool = Ranks(imports=[request.module.__name__, *getattr(request.module, "RANKS_IMPORT", ())])
+    yield pool
+    pool.stop()

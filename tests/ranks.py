@@ -5,14 +5,16 @@ from __future__ import annotations
 import datetime
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from multiprocessing import Pipe, current_process
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+
+from .forks import Fork
 
 SIZE = 2
 SECONDS = 120
@@ -21,9 +23,11 @@ SECONDS = 120
 class Ranks:
     """Runs top-level functions ``f(rank, *args)`` on all ranks at once; processes live from test to test."""
 
-    def __init__(self, size: int = SIZE) -> None:
+    def __init__(self, size: int = SIZE, imports: Sequence[str] = ()) -> None:
+        """Starts nothing yet. ``imports`` are modules that the functions import, read once for all ranks."""
         self._size = size
-        self._processes: list = []
+        self._imports = imports
+        self._processes: list[Fork] = []
 
     def run(self, function: Callable, *args: Any) -> list[Any]:
         """Returns what each rank returned.
@@ -43,29 +47,28 @@ class Ranks:
         return [result for _, result in answers]
 
     def _start(self) -> None:
-        context = mp.get_context("spawn")
         self._folder = tempfile.TemporaryDirectory()
         store = str(Path(self._folder.name) / "store")
-        pipes = [context.Pipe() for _ in range(self._size)]
-        self._connections = [ours for ours, _ in pipes]
-        self._processes = [
-            context.Process(target=_serve, args=(rank, self._size, store, theirs), daemon=True)
-            for rank, (_, theirs) in enumerate(pipes)
-        ]
-        for process in self._processes:
-            process.start()
+        self._connections = []
+        for rank in range(self._size):
+            ours, theirs = Pipe()
+            arguments = (bytes(current_process().authkey), rank, self._size, store)
+            self._processes.append(Fork(_serve, *arguments, pipe=theirs.fileno(), imports=self._imports))
+            self._connections.append(ours)
+            theirs.close()
 
     def stop(self) -> None:
         """Ends the processes."""
         for process in self._processes:
             process.kill()
-            process.join()
         if self._processes:
             self._folder.cleanup()
         self._processes = []
 
 
-def _serve(rank: int, size: int, store: str, connection: Connection) -> None:
+def _serve(pipe: int, key: bytes, rank: int, size: int, store: str) -> None:
+    current_process().authkey = key  # tensors travel as shared memory
+    connection = Connection(pipe)
     torch.set_num_threads(1)
     timeout = datetime.timedelta(seconds=SECONDS // 2)
     dist.init_process_group("gloo", f"file://{store}", rank=rank, world_size=size, timeout=timeout)

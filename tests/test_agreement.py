@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -21,17 +20,8 @@ from ampgraph import DynamicLossScale, Policy
 from ampgraph._compat import RankStore
 from ampgraph.training import agreement
 
-from .ranks import Ranks
-
 FLOAT16 = Policy(dtype=torch.float16, loss_scale=DynamicLossScale(init_scale=1024.0))
 SYNCS = ("aten::_local_scalar_dense", "aten::is_nonzero", "aten::equal", "aten::nonzero")
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    pool = Ranks()
-    yield pool
-    pool.stop()
 
 
 class Counts(TorchDispatchMode):

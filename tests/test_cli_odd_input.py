@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import signal
-import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -18,6 +15,8 @@ from ampgraph import AmpGraphError, Policy
 from ampgraph.cli import commands
 from ampgraph.cli.main import main
 from ampgraph.cli.model_spec import SpecError, parse_input
+
+from . import forks
 
 MODELS = """
 import sys
@@ -188,43 +187,34 @@ def test_a_fault_of_ampgraph_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch
             main(["explain", TINY, "-q"])
 
 
-def process(*argv: str, **options: object) -> subprocess.Popen:
-    path = os.pathsep.join([str(Path(ampgraph.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
-    return subprocess.Popen(
-        [sys.executable, "-m", "ampgraph", *argv],
-        stderr=subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": path, **options.pop("env", {})},  # type: ignore[dict-item]
-        **options,  # type: ignore[arg-type]
-    )
-
-
 def test_interrupted() -> None:
-    # A shell starts background jobs with SIGINT ignored, and children inherit that.
-    heeds = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
-    running = process("explain", "odd_models_of_a_user:waits", preexec_fn=heeds)
-    assert running.stderr is not None
-    while b"waiting" not in running.stderr.readline():
-        time.sleep(0.01)
-    running.send_signal(signal.SIGINT)
-    err = running.stderr.read().decode()
+    read, write = os.pipe()
+    running = forks.Fork(None, "-m", "ampgraph", "explain", "odd_models_of_a_user:waits", streams=(1, write))
+    os.close(write)
+    with open(read, "rb") as told:
+        assert b"waiting\n" in iter(told.readline, b"")
+        os.kill(running.pid, signal.SIGINT)
+        assert told.read() == b"ampgraph: error: interrupted\n"
     assert running.wait(60) == 130
-    assert err == "ampgraph: error: interrupted\n"
 
 
-def test_reader_that_goes_away_and_terminals_that_cannot_say_everything() -> None:
+def test_a_reader_that_goes_away(folder: Path) -> None:
     read, write = os.pipe()
     os.close(read)
-    gone = process("explain", TINY, "-q", stdout=write)
+    with (folder / "err.txt").open("wb") as err:
+        running = forks.Fork(None, "-m", "ampgraph", "explain", TINY, "-q", streams=(write, err.fileno()))
     os.close(write)
-    ascii_only = process(
-        "explain", TINY, "-q", "--json", "--rules", "*é=low", "0=low",
-        stdout=subprocess.PIPE, env={"PYTHONIOENCODING": "ascii"},
-    )  # fmt: skip
-    assert gone.communicate()[1] == b""
-    assert gone.returncode == 0
-    _, err = ascii_only.communicate()
-    assert b"Traceback" not in err
-    assert ascii_only.returncode == 2
+    assert running.wait(60) == 0
+    assert (folder / "err.txt").read_bytes() == b""
+
+
+def test_a_terminal_that_cannot_say_everything() -> None:
+    done = forks.run(
+        *("-m", "ampgraph", "explain", TINY, "-q", "--json", "--rules", "*é=low", "0=low"),
+        env={**os.environ, "PYTHONIOENCODING": "ascii"},
+    )
+    assert "Traceback" not in done.stderr
+    assert done.returncode == 2
 
 
 # -- the same policies in Python ---------------------------------------------------------------------------

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import warnings
 import weakref
-from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
 
@@ -21,19 +20,12 @@ import ampgraph
 from ampgraph import DynamicLossScale, Policy
 
 from .models import ResidualBlock
-from .ranks import Ranks, gathered
+from .ranks import gathered
 
 FLOAT16 = Policy(dtype=torch.float16, loss_scale=DynamicLossScale(init_scale=1024.0))
 # A weight's gradient is one float16 product over the batch here, and the mean of two rounded ones there; each
 # is within half a unit in the last place, and so is each activation that it is made of.
 TOLERANCE = 2 * torch.finfo(torch.float16).eps
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    pool = Ranks()
-    yield pool
-    pool.stop()
 
 
 class Net(nn.Module):

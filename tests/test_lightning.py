@@ -6,7 +6,6 @@ import importlib
 import itertools
 import logging
 import os
-from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
@@ -19,9 +18,10 @@ from ampgraph import AmpGraphError, DynamicLossScale, Policy, PolicyError
 from ampgraph.cli.torchvision_shim import allow_torchvision
 from ampgraph.testing import assert_dtype
 
-from .ranks import SIZE, Ranks
+from .ranks import SIZE
 
 allow_torchvision()  # the processes of the last test have no conftest
+RANKS_IMPORT = ("lightning.pytorch", "ampgraph.integrations.lightning")
 pytest.importorskip("lightning")
 pytest.importorskip("pytorch_lightning")
 
@@ -222,13 +222,6 @@ def _data_parallel(rank: int) -> tuple[list[torch.Tensor], dict[str, Any]]:
     bad_batch = 2 if rank == 1 else None
     trainer(framework, plugin, **options).fit(module, data(bad_batch))
     return values(module), plugin.scaler.state_dict()
-
-
-@pytest.fixture
-def ranks() -> Iterator[Ranks]:
-    pool = Ranks()
-    yield pool
-    pool.stop()
 
 
 def test_ranks_of_the_ddp_strategy_skip_together(ranks) -> None:

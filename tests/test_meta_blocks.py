@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -18,14 +17,6 @@ from ampgraph.cli.torchvision_shim import allow_torchvision
 from ampgraph.errors import LoopError, NoGraphError
 
 from .helpers import close
-from .ranks import Ranks
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    pool = Ranks()
-    yield pool
-    pool.stop()
 
 
 class Block(nn.Module):

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from . import forks
+
 pytest_plugins = ["pytester"]
 
 TESTS = """
@@ -44,8 +46,9 @@ def suite(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pytest.
 
 
 def run(suite: pytest.Pytester, *arguments: str) -> pytest.RunResult:
-    # In a process of its own: modules that a run in this process imports are imported once more after it.
-    return suite.runpytest_subprocess("-p", "pytest_ampgraph", "-p", "no:xdist", *arguments)
+    # In another process: modules that a run in this process imports are imported once more after it.
+    done = forks.run("-m", "pytest", "-p", "pytest_ampgraph", "-p", "no:xdist", *arguments, cwd=suite.path)
+    return pytest.RunResult(done.returncode, done.stdout.splitlines(), done.stderr.splitlines(), 0.0)
 
 
 def goldens(suite: pytest.Pytester) -> list[str]:

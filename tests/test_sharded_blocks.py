@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -15,16 +14,8 @@ import ampgraph
 from ampgraph import Policy
 from ampgraph.cli.torchvision_shim import allow_torchvision
 
-from .ranks import Ranks
-
 WIDTH = 16
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    pool = Ranks()
-    yield pool
-    pool.stop()
+RANKS_IMPORT = ("transformers.models.llama.modeling_llama", "timm.models.vision_transformer")
 
 
 class Llama(nn.Module):

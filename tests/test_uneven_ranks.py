@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import nn
@@ -13,16 +11,9 @@ from torch.nn.parallel import DistributedDataParallel
 import ampgraph
 from ampgraph import DynamicLossScale, Policy
 
-from .ranks import Ranks, gathered
+from .ranks import gathered
 
 FLOAT16 = Policy(dtype=torch.float16, loss_scale=DynamicLossScale(init_scale=1024.0))
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    pool = Ranks()
-    yield pool
-    pool.stop()
 
 
 def net() -> nn.Sequential:
