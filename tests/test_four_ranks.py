@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.nn.parallel import DistributedDataParallel
 
@@ -189,6 +189,51 @@ def test_gradients_and_skipping(ranks, engine, way, dtype) -> None:
 def test_an_overflow_of_the_first_stage_alone(ranks) -> None:
     found = ranks.run(_row, "pipeline of shards", "blocks", torch.float16, 0)
     assert found == [(512.0, (2, 0, "0.down.bias"))] * 4
+
+
+def _offloaded(rank: int, dtype: torch.dtype) -> tuple:
+    """Decoder layers of transformers' Llama, sharded in pairs of replicas, with their values on the CPU."""
+    allow_torchvision()
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=64, num_hidden_layers=2, use_cache=False, **sizes))
+    tokens = torch.randint(0, 64, (4, 8), generator=torch.Generator().manual_seed(1))
+    reference = copy.deepcopy(model)
+    reference(input_ids=tokens, labels=tokens).loss.backward()
+    policy = Policy(dtype=dtype, loss_scale=DynamicLossScale(init_scale=1024.0))
+    scaler = ampgraph.convert_blocks(model, "model.layers.*", policy=policy).scaler
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+    for module in (*model.model.layers, model):
+        fully_shard(module, mesh=mesh, offload_policy=CPUOffloadPolicy(pin_memory=False))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    scaler.attach(optimizer)
+    mine = tokens[rank : rank + 1]
+    for step in range(3):
+        optimizer.zero_grad()
+        loss = model(input_ids=mine, labels=mine).loss
+        (loss * (float("inf") if (step, rank) == (1, 3) else 1.0)).backward()
+        if step == 0:
+            check_shards(model, reference, dtype)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        before = [p.to_local().clone() for p in model.parameters()]
+        optimizer.step()
+        same = [torch.equal(a, p.to_local()) for a, p in zip(before, model.parameters(), strict=True)]
+        assert all(same) if step == 1 else not all(same)
+    overflow = scaler.last_overflow
+    return scaler.get_scale(), overflow.step, overflow.rank
+
+
+def check_shards(model: nn.Module, reference: nn.Module, dtype: torch.dtype) -> None:
+    # Two layers of a dozen roundings each, forward and backward.
+    for mine, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        error = (mine.grad.full_tensor() - theirs.grad).norm() / theirs.grad.norm()
+        assert error <= 8 * torch.finfo(dtype).eps, error
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_layers_of_llama_sharded_with_offload(ranks, dtype) -> None:
+    assert ranks.run(_offloaded, dtype) == [(512.0, 2, 3)] * 4
 
 
 def _example(rank: int, folder: str, resume: bool) -> dict[str, Any]:
