@@ -113,6 +113,8 @@ class Plan:
         baselines: The same figures for ``"fp32"`` and ``"autocast"`` on the same graph and lists.
         gap: Upper bound on the distance to the minimum of the policy's objective, in bytes: 0 for a proven
             minimum, None if no bound is known (the autocast rule, which minimises nothing).
+        saved_low: Norms whose backward reads their normalized values in the low dtype: the nodes that return
+            the results.
     """
 
     decisions: Mapping[str, Decision]
@@ -123,6 +125,7 @@ class Plan:
     cost: Cost
     baselines: Mapping[str, Cost] = field(default_factory=dict)
     gap: int | None = 0
+    saved_low: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("decisions", "dtype_args", "baselines"):
@@ -145,7 +148,7 @@ class Plan:
             self.low_dtype,
             self.cost,
         )
-        return (Plan, (*args, dict(self.baselines), self.gap))
+        return (Plan, (*args, dict(self.baselines), self.gap, self.saved_low))
 
     def __deepcopy__(self, memo: dict) -> Plan:
         return self

@@ -1,6 +1,7 @@
 """Graph to graph, one pass a file; `pipeline.default_pipeline` is the whole pipeline in one tuple."""
 
 from .base import Hook, Pass, Pins, Workspace, run_passes, workspace
+from .choose_saved import ChooseSaved
 from .classify import ClassifyOps
 from .clean_casts import CleanCasts
 from .explicit_casts import ExplicitCasts
@@ -14,10 +15,12 @@ from .propagate import PropagatePrecision
 from .read_shadows import ReadShadows
 from .read_stored import ReadStored
 from .remove_casts import RemoveCasts
+from .save_norms import SaveNorms
 from .scale_loss import ScaleLoss, is_boundary
 from .verify import Verify
 
 __all__ = [
+    "ChooseSaved",
     "ClassifyOps",
     "CleanCasts",
     "ExplicitCasts",
@@ -33,6 +36,7 @@ __all__ = [
     "ReadShadows",
     "ReadStored",
     "RemoveCasts",
+    "SaveNorms",
     "ScaleLoss",
     "Verify",
     "Workspace",

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from .analysis.precision import Precision
     from .analysis.problem import Problem
     from .analysis.range_hazards import Values
+    from .placement.labelling import Placement
+    from .placement.step_cost import StepCost
 
 
 @dataclass
@@ -39,7 +41,9 @@ class Workspace:
         facts: Per node: managed or not, op class, and how each argument is read (`ClassifyOps`).
         values: What is known of the values in the graph, for one low dtype (`PropagatePrecision`).
         problem: Per node: pinned dtype with reason, or free with its constraints (`PropagatePrecision`).
-        plan: The decided plan (`PlaceCasts`).
+        plan: The decided plan (`PlaceCasts`, `ChooseSaved`).
+        costs: What labellings cost (`PlaceCasts`).
+        placement: The labelling of the plan (`PlaceCasts`).
         seconds: Wall time by pass name.
         policy: The policy of the plan.
     """
@@ -48,6 +52,8 @@ class Workspace:
     values: Values | None = None
     problem: Problem | None = None
     plan: Plan | None = None
+    costs: StepCost | None = None
+    placement: Placement | None = None
     seconds: dict[str, float] = field(default_factory=dict)
     policy: Policy | None = None
 

@@ -68,10 +68,14 @@ def insert_cast(graph: Graph, tensor: Node, cast: Cast, before: Node, user: Node
     with graph.inserting_before(before):
         value = _saturated(graph, tensor, cast, author) if cast.saturates else tensor
         node = graph.call_function(aten.to.dtype, (value, cast.dst))
-    inherited = user if user.op == "call_function" else tensor
-    node.meta.update({k: inherited.meta[k] for k in _INHERITED if k in inherited.meta})
+    inherit_metadata(node, user if user.op == "call_function" else tensor)
     set_mark(node, CastMark(author, cast.reason, cast.bytes, cast.is_parameter))
     return node
+
+
+def inherit_metadata(node: Node, origin: Node) -> None:
+    """Gives an inserted node the module and the source line of another."""
+    node.meta.update({k: origin.meta[k] for k in _INHERITED if k in origin.meta})
 
 
 def _saturated(graph: Graph, tensor: Node, cast: Cast, author: str) -> Node:

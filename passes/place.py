@@ -52,6 +52,7 @@ class PlaceCasts(Pass):
         placement = place(problem, self.policy, costs, autocast)
         cost = costs.complete(placement.labels, placement.anchors)
         space.plan = build_plan(problem, placement, cost, baselines)
+        space.costs, space.placement = costs, placement
         return False
 
 

@@ -11,11 +11,13 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from ampgraph.marks import BoundaryMark, set_mark
+from ampgraph.ops.fusion_tables import CONVOLUTIONS
 from ampgraph.training.gradient_boundary import shadow_weights
 
 from .analysis.gradient_flow import differentiable_outputs, groups, reached_by_gradients
 from .base import Pass
 from .insert_casts import is_inserted_cast
+from .placement.fused_kernels import op_name
 
 # Weights that one call reads. The gradient of one of them takes the backward of all, so they are few.
 MOST_IN_GROUP = 32
@@ -84,6 +86,19 @@ def casts_of(node: Node) -> list[Node]:
     """Returns the inserted casts to a low dtype directly after a node."""
     low = (torch.float16, torch.bfloat16)
     return [user for user in node.users if is_inserted_cast(user) and user.meta["val"].dtype in low]
+
+
+def is_laid_out_again(parameter: Node) -> bool:
+    """Whether a compiler changes the memory layout of a parameter before kernels read it.
+
+    Weights of convolutions get their channels next to each other, unless they have them there already.
+    """
+    readers = (user for cast in casts_of(parameter) for user in cast.users)
+    if not any(op_name(reader) in CONVOLUTIONS for reader in readers):
+        return False
+    value = parameter.meta["val"]
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    return value.dim() in formats and not value.is_contiguous(memory_format=formats[value.dim()])
 
 
 def reads_copy(node: Node) -> bool:

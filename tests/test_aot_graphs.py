@@ -70,6 +70,37 @@ def test_forward_casts_no_weight(args):
     assert weights_cast(trained(args, policy="O1")) == weights_cast(trained(args, policy="O2")) == []
 
 
+class Strided(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.wide, self.deep = nn.Conv2d(4, 8, 3), nn.Conv2d(8, 8, 3, groups=8)
+        self.one, self.last = nn.Conv2d(8, 4, 1), nn.Conv2d(4, 2, 3).to(memory_format=torch.channels_last)
+
+    def forward(self, x):
+        return self.last(self.one(self.deep(self.wide(x))))
+
+
+@pytest.mark.parametrize("capture", ["ahead of time", "just in time"])
+def test_training_casts_weights_whose_layout_a_compiler_changes(capture):
+    """It does both in one kernel. A copy in the old layout would need a kernel more."""
+
+    def shapes_cast(amp):
+        graph = amp.forward_graph.graph
+        casts = graph.find_nodes(op="call_function", target=aten._to_copy.default)
+        shapes = {str(list(n.meta["val"].shape)) for n in casts}  # some have symbols
+        return shapes & {str(list(p.shape)) for p in amp.parameters()}
+
+    x = torch.randn(2, 4, 9, 9)
+    given = {"dtype": torch.bfloat16, "backend": "aot_eager", "capture": capture}
+    trained, served = (ampgraph.convert(Strided(), (x,), **given) for _ in range(2))
+    trained(x).sum().backward()
+    with torch.no_grad():
+        served(x)
+    assert shapes_cast(trained) == {"[8, 4, 3, 3]"}
+    assert shapes_cast(served) == set()
+    assert all(p.grad.dtype == torch.float32 for p in trained.parameters())
+
+
 def test_without_gradients_the_forward_is_the_inference_graph():
     amp = ampgraph.convert(Net(), (X,), dtype=torch.float16, backend="aot_eager")
     with torch.no_grad():

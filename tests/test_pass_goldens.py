@@ -20,6 +20,7 @@ from ampgraph import Policy, VerifyError
 from ampgraph.capture import capture_program
 from ampgraph.capture.unlift import unlift
 from ampgraph.passes import (
+    ChooseSaved,
     ClassifyOps,
     CleanCasts,
     InlineRegions,
@@ -29,6 +30,7 @@ from ampgraph.passes import (
     PlaceCasts,
     PropagatePrecision,
     RemoveCasts,
+    SaveNorms,
     Verify,
     run_passes,
     workspace,
@@ -243,6 +245,109 @@ output: - by source
 cast x0 to bf16: 192 bytes
 cast w1 to bf16: 384 bytes
 softmax_int sets dtype""")
+
+
+def norm() -> GraphModule:
+    """A sum, its layer norm, and a product that reads it low."""
+    build = GraphBuilder()
+    x, weight, scale = build.input(4, 8), build.weight(8, 8), build.weight(8)
+    total = build.call(aten.add.Tensor, x, build.call(aten.linear.default, x, weight))
+    normed = build.call(aten.layer_norm.default, total, [8], scale)
+    return build.finish(build.call(aten.linear.default, normed, weight))
+
+
+def test_choose_saved() -> None:
+    policy = O1.replace(objective="fused")
+    graph_module = after(norm(), *analysis(policy), ChooseSaved(policy))
+    plan = workspace(graph_module).plan
+    lines = [f"saved low: {', '.join(plan.saved_low)}", *plan["layer_norm_default"].reason.split("; ")]
+    assert_expected_inline(findings(graph_module, lines), """\
+w2 f32
+w1 f32
+x0 f32
+linear_default = linear(x0, w1) f32
+add_tensor = add.Tensor(x0, linear_default) f32
+layer_norm_default = layer_norm(add_tensor, [8], w2) f32
+linear_default_1 = linear(layer_norm_default, w1) f32
+return [linear_default_1]
+---
+saved low: layer_norm_default
+gray: follows 'add_tensor', which is float32
+its backward reads the normalized values in bfloat16""")
+
+
+def test_save_norms() -> None:
+    """The norm runs without gradients; the op that has its name gives the gradients."""
+    graph_module = after(norm(), *analysis(O1), InsertCasts())
+    assert_expected_inline(change(graph_module, SaveNorms(("layer_norm_default",), LOW)), """\
+w2 f32
+w1 f32
+x0 f32
+to_dtype = to.dtype(x0, bf16) bf16
+to_dtype_1 = to.dtype(w1, bf16) bf16
+linear_default = linear(to_dtype, to_dtype_1) bf16
+add_tensor = add.Tensor(x0, linear_default) f32
+layer_norm_default = layer_norm(add_tensor, [8], w2) f32
+to_dtype_2 = to.dtype(layer_norm_default, bf16) bf16
+linear_default_1 = linear(to_dtype_2, to_dtype_1) bf16
+to_dtype_3 = to.dtype(linear_default_1, f32) f32
+return [to_dtype_3]
+--- save_norms
+w2 f32
+w1 f32
+x0 f32
+to_dtype = to.dtype(x0, bf16) bf16
+to_dtype_1 = to.dtype(w1, bf16) bf16
+linear_default = linear(to_dtype, to_dtype_1) bf16
+add_tensor = add.Tensor(x0, linear_default) f32
+detach_default = detach(add_tensor) f32
+detach_default_1 = detach(w2) f32
+native_layer_norm_default = native_layer_norm(detach_default, [8], detach_default_1, None, 1e-05) f32 f32 f32
+getitem = getitem(native_layer_norm_default, 0) f32
+getitem_1 = getitem(native_layer_norm_default, 1) f32
+getitem_2 = getitem(native_layer_norm_default, 2) f32
+sub_tensor = sub.Tensor(detach_default, getitem_1) f32
+mul_tensor = mul.Tensor(sub_tensor, getitem_2) f32
+layer_norm_default = norm_gradient(add_tensor, w2, None, getitem, mul_tensor, getitem_2, 1, True, bf16) f32
+to_dtype_2 = to.dtype(layer_norm_default, bf16) bf16
+linear_default_1 = linear(to_dtype_2, to_dtype_1) bf16
+to_dtype_3 = to.dtype(linear_default_1, f32) f32
+return [to_dtype_3]""")
+
+
+def test_save_norms_written_out() -> None:
+    """Only the reads of the norm's own input move behind a detach."""
+    build = GraphBuilder()
+    x, scale = build.input(4, 8), build.weight(8)
+    mean = build.call(aten.mean.dim, build.call(aten.pow.Tensor_Scalar, x, 2), [-1], True)
+    inverse = build.call(aten.rsqrt.default, build.call(aten.add.Tensor, mean, 1e-6))
+    normed = build.call(aten.mul.Tensor, scale, build.call(aten.mul.Tensor, x, inverse))
+    graph_module = build.finish(build.call(aten.add.Tensor, x, normed))
+    assert_expected_inline(change(graph_module, SaveNorms((normed.name,), LOW)), """\
+w1 f32
+x0 f32
+pow_tensor_scalar = pow.Tensor_Scalar(x0, 2) f32
+mean_dim = mean.dim(pow_tensor_scalar, [-1], True) f32
+add_tensor = add.Tensor(mean_dim, 1e-06) f32
+rsqrt_default = rsqrt(add_tensor) f32
+mul_tensor = mul.Tensor(x0, rsqrt_default) f32
+mul_tensor_1 = mul.Tensor(w1, mul_tensor) f32
+add_tensor_1 = add.Tensor(x0, mul_tensor_1) f32
+return [add_tensor_1]
+--- save_norms
+w1 f32
+x0 f32
+detach_default = detach(x0) f32
+pow_tensor_scalar = pow.Tensor_Scalar(detach_default, 2) f32
+mean_dim = mean.dim(pow_tensor_scalar, [-1], True) f32
+add_tensor = add.Tensor(mean_dim, 1e-06) f32
+rsqrt_default = rsqrt(add_tensor) f32
+mul_tensor = mul.Tensor(detach_default, rsqrt_default) f32
+detach_default_1 = detach(w1) f32
+mul_tensor_2 = mul.Tensor(detach_default_1, mul_tensor) f32
+mul_tensor_1 = norm_gradient(x0, w1, None, mul_tensor_2, mul_tensor, rsqrt_default, 1, False, bf16) f32
+add_tensor_1 = add.Tensor(x0, mul_tensor_1) f32
+return [add_tensor_1]""")
 
 
 def test_insert_casts() -> None:

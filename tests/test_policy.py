@@ -87,6 +87,7 @@ BAD = [
     ({"use_fp16_guard": "yes"}, "True"),
     ({"keep_io_dtypes": "no"}, "True"),
     ({"weight_copies": None}, "True"),
+    ({"save_norms_low": "auto"}, "True, False"),
     ({"level": ["O1"]}, "O1"),
 ]
 

@@ -23,6 +23,7 @@ POLICIES = [
     Policy(loss_scale=DynamicLossScale(growth_interval=7, hysteresis=2)),
     Policy(loss_scale=NoLossScale()),
     Policy(weight_copies=False),
+    Policy(save_norms_low=False),
 ]
 
 
@@ -47,6 +48,7 @@ def test_the_file_is_readable() -> None:
         "keep_io_dtypes": True,
         "hazards": True,
         "weight_copies": True,
+        "save_norms_low": True,
     }
 
 

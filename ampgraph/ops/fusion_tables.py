@@ -20,6 +20,9 @@ ATTENTION = _names(
     """
 )
 
+# With weights that compilers lay out again.
+CONVOLUTIONS = _names("conv2d conv3d convolution _convolution conv_transpose2d conv_transpose3d")
+
 # A library's kernel: operands are in memory in its compute dtype, and nothing fuses with it.
 EXTERN = ATTENTION | _names(
     """

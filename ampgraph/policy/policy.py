@@ -98,6 +98,9 @@ class Policy:
         weight_copies: Whether the model keeps a low copy of each float32 parameter that its graphs cast. The
             copies are refreshed once per update, so that no forward casts weights. They have the values of
             the casts and take 2 bytes a parameter. False casts in every forward.
+        save_norms_low: Whether compiled graphs save the normalized values of layer norm and RMS norm in the
+            low dtype for the backward, where the norm runs in float32 and a low op reads its result. Only
+            gradients change, by the rounding of these values. False saves float32 values.
 
     Raises:
         PolicyError: A value is not legal; the message gives the legal ones.
@@ -114,6 +117,7 @@ class Policy:
     keep_io_dtypes: bool = True
     hazards: bool = True
     weight_copies: bool = True
+    save_norms_low: bool = True
 
     def __post_init__(self) -> None:
         _check_choice("level", self.level, LEVELS)
@@ -129,7 +133,7 @@ class Policy:
                 f"Policy: loss_scale={self.loss_scale!r}; legal: NoLossScale(), StaticLossScale(value), "
                 "DynamicLossScale(...) or None."
             )
-        for name in ("keep_io_dtypes", "hazards", "weight_copies"):
+        for name in ("keep_io_dtypes", "hazards", "weight_copies", "save_norms_low"):
             if not isinstance(getattr(self, name), bool):
                 raise PolicyError(f"Policy: {name}={getattr(self, name)!r}; legal: True, False.")
         if not isinstance(self.rules, Mapping):
@@ -248,6 +252,11 @@ class Policy:
     def keeps_low_copies(self) -> bool:
         """Whether graphs read low copies of parameters instead of casting them in every forward."""
         return self.weight_copies and self.level != "O0"
+
+    @property
+    def saves_norms_low(self) -> bool:
+        """Whether the backward of norms reads low values: with the objective of compiled backends alone."""
+        return self.save_norms_low and self.objective == "fused" and self.placement == "optimal"
 
     def active_loss_scale(self) -> LossScale:
         """Returns the loss scale; the dtype selects it if the policy does not set one."""

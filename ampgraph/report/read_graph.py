@@ -109,11 +109,13 @@ class Source:
             self.modules,
             stores_low=self.stores_low,
         )[1]
+        wide = self._planned(self.policy.replace(save_norms_low=False)).plan if self.plan.saved_low else None
         return {
             "torch.autocast": self.peers()["torch"],
             "lists": _from_cost(self.plan.baselines["autocast"]),
             "sharing": _from_cost(rule.cost),
-            "placement": _from_cost(self.plan.cost),
+            "placement": _from_cost(self.plan.cost if wide is None else wide.cost),
+            **({} if wide is None else {"saved norms": _from_cost(self.plan.cost)}),
         }
 
     def _planned(self, policy: Policy, check_rules: bool = False, pins: Pins = ()) -> Source:

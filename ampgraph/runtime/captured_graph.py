@@ -17,9 +17,9 @@ from .._compat import flat_inputs, outside_transforms
 from ..capture import LOST_KEY
 from ..errors import warn_user
 from ..guards import is_capturing
-from ..passes import ExplicitCasts, Pass, ReadShadows, ScaleLoss, run_passes
+from ..passes import ExplicitCasts, Pass, ReadShadows, SaveNorms, ScaleLoss, run_passes
 from ..passes.analysis.alias import written_memory
-from ..passes.read_shadows import casts_of
+from ..passes.read_shadows import casts_of, is_laid_out_again
 from ..plan import Plan
 from ..training.gradient_boundary import scale_gradients, unscale_gradients
 from ..training.scaler import LossScaler
@@ -180,6 +180,10 @@ class CapturedGraph:
             for graph_module in (self.graph_module, *explicit, *self._graphs.values()):
                 object.__setattr__(graph_module, name, self.constants[name])
 
+    @property
+    def _is_fused(self) -> bool:
+        return self.options.policy.objective == "fused"
+
     def _runner(self, training: bool, shadowed: bool) -> Callable:
         graph_module = self._graph(training, shadowed)
         if self._runs_by is not None:
@@ -208,7 +212,8 @@ class CapturedGraph:
         passes: list[Pass] = []
         part: torch.Tensor | None = None
         if self.shadows is not None and shadowed:
-            masters = shadowed_parameters(self.graph_module.graph, values, self.shadows)
+            graph = self.graph_module.graph
+            masters = shadowed_parameters(graph, values, self.shadows, training and self._is_fused)
             names = {name: f"_shadows.{self.shadows.name_of(master)}" for name, master in masters.items()}
             passes.append(ReadShadows(names, differentiable=training))
         if training and self.scaler.is_enabled() and has_low(self.plan):
@@ -217,6 +222,8 @@ class CapturedGraph:
             if self._shares_code():
                 scale_loss, part = of_part(scale_loss, self.scaler.state.scale.device)
             passes.append(scale_loss)
+        if training and self.plan.saved_low:
+            passes.append(SaveNorms(self.plan.saved_low, self.plan.low_dtype))
         if not passes:
             return self.graph_module
         graph_module = copy_graph_module(self.graph_module)
@@ -229,15 +236,23 @@ class CapturedGraph:
 
 
 def shadowed_parameters(
-    graph: fx.Graph, values: Mapping[str, object], shadows: ShadowWeights
+    graph: fx.Graph, values: Mapping[str, object], shadows: ShadowWeights, casts_fuse: bool = False
 ) -> dict[str, torch.Tensor]:
     """Returns the parameters, by node name, that the graph casts and can read as low copies instead.
 
     Parameters that the graph writes are excluded: a copy from before the call would have old values.
+
+    Args:
+        graph: The graph.
+        values: The live value of each of its nodes that has one.
+        shadows: The low copies.
+        casts_fuse: Whether casts fuse and every call may follow an update. Then weights of convolutions are
+            excluded too: a compiler gives them another memory layout in the kernel of the cast, and would
+            need a kernel more for a copy.
     """
     written = written_memory(graph)
     nodes = [node for node in graph.nodes if shadows.accepts(values.get(node.name)) and casts_of(node)]
-    nodes = [node for node in nodes if node not in written]
+    nodes = [n for n in nodes if n not in written and not (casts_fuse and is_laid_out_again(n))]
     return {node.name: values[node.name] for node in nodes}  # type: ignore[misc]
 
 

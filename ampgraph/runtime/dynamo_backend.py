@@ -26,7 +26,7 @@ from ..capture.just_in_time import lower_dynamo_graph
 from ..capture.split import compile_around_custom_functions
 from ..errors import CaptureError, PassError, PolicyError, did_you_mean, warn_user
 from ..marks import BoundaryMark, set_mark
-from ..passes import Pass, ReadShadows, run_passes
+from ..passes import Pass, ReadShadows, SaveNorms, run_passes
 from ..passes.pipeline import rewrite
 from ..plan import Plan
 from ..policy.policy import LOW_DTYPES, Policy
@@ -92,14 +92,17 @@ def make_backend(
             record(lowered, plan, graphs, Timing(captured - start, time.perf_counter() - captured), inputs)
         compile_next = _next_backend(backend_for(options.backend, graphs), options.mode)
         scales = scaler is not None and scaler.is_enabled() and has_low(plan) and torch.is_grad_enabled()
-        masters = _masters(lowered, inputs, shadows) if shadows is not None else {}
-        if not (scales or masters):
+        casts_fuse = options.policy.objective == "fused" and torch.is_grad_enabled()
+        masters = _masters(lowered, inputs, shadows, casts_fuse) if shadows is not None else {}
+        saved_low = plan.saved_low if torch.is_grad_enabled() else ()
+        if not (scales or masters or saved_low):
             return compile_next(lowered, inputs)
         bounded = fx.GraphModule(lowered, copy_graph(lowered.graph))
         bounded.meta.update(lowered.meta)
         scaling = scaler if scales else None
         extra = _Extra(scaling, shadows, tuple(masters.values()))
         added = _add_boundary(bounded, inputs, extra, masters)
+        run_passes(bounded, (SaveNorms(saved_low, plan.low_dtype),))
         warn_about_float16_gradients(bounded.graph, options)
         compiled = compile_next(bounded, [*added, *inputs])
         if scaling is None:
@@ -146,10 +149,13 @@ class _Extra:
         return [*state, *found]
 
 
-def _masters(graph_module: fx.GraphModule, inputs: Sequence[Any], shadows: ShadowWeights) -> dict[str, int]:
+def _masters(
+    graph_module: fx.GraphModule, inputs: Sequence[Any], shadows: ShadowWeights, casts_fuse: bool
+) -> dict[str, int]:
     """Returns the position of each input that is a parameter with a shadow, by node name."""
     names = [node.name for node in graph_module.graph.find_nodes(op="placeholder")]
-    found = shadowed_parameters(graph_module.graph, dict(zip(names, inputs, strict=True)), shadows)
+    values = dict(zip(names, inputs, strict=True))
+    found = shadowed_parameters(graph_module.graph, values, shadows, casts_fuse)
     return {name: index for index, name in enumerate(names) if name in found}
 
 

@@ -6,9 +6,11 @@ kernel with their producers and readers, matrix products and convolutions in ker
 
 from __future__ import annotations
 
+import copy
 import enum
 import functools
 import operator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
 
@@ -74,6 +76,7 @@ class FusedKernels:
         has_gradient: Whether a gradient reaches each node.
         needs_values: Whether the backward of a node, or of a later node of its kernel, needs values.
         kept: Sums whose value the backward needs: saved themselves, and not their operands.
+        saved_low: The ops of norms whose backward reads low values, and none of their operands.
     """
 
     def __init__(self, facts: Facts) -> None:
@@ -83,12 +86,28 @@ class FusedKernels:
         self.has_gradient: dict[Node, bool] = {}
         self.needs_values: dict[Node, bool] = {}
         self.kept: set[Node] = set()
+        self.saved_low: frozenset[Node] = frozenset()
         self._levels: dict[Node, int] = {}
         self._joined: dict[Node, Node] = {}
         self._reads: dict[Node, list[Read]] = {}
         for node in facts:
             self._add(node)
-        for node in reversed(list(facts)):
+        self._find_all_saved()
+
+    def saving_low(self, nodes: Iterable[Node]) -> FusedKernels:
+        """Returns the same kernels with other `saved_low` nodes."""
+        other = copy.copy(self)
+        other.saved_low = frozenset(nodes)
+        other._find_all_saved()
+        return other
+
+    def is_norm(self, node: Node) -> bool:
+        """Whether the node is a norm whose backward reads its operand."""
+        return op_name(node) in fusion.NORMS and node not in self.saved_low
+
+    def _find_all_saved(self) -> None:
+        self.needs_values, self.kept = {}, set()
+        for node in reversed(list(self.facts)):
             self._find_saved(node)
 
     def kernel(self, node: Node) -> Node:
@@ -218,7 +237,7 @@ class FusedKernels:
         own = self._needs_operands(node, name)
         later = name not in fusion.NORMS and any(self.needs_values.get(r) for r in beside)
         self.needs_values[node] = (own or later) and self.has_gradient[node]
-        if name not in fusion.SUMS or own or not (later or any(op_name(r) in fusion.NORMS for r in beside)):
+        if name not in fusion.SUMS or own or not (later or any(map(self.is_norm, beside))):
             return
         paths = [n for n in node.all_input_nodes if self.has_gradient[n] and elements(n) == elements(node)]
         if len(paths) > 1:
@@ -226,7 +245,7 @@ class FusedKernels:
             self.kept.add(node)
 
     def _needs_operands(self, node: Node, name: str) -> bool:
-        if name in fusion.NORMS:  # counted with the norm
+        if name in fusion.NORMS or node in self.saved_low:  # counted with the norm
             return False
         inputs = node.all_input_nodes
         if name in fusion.PRODUCTS:

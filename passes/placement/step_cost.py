@@ -8,6 +8,7 @@ that another kernel reads, and values that the backward reads.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -17,7 +18,8 @@ from ampgraph.ops import fusion_tables as fusion
 from ampgraph.plan import Cost
 
 from ..analysis.facts import OperandRule
-from ..analysis.precision import FP32, Precision
+from ..analysis.norms import Norm
+from ..analysis.precision import FP32, LOW, Precision
 from ..analysis.problem import Problem
 from .cost_model import CAST_BYTES, WIDTHS, Anchors, Labels, cost_of, demands
 from .fused_kernels import FusedKernels, Kind, Read, elements, op_name
@@ -46,23 +48,38 @@ class _Ledger:
     forward: int = 0
     backward: int = 0
     saved: dict[tuple[Node, Precision], int] = field(default_factory=lambda: defaultdict(int))
+    saved_low: int = 0
 
     def save(self, tensor: Node, label: Precision, count: int) -> None:
         self.saved[tensor, label] = max(self.saved[tensor, label], count * WIDTHS[label])
 
     def step(self) -> Step:
-        return Step(self.forward, self.backward, sum(self.saved.values()))
+        return Step(self.forward, self.backward, sum(self.saved.values()) + self.saved_low)
 
 
 class StepCost:
-    """Counts the bytes of the labellings of one problem."""
+    """Counts the bytes of the labellings of one problem.
 
-    def __init__(self, problem: Problem) -> None:
+    Args:
+        problem: The graph.
+        kernels: Its kernels, where they are known.
+        saved_low: Norms whose backward reads low values in fused kernels.
+    """
+
+    def __init__(
+        self, problem: Problem, kernels: FusedKernels | None = None, saved_low: Sequence[Norm] = ()
+    ) -> None:
         self.problem = problem
-        self.kernels = FusedKernels(problem.facts)
+        self.kernels = kernels or FusedKernels(problem.facts)
+        self.saved_low = saved_low
         # What no label changes, by tensor.
         self._readers_of: dict[Node, tuple[list[Read], dict[Node, list[Read]]]] = {}
         self._norms_of: dict[Node, int] = {}
+
+    def saving_low(self, norms: Sequence[Norm]) -> StepCost:
+        """Returns the costs where the backward of these norms reads low values."""
+        nodes = (node for norm in norms for node in (norm.output, *norm.inside))
+        return StepCost(self.problem, self.kernels.saving_low(nodes), norms)
 
     def complete(self, labels: Labels, anchors: Anchors, shared: bool = True) -> Cost:
         """Returns the cost of a labelling with all fields; arguments as for `cost_of`."""
@@ -150,7 +167,17 @@ class StepCost:
         for tensor in self.problem.facts:
             if self.kernels.roots[tensor] is tensor and self.kernels.is_managed(tensor):
                 self._count(tensor, labels, ledger)
+        for norm in self.saved_low:
+            self._count_low_norm(norm, ledger)
         return ledger.step()
+
+    def _count_low_norm(self, norm: Norm, ledger: _Ledger) -> None:
+        """Adds the normalized values. Their write is added where float32 values would not be written."""
+        x, size = self.kernels.roots[norm.x], WIDTHS[LOW] * elements(norm.output)
+        is_in_kernel = self._is_in_kernel(x, (*norm.inside, norm.output)[0])
+        ledger.saved_low += size
+        ledger.forward += 0 if is_in_kernel else size
+        ledger.backward += size * (1 if is_in_kernel else fusion.READS_BACKWARD["layer_norm"])
 
     def _own(self, labels: Labels, tensor: Node) -> Precision:
         return labels[self.problem.facts[tensor].dtype_source]
@@ -245,7 +272,7 @@ class StepCost:
             ledger.backward += 2 * moved
 
     def _backward_reads(self, reader: Node) -> int:
-        if self.kernels.needs_values.get(reader) or op_name(reader) in fusion.NORMS:
+        if self.kernels.needs_values.get(reader) or self.kernels.is_norm(reader):
             return fusion.READS_BACKWARD.get(op_name(reader), 1)
         return 0
 
@@ -264,6 +291,6 @@ class StepCost:
         return sum(self._is_normalized_inside(tensor, read.reader) for read in self.kernels.reads(tensor))
 
     def _is_normalized_inside(self, tensor: Node, reader: Node) -> bool:
-        if op_name(reader) not in fusion.NORMS or not self.kernels.has_gradient[reader]:
+        if not self.kernels.is_norm(reader) or not self.kernels.has_gradient[reader]:
             return False
         return reader.all_input_nodes[0] is tensor and self._is_in_kernel(tensor, reader)

@@ -1,0 +1,98 @@
+"""Chooses the norms whose backward reads low normalized values instead of their float32 input."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from torch.fx import GraphModule, Node
+
+from ampgraph.plan import Plan
+from ampgraph.policy.policy import Policy
+
+from .analysis.facts import is_cast, tensors
+from .analysis.norms import Norm, norm_at
+from .analysis.problem import Problem
+from .base import Pass, workspace
+from .placement.fused_kernels import FusedKernels, op_name
+
+
+@dataclass(frozen=True)
+class ChooseSaved(Pass):
+    """Adds the norms to the `Plan`, with their reasons and the cost of the step with them.
+
+    A compiler writes the low values in the norm's kernel, and only there: an eager backend would need more
+    kernels. So the objective decides.
+
+    Attributes:
+        policy: Its objective, and whether it allows this.
+    """
+
+    policy: Policy
+    name: ClassVar[str] = "choose_saved"
+    edits: ClassVar[bool] = False
+
+    def run(self, graph_module: GraphModule) -> bool:
+        if not self.policy.saves_norms_low:
+            return False
+        space = workspace(graph_module)
+        problem, plan, costs, placement = space.problem, space.plan, space.costs, space.placement
+        assert problem is not None
+        assert plan is not None
+        assert costs is not None
+        assert placement is not None
+        found = _norms(problem, plan, costs.kernels)
+        if found:
+            fused = costs.saving_low(found).fused(placement.labels)
+            names = ("fused_forward", "fused_backward", "fused_saved")
+            cost = replace(plan.cost, **dict(zip(names, fused, strict=True)))
+            decisions = {**plan.decisions, **_explained(plan, found)}
+            saved = tuple(norm.output.name for norm in found)
+            space.plan = replace(plan, cost=cost, decisions=decisions, saved_low=saved)
+        return False
+
+
+def _explained(plan: Plan, norms: list[Norm]) -> dict:
+    dtype = str(plan.low_dtype).removeprefix("torch.")
+    decisions = ((norm.output.name, plan.decisions[norm.output.name]) for norm in norms)
+    more = f"its backward reads the normalized values in {dtype}"
+    return {name: replace(d, reason=f"{d.reason}; {more}") for name, d in decisions}
+
+
+def _norms(problem: Problem, plan: Plan, kernels: FusedKernels) -> list[Norm]:
+    cast_low = {cast.tensor for cast in plan.casts if cast.dst == plan.low_dtype and not cast.is_parameter}
+    found = []
+    for node in problem.facts:
+        norm = norm_at(node)
+        if norm and kernels.has_gradient[node] and not _names_of(node, problem).isdisjoint(cast_low):
+            found += [norm] if _stays_float32(norm, problem, plan) else []
+    return found
+
+
+def _names_of(node: Node, problem: Problem) -> set[str]:
+    """Returns the names of a node, of its views, and of casts to its own dtype."""
+    found = [node]
+    for one in found:
+        found += [user for user in one.users if user.op == "call_function" and not _computes(user, problem)]
+    return {n.name for n in found}
+
+
+def _computes(node: Node, problem: Problem) -> bool:
+    """Whether a node makes other values, of another dtype for example, than its first operand has."""
+    if is_cast(node) or op_name(node) == "type_as":
+        return [t.dtype for t in tensors(node)] != [t.dtype for t in tensors(node.all_input_nodes[0])]
+    return problem.facts[node].moves_data
+
+
+def _stays_float32(norm: Norm, problem: Problem, plan: Plan) -> bool:
+    """Whether the norm reads and computes float32, and what it reads is no low tensor that was widened."""
+    facts, low = problem.facts, plan.low_dtype
+    nodes = (norm.output, *norm.inside, *(n for n in (norm.x, norm.weight, norm.bias) if n is not None))
+    if any(plan.decisions[n.name].dtype == low or facts[n].keeps_memory for n in nodes):
+        return False
+    x = norm.x
+    while x.op == "call_function" and (is_cast(x) or not _computes(x, problem)):
+        x = x.all_input_nodes[0]
+        if plan.decisions[x.name].dtype != norm.x.meta["val"].dtype:
+            return False
+    return x.op == "call_function"  # an input is in memory anyway
