@@ -32,6 +32,7 @@ from .inference_mode import traced_as_no_grad
 from .lost import LOST_KEY, noting_lost_backwards
 from .random_numbers import noting_random_numbers
 from .reads import Reads, recorded
+from .replaced import Replaced
 from .side_effects import noting_written_containers, without_new_state
 from .user_code import user_line
 
@@ -138,6 +139,7 @@ def _exported(
     reads: Reads,
     gradients: bool,
 ) -> ExportedProgram:
+    replaced = Replaced(model)
     try:
         if isinstance(dynamic_shapes, ShapesCollection):  # it identifies tensors by object
             dynamic_shapes = dynamic_shapes.dynamic_shapes(model, args, kwargs)
@@ -148,9 +150,10 @@ def _exported(
             quiet as set_tensors,
             traced_as_no_grad(is_capturing_here),
             with_cumulative_average(is_capturing_here),
-            _WatchedTensors(reads),
+            _WatchedTensors(reads, replaced),
             watching as lost,
             without_new_state(model),
+            replaced.noted(reads.was_set),
             noting_set_attributes(model) as set_attributes,
             noting_written_containers(model) as written,
             noting_random_numbers(model, reads.code, is_capturing_here) as random_numbers,
@@ -158,10 +161,12 @@ def _exported(
         ):
             program = torch.export.export(model, args, kwargs, dynamic_shapes=dynamic_shapes, strict=False)
     except Exception as error:
+        _check_replaced(model, replaced)
         _check_arguments(model, args, kwargs, error)
         raise AheadOfTimeError(_explain(model, error)).because(is_known=bool(_hint(error))) from error
     if refusal := sharded_error(model, [node.meta.get("val") for node in program.graph.nodes]):
         raise refusal
+    _check_replaced(model, replaced)
     _check_written(model, written)
     _check_random_numbers(model, random_numbers)
     reads.note_program(program)
@@ -171,6 +176,15 @@ def _exported(
         if isinstance(module, fx.GraphModule):
             _complete_users(module.graph)
     return program
+
+
+def _check_replaced(model: nn.Module, replaced: Replaced) -> None:
+    """Raises an error if forward replaces buffers, parameters or submodules: a graph replaces nothing."""
+    if replaced.paths:
+        raise AheadOfTimeError(
+            f"{type(model).__name__}: forward replaces {', '.join(replaced.paths)}, which a graph cannot\n"
+            f"Write to buffers in place, {_JUST_IN_TIME}."
+        ).because(is_known=True)
 
 
 def _check_written(model: nn.Module, written: list[str]) -> None:
@@ -211,9 +225,9 @@ class _WatchedTensors(TorchFunctionMode):
 
     _data = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 
-    def __init__(self, reads: Reads) -> None:
+    def __init__(self, reads: Reads, replaced: Replaced) -> None:
         super().__init__()
-        self._reads = reads
+        self._reads, self._replaced = reads, replaced
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
         # Dynamo, which captures the bodies of torch.cond, cannot compare functions; it sees ``data`` itself.
@@ -222,6 +236,7 @@ class _WatchedTensors(TorchFunctionMode):
         if func == self._data:
             return args[0].detach()
         self._reads.note_call(func)
+        self._replaced.note_call(func, args)
         return func(*args, **(kwargs or {}))
 
 

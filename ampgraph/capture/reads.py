@@ -19,7 +19,7 @@ from torch import fx, nn
 from torch.export import ExportedProgram
 
 from .._compat import HigherOrderOperator, OpOverload
-from ..proxy.module_proxy import ModuleProxy
+from ..proxy.module_proxy import source_of
 from .code import Code, Place, is_pythons
 from .containers import copied, has_plain_leaves, is_container, same
 from .held_objects import Change
@@ -62,7 +62,7 @@ class Reads:
     """
 
     def __init__(self, source: nn.Module) -> None:
-        self.modules = {id(m): m for m in map(_seen_by_forward, source.modules())}
+        self.modules = {id(m): m for m in map(source_of, source.modules())}
         self.code = Code(source)
         self._source = source
         self.attributes: dict[Key, object] = {}
@@ -74,6 +74,7 @@ class Reads:
         self.asks_for_offset = False
         self.asks_for_itself = False
         self._may_copy = False
+        self._set: set[Key] = set()
         self._set_first: set[Key] = set()
         self._set_by_torch: set[Key] = set()
 
@@ -88,12 +89,16 @@ class Reads:
     def of(self, other: nn.Module) -> Reads:
         """Returns the same reads of another model of the same structure, which has other modules."""
         pairs = zip(self._source.modules(), other.modules(), strict=True)
-        twins = {id(_seen_by_forward(a)): _seen_by_forward(b) for a, b in pairs}
+        twins = {id(source_of(a)): source_of(b) for a, b in pairs}
         moved = copy.copy(self)
         moved._source = other
         moved.modules = {id(twin): twin for twin in twins.values()}
         moved.attributes = {(id(twins[key]), name): v for (key, name), v in self.attributes.items()}
         return moved
+
+    def was_set(self, module: nn.Module, name: str) -> bool:
+        """Whether forward assigned an attribute: ``module.name = value``."""
+        return (id(module), name) in self._set
 
     def note_itself(self) -> None:
         """Records that the model's code asks for the dict of a module, or its hash (a table by modules)."""
@@ -106,6 +111,7 @@ class Reads:
         key = id(module), name
         if key[0] not in self.modules:
             return
+        self._set.add(key)
         if _is_set_by_torch(sys._getframe(2)):
             self._set_by_torch.add(key)
         if key not in self.attributes:
@@ -160,7 +166,7 @@ class Reads:
         return self._paths(self.attributes)
 
     def _paths(self, keys: Iterable[Key]) -> dict[Key, str]:
-        names = {id(_seen_by_forward(m)): name for name, m in self._source.named_modules()}
+        names = {id(source_of(m)): name for name, m in self._source.named_modules()}
         return {key: f"{names[key[0]]}.{key[1]}".lstrip(".") for key in keys}
 
     def code_places(self) -> list[Place]:
@@ -227,11 +233,6 @@ def _is_asked_by_model(frame: FrameType, function: Any = None) -> bool:
     while (frame.f_code.co_name in _BETWEEN or frame.f_code is own) and frame.f_back:
         frame = frame.f_back
     return not frame.f_code.co_filename.startswith((_TORCH, _OURS))
-
-
-def _seen_by_forward(module: nn.Module) -> nn.Module:
-    """Returns the source of a converted model, whose attributes forward reads."""
-    return module.source if isinstance(module, ModuleProxy) else module
 
 
 @contextlib.contextmanager

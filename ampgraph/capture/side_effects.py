@@ -1,4 +1,4 @@
-"""Side effects of forward: writes to container arguments, new attributes."""
+"""Side effects of forward: writes to container arguments, new attributes, replaced buffers and submodules."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from ..proxy.module_proxy import ModuleProxy
+from ..proxy.module_proxy import source_of
 from .containers import is_plain
 
 OF_EVERY_MODULE = frozenset(vars(nn.Module()))
@@ -60,7 +60,7 @@ def without_new_state(model: nn.Module) -> Iterator[None]:
 
     It removes all of them, because forward may set an attribute that says that its hooks exist.
     """
-    sources = [m.source if isinstance(m, ModuleProxy) else m for m in model.modules()]
+    sources = list(map(source_of, model.modules()))
     before = [(table, set(table)) for module in sources for table in _tables(module)]
     empty = [(module, {k: v for k, v in vars(module).items() if v is None}) for module in sources]
     try:

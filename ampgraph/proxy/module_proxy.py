@@ -128,3 +128,8 @@ class ModuleProxy(nn.Module):
             "TorchScript cannot hold a converted model; ampgraph.export(model, args) gives a program that "
             "torch.export.save writes to a file."
         )
+
+
+def source_of(module: nn.Module) -> nn.Module:
+    """Returns the wrapped module of a proxy, which holds the state; any other module itself."""
+    return module.source if isinstance(module, ModuleProxy) else module

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,17 +15,29 @@ from ..proxy.all_parameters import all_parameters
 
 
 def own_error(source: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Exception | None:
-    """Runs the source once and returns its error or None; restores buffers and random state.
+    """Runs the source once and returns its error or None; changes neither its state nor the random state.
 
     For a bad shape, for example, the error at the user's line says more than an error of the capture.
     """
     args, kwargs = tree_map_only(Tensor, _copied, (args, kwargs))
     try:
         with _unchanged(source):
-            source(*args, **kwargs)
+            _replica(source)(*args, **kwargs)
     except Exception as error:
         return error
     return None
+
+
+def _replica(source: nn.Module) -> nn.Module:
+    """Returns a copy with the same memory for parameters; the source itself if it cannot be copied."""
+    memo = {
+        id(p): nn.Parameter(p.detach(), p.requires_grad)
+        for p in source.parameters()
+        if type(p) is nn.Parameter
+    }
+    with contextlib.suppress(Exception):  # locks, streams, process groups, tensors with a grad_fn
+        return copy.deepcopy(source, memo)
+    return source
 
 
 def _copied(tensor: Tensor) -> Tensor:

@@ -1,0 +1,106 @@
+"""Buffers, parameters and submodules that forward replaces, which a graph cannot follow."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from operator import is_not
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..proxy.module_proxy import source_of
+
+_TABLES = ("_parameters", "_buffers", "_modules")  # a TorchScript module has others
+_SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+
+
+class Replaced:
+    """Collects what forward replaces in a model while it is captured.
+
+    ``torch.export`` copies a tensor that forward assigns to a buffer (``self.mean = new``) into that buffer,
+    which is right if shape, dtype and device are the buffer's. It loses other changes, or writes the copy to
+    another input of the graph: after ``register_buffer``, for a buffer that was None, for another size.
+
+    Attributes:
+        paths: What forward replaces, as paths from the model.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.paths: list[str] = []
+        self._model = model
+        self._sources = {path: source_of(module) for path, module in model.named_modules()}
+
+    @contextlib.contextmanager
+    def noted(self, is_set: Callable[[nn.Module, str], bool]) -> Iterator[None]:
+        """Watches forward; afterwards the model holds what it held before.
+
+        Args:
+            is_set: Whether forward assigned an attribute of a module, by the attribute's name.
+        """
+        calls: list[list[dict[str, Any]]] = []
+
+        def enter(*_: object) -> None:
+            calls.append(self._state())
+
+        def leave(*_: object) -> None:
+            for (path, module), old, new in zip(
+                self._sources.items(), calls.pop(), self._state(), strict=True
+            ):
+                names = {**old, **new}
+                self._add(path, [n for n in names if _is_lost(old.get(n), new.get(n), is_set(module, n))])
+
+        before = self._model.register_forward_pre_hook(enter, prepend=True)
+        after = self._model.register_forward_hook(leave)
+        held = [(table, table.copy()) for module in self._sources.values() for table in _tables(module)]
+        try:
+            yield
+        finally:
+            for table, content in held:
+                _restore(table, content)
+            before.remove()
+            after.remove()
+
+    def note_call(self, function: Any, args: tuple) -> None:
+        """Records ``tensor.data = new`` in forward, which tracing does not see."""
+        if function != _SET_DATA:
+            return
+        for (path, _), entries in zip(self._sources.items(), self._state(), strict=True):
+            self._add(path, [f"{name}.data" for name, value in entries.items() if value is args[0]])
+        if not self.paths:
+            self.paths.append("the data of a tensor")
+
+    def _add(self, path: str, names: list[str]) -> None:
+        paths = [f"{path}.{name}".lstrip(".") for name in names]
+        self.paths.extend(path for path in paths if path not in self.paths)
+
+    def _state(self) -> list[dict[str, Any]]:
+        tables = [[vars(m).get(name, {}) for name in _TABLES] for m in self._sources.values()]
+        return [{k: v for table in of_one for k, v in table.items()} for of_one in tables]
+
+
+def _is_lost(old: Any, new: Any, is_set: bool) -> bool:
+    """Whether a graph cannot follow the change of an entry; None stands for no entry."""
+    if old is new or (old is None and isinstance(new, nn.Module)):  # traced as a part of forward
+        return False
+    if not (is_set and isinstance(old, torch.Tensor) and isinstance(new, torch.Tensor)):
+        return True
+    # A comparison of symbolic sizes would narrow the graph to the example's.
+    is_static = all(type(size) is int for size in new.shape)
+    alike = is_static and (new.shape, new.dtype, new.device) == (old.shape, old.dtype, old.device)
+    return isinstance(old, nn.Parameter) or not alike
+
+
+def _tables(module: nn.Module) -> Iterator[Any]:
+    yield from (vars(module)[n] for n in (*_TABLES, "_non_persistent_buffers_set") if n in vars(module))
+
+
+def _restore(table: Any, content: Any) -> None:
+    """Puts the content of a dict or set back; does not touch one that is unchanged: other threads read it."""
+    is_same = list(table) == list(content) and not (
+        isinstance(table, dict) and any(map(is_not, table.values(), content.values()))
+    )
+    if not is_same:
+        table.clear()
+        table.update(content)
