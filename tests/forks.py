@@ -73,8 +73,9 @@ class Fork:
         return self._number(timeout)
 
     def kill(self) -> None:
-        """Ends it, and waits for that."""
-        os.kill(self.pid, signal.SIGKILL)
+        """Ends it unless it has ended by itself, and waits for that."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)
         self.wait()
 
     def _number(self, timeout: float | None) -> int:

@@ -30,7 +30,7 @@ X = torch.randn(8, 8, generator=torch.Generator().manual_seed(3))
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[Ranks]:
-    pool = Ranks(4)
+    pool = Ranks(4, imports=("transformers.models.llama.modeling_llama",))
     yield pool
     pool.stop()
 

@@ -29,20 +29,21 @@ allow_torchvision()  # the processes have no conftest
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
+LIBRARIES = "transformers.models.llama.modeling_llama", "transformers.trainer", "accelerate"
 INF = float("inf")
 FLOAT16 = Policy(dtype=torch.float16, loss_scale=DynamicLossScale(init_scale=1024.0, growth_interval=3))
 
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[Ranks]:
-    pool = Ranks()
+    pool = Ranks(imports=LIBRARIES)
     yield pool
     pool.stop()
 
 
 @pytest.fixture(scope="module")
 def one() -> Iterator[Ranks]:
-    pool = Ranks(1)
+    pool = Ranks(1, imports=LIBRARIES)
     yield pool
     pool.stop()
 
