@@ -1,6 +1,7 @@
 """One thread: the tests share small machines, and thread pools cost more than these sizes gain."""
 
 import gc
+import logging
 from collections.abc import Iterator
 
 import pytest
@@ -12,6 +13,9 @@ from .ranks import Ranks
 
 # Lightning imports torchvision, and xdist's controller, which reads the workers' warnings, Lightning.
 allow_torchvision()
+
+# Pytest adds handlers to loggers that do not propagate; with one, torch makes a record of every fake tensor.
+logging.getLogger("torch.__trace").propagate = True
 
 # Captures make many small objects: with Python's 700, collections took 8 % of the CPU time of the tests.
 gc.set_threshold(10_000, 20, 20)

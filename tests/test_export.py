@@ -177,8 +177,19 @@ def test_explicit_casts_change_no_value(name, level):
             assert not {FP16, FP32} <= found or len(tree_leaves(node.meta["val"])) > 1, node
 
 
+@pytest.fixture(scope="module")
+def one_registry():
+    """Torch fills the table of its ONNX functions at each export, in half a second; none here changes it."""
+    registry = pytest.importorskip("torch.onnx._internal.exporter._registration").ONNXRegistry
+    once = staticmethod(functools.cache(registry.from_torchlib))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(registry, "from_torchlib", once)
+        yield
+
+
 @EVERY_MODEL
 @LEVELS
+@pytest.mark.usefixtures("one_registry")
 def test_onnx(name, level, tmp_path):
     """Float16: onnxruntime's CPU kernels know no bfloat16."""
     runtime = pytest.importorskip("onnxruntime")

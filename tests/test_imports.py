@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,11 @@ print(json.dumps([frames, counters["stats"], counters["frames"], len(counters["g
 
 def run_python(code: str, cwd: Path | None = None, *options: str, **environment: str):
     """Runs Python in a fresh process; returns the JSON that it prints."""
+    return printed(code, cwd, *options, **environment)[-1]
+
+
+def printed(code: str, cwd: Path | None = None, *options: str, **environment: str) -> list:
+    """The JSON of each line that a fresh process prints."""
     known = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
     result = subprocess.run(
         [sys.executable, *options, "-c", code],
@@ -47,31 +53,48 @@ def run_python(code: str, cwd: Path | None = None, *options: str, **environment:
         timeout=300,
     )
     assert result.returncode == 0, result.stderr
-    return json.loads(result.stdout.splitlines()[-1])
+    return [json.loads(line) for line in result.stdout.splitlines()]
 
 
-def added_by(imports: str) -> list[str]:
+def after_torch(codes: Sequence[str]) -> list:
+    """Runs each code in a process that has imported torch alone; returns the JSON that each prints."""
+    fork = f"""
+import os, sys
+import torch
+for code in {list(codes)!r}:
+    if os.fork() == 0:
+        exec(code)
+        sys.stdout.flush()
+        os._exit(0)
+    assert os.wait()[1] == 0
+"""
+    found = printed(fork)
+    assert len(found) == len(codes)
+    return found
+
+
+IMPORTS = (
+    "import ampgraph; ampgraph.testing, ampgraph.drawing, ampgraph.convert, ampgraph.passes",
+    "import ampgraph.runtime.dynamo_backend",  # the entry point of torch.compile
+    "from ampgraph.cli.parser import parser; parser()",
+)
+
+
+@pytest.fixture(scope="module")
+def added() -> dict[str, list[str]]:
     """The modules of `HEAVY` that come on top of torch's own."""
     code = f"""
 import json, sys
-import torch
 before = set(sys.modules)
-{imports}
+{{}}
 print(json.dumps([n for n in {HEAVY} if n in sys.modules and n not in before]))
 """
-    return run_python(code)
+    return dict(zip(IMPORTS, after_torch([code.format(line) for line in IMPORTS]), strict=True))
 
 
-@pytest.mark.parametrize(
-    "imports",
-    [
-        "import ampgraph; ampgraph.testing, ampgraph.drawing, ampgraph.convert, ampgraph.passes",
-        "import ampgraph.runtime.dynamo_backend",  # the entry point of torch.compile
-        "from ampgraph.cli.parser import parser; parser()",
-    ],
-)
-def test_import_adds_nothing_heavy_to_torch(imports):
-    assert added_by(imports) == []
+@pytest.mark.parametrize("imports", IMPORTS)
+def test_import_adds_nothing_heavy_to_torch(added, imports):
+    assert added[imports] == []
 
 
 def test_pytest_plugin_imports_no_torch():
@@ -102,7 +125,7 @@ print(json.dumps(found))
 
 
 def test_compiled_optimizer_step_is_the_same_with_ampgraph_imported():
-    without, with_it = (run_python(STEP.format(imports=line)) for line in ("", "import ampgraph"))
+    without, with_it = after_torch([STEP.format(imports=line) for line in ("", "import ampgraph")])
     assert without[0]  # something was compiled
     assert with_it == without
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import itertools
 import logging
 import os
@@ -22,8 +23,10 @@ from .ranks import SIZE
 
 allow_torchvision()  # the processes of the last test have no conftest
 RANKS_IMPORT = ("lightning.pytorch", "ampgraph.integrations.lightning")
-pytest.importorskip("lightning")
-pytest.importorskip("pytorch_lightning")
+# Not imported by the collection: 5 s, and 600 classes of modules, which every capture pays for.
+pytestmark = pytest.mark.skipif(
+    not all(map(importlib.util.find_spec, ("lightning", "pytorch_lightning"))), reason="needs lightning"
+)
 
 FLOAT16 = Policy(dtype=torch.float16, loss_scale=DynamicLossScale(init_scale=1024.0, growth_interval=3))
 
