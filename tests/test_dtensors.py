@@ -12,11 +12,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
     SequenceParallel,
+    loss_parallel,
     parallelize_module,
 )
 
@@ -107,6 +108,70 @@ def test_arguments_that_are_dtensors(capture) -> None:
     amp = ampgraph.convert(nn.ReLU(), capture=capture, policy=FLOAT16)
     with pytest.raises(ampgraph.CaptureError, match="DTensor"):
         amp(x)
+
+
+@pytest.mark.parametrize("capture", ["ahead of time", "just in time"])
+def test_a_graph_of_plain_tensors_takes_no_dtensors(capture) -> None:
+    x = distribute_tensor(X, init_device_mesh("cpu", (1,)), [Replicate()])
+    model = nn.Sequential(nn.ReLU(), nn.GELU())
+    ampgraph.convert_blocks(model, "1", policy=FLOAT16, capture=capture)
+    assert torch.equal(model(X), nn.functional.gelu(X.relu()))
+    with pytest.raises(ampgraph.CaptureError, match="DTensor"):
+        model(x)
+
+
+@pytest.mark.parametrize("capture", ["ahead of time", "just in time"])
+def test_all_parameters_and_arguments_become_dtensors(capture) -> None:
+    model, mesh = Feed(), init_device_mesh("cpu", (1,))
+    amp = ampgraph.convert(model, (X,) if capture == "ahead of time" else None, policy=FLOAT16)
+    amp(X)
+    distribute_module(model, mesh)
+    with pytest.raises(ampgraph.CaptureError, match="DTensor"):
+        amp(distribute_tensor(X, mesh, [Replicate()]))
+
+
+@pytest.mark.parametrize("kind", PLANS)
+@pytest.mark.parametrize("args", [None, (X,)])
+def test_a_converted_model_is_parallelized(kind, args) -> None:
+    amp = ampgraph.convert(nn.Sequential(nn.Linear(8, 8), Feed()), args, policy=FLOAT16)
+    amp(X)
+    parallelize_module(amp.source[1], init_device_mesh("cpu", (1,)), PLANS[kind])
+    with pytest.raises(ampgraph.CaptureError, match="DTensor"):
+        amp(X)
+
+
+def test_blocks_that_are_sharded_and_parallelized_later() -> None:
+    """The message names both, because shards of plain parameters are right here."""
+    model = nn.Sequential(nn.Linear(8, 8), Feed())
+    ampgraph.convert_blocks(model, "1", policy=FLOAT16)
+    mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("data", "model"))
+    parallelize_module(model[1], mesh["model"], PLANS["tensor"])
+    fully_shard(model[1], mesh=mesh["data"])
+    with pytest.raises(ampgraph.CaptureError, match="parallelize_module has split"):
+        model(X)
+
+
+@pytest.mark.parametrize("which", ["net.0", "", "net"])
+def test_loss_parallel(which) -> None:
+    """Blocks without DTensors run; a block whose forward meets one is refused."""
+
+    class Loss(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = parallel("loss")
+
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            return nn.functional.cross_entropy(self.net(x).flatten(0, 1), y)
+
+    model, y = Loss(), torch.randint(0, 8, (8,))
+    blocks = ampgraph.convert_blocks(model, which, policy=FLOAT16)
+    with loss_parallel():
+        if which == "net.0":
+            model(X, y).backward()
+            assert blocks[which].plan.casts
+            return
+        with pytest.raises(ampgraph.CaptureError, match="DTensor"):
+            model(X, y)
 
 
 def test_export_and_the_backend() -> None:

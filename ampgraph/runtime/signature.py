@@ -9,6 +9,8 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
+from ..training.distributed import is_spread
+
 
 class Signature(NamedTuple):
     """A call's arguments without their values.
@@ -32,11 +34,14 @@ def signature_of(args: tuple, kwargs: dict[str, Any]) -> Signature:
     if not kwargs and all(isinstance(leaf, torch.Tensor) for leaf in leaves) and len(leaves) == len(args):
         spec = None  # type: ignore[assignment]  # the same kind as the fast path's
     kinds: list[Hashable] = [] if spec is None else [spec]
-    kinds += [
-        (leaf.dtype, leaf.device, leaf.dim()) if isinstance(leaf, torch.Tensor) else _constant(leaf)
-        for leaf in leaves
-    ]
+    kinds += [_kind(leaf) if isinstance(leaf, torch.Tensor) else _constant(leaf) for leaf in leaves]
     return Signature(tuple(kinds), tuple(tuple(x.shape) for x in leaves if isinstance(x, torch.Tensor)))
+
+
+def _kind(tensor: torch.Tensor) -> Hashable:
+    """Returns the kind of a tensor; no graph of plain tensors fits a DTensor."""
+    kind = tensor.dtype, tensor.device, tensor.dim()
+    return (*kind, "DTensor") if is_spread(tensor) else kind
 
 
 _CONSTANTS = (type(None), bool, int, str)

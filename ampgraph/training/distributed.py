@@ -91,7 +91,8 @@ def _described(tensor: Any) -> str:
 _SHARDED = (
     "its parameters are DTensors that fully_shard has made, and a graph of the whole model does not call the "
     "modules that gather them. Convert the modules that fully_shard wraps: "
-    "ampgraph.convert_blocks(model, 'layers.*')."
+    "ampgraph.convert_blocks(model, 'layers.*'). Parameters that parallelize_module has split, too, stay "
+    "DTensors when they are gathered; ampgraph decides no dtypes for them."
 )
 _PARALLEL = (
     "ampgraph decides no dtypes for DTensors, the tensors of tensor, sequence and loss parallelism "
