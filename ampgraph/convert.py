@@ -62,7 +62,7 @@ def convert(
 
     Args:
         model: An ``nn.Module``, an ``fx.GraphModule`` or an ``ExportedProgram``. It does not change.
-        args: Example positional arguments for the capture: a tuple, or a single argument that is no list.
+        args: Example positional arguments for the capture: a tuple, or a single argument that is not a list.
             Without them the model is captured at its first call.
         kwargs: Example keyword arguments.
         policy: A `Policy`, the name of a level (``"O2"``) or of a peer (``"torch"``), the path of a policy
@@ -83,7 +83,7 @@ def convert(
         An `AmpModule`, or an ExportedProgram for an ExportedProgram.
 
     Raises:
-        PolicyError: The policy, its rules or another option make no sense for this model.
+        PolicyError: The policy, its rules or another option is not legal for this model.
         CaptureError: The model cannot be captured; the message names the source line.
 
     Example:

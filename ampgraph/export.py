@@ -64,11 +64,14 @@ def export(
     program = capture_program(model, args, kwargs, dynamic_shapes, reads)
     if set_by_forward := reads.set_by_forward():
         warn_user(
-            f"{type(model).__name__}: forward sets {', '.join(set_by_forward)}. An exported program sets "
-            "nothing, and keeps what forward read there: return such values."
+            f"{type(model).__name__}: forward sets {', '.join(set_by_forward)}. An exported program sets no "
+            "attributes and keeps the values from the capture: return such values."
         )
     if lost := program.graph_module.meta[LOST_KEY]:
-        warn_user(f"{type(model).__name__}: the program has the forward alone, without {', '.join(lost)}.")
+        warn_user(
+            f"{type(model).__name__}: the exported program contains only the forward, without "
+            f"{', '.join(lost)}."
+        )
     stores_low = chosen.level == "O3" and not model.training
     return convert_program(program, chosen, explicit_casts, stores_low)
 
@@ -77,7 +80,7 @@ def _source_of(amp: AmpModule) -> nn.Module:
     if amp.stored_low:
         raise PolicyError(
             f"level O3 has stored {len(amp.stored_low)} parameters of {type(amp.source).__name__} in "
-            f"{amp.policy.dtype}; export the float32 model before it is converted."
+            f"{amp.policy.dtype}; export the float32 model before you convert it."
         )
     return amp.source
 

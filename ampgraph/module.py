@@ -265,8 +265,8 @@ class AmpModule(Converted):
         why = self.options.named(str(error).splitlines()[0])
         self._graphs.watch.is_told = True
         warn_user(
-            f"{why}; it is captured just in time instead, when it is called. "
-            "ampgraph.explain(amp).coverage then tells what that leaves out."
+            f"{why}; it is captured just in time instead, at its first call. ampgraph.explain(amp).coverage "
+            "then lists the parts that are not captured."
         )
 
     def _own_error(self, args: tuple, kwargs: dict[str, Any]) -> Exception | None:
@@ -333,8 +333,8 @@ class AmpModule(Converted):
         self.__dict__["_told"] = True
         name = self.options.named(type(self.source).__name__)
         warn_user(
-            f"{name} ran in its own dtypes: torch.compile captured no graph of it. "
-            'ampgraph.convert(..., capture="ahead of time") says why it cannot be captured whole.'
+            f"{name} ran unconverted, in the source's dtypes: torch.compile captured no graph of it. "
+            'ampgraph.convert(..., capture="ahead of time") shows the reason.'
         )
 
     def _warn_about_rules(self) -> None:

@@ -39,7 +39,7 @@ def cast_map(amp: AmpModule | GraphModule) -> str:
     work. Bodies of ``torch.cond`` and similar ops follow the main graph, as ``true_graph_0/linear: ...``.
 
     Args:
-        amp: What `ampgraph.convert` returned, or its graph module.
+        amp: The converted model, or its graph module.
 
     Example:
         >>> print(cast_map(amp))
@@ -54,7 +54,7 @@ def assert_dtype(amp: AmpModule | GraphModule, pattern: str, dtype: torch.dtype 
     """Asserts that every op which matches computes in ``dtype``.
 
     Args:
-        amp: What `ampgraph.convert` returned, or its graph module.
+        amp: The converted model, or its graph module.
         pattern: A glob over module paths and graph node names; with the prefix ``node:``, as in
             ``Policy(rules=...)``, only over node names. A module's path matches all nodes inside it.
         dtype: The dtype, or its name, expected of each matching op with a floating result.
@@ -96,7 +96,7 @@ def assert_casts(
     """Asserts how many casts ampgraph inserted.
 
     Args:
-        amp: What `ampgraph.convert` returned, or its graph module.
+        amp: The converted model, or its graph module.
         exactly: The number expected.
         at_most: The largest number allowed.
         activations_only: Do not count casts of parameters, buffers and constants.
@@ -130,7 +130,7 @@ def assert_no_casts_between(amp: AmpModule | GraphModule, first: str, second: st
     Casts wholly inside one of the parts and casts of parameters do not count.
 
     Args:
-        amp: What `ampgraph.convert` returned, or its graph module.
+        amp: The converted model, or its graph module.
         first: Start of the paths: a glob over node names and module paths, as for `assert_dtype`.
         second: End of the paths, also a glob.
 

@@ -27,39 +27,40 @@ def tune(
     calibration: Calibration | None = None,
     progress: bool | None = None,
 ) -> Policy:
-    """Finds by measurement what has to stay float32, so that an error budget is met at little traffic.
+    """Finds the nodes that have to stay float32 to meet an error budget with little traffic.
 
-    The model runs at most eight times over the batches, and some eight backwards show how much rounding each
-    tensor changes the result. Nodes to keep float32 are chosen by a minimum cut that prices traffic and this
-    error together. The priced error is an estimate, so each choice is verified by running it. Of the verified
-    choices the one with the least traffic is returned; it may not be the best of all. The model stays as it
-    was: weights, buffers, gradients, training mode and random numbers. It runs eagerly, in its current
-    training mode.
+    The model runs at most eight times over the batches, eagerly and in its current training mode. About eight
+    backwards estimate how much rounding each tensor changes the result. A minimum cut over traffic and this
+    estimate selects the nodes to keep in float32. Each selection is verified by a run. `tune` returns the
+    verified policy with the least traffic, which may not be the global optimum. Weights, buffers, gradients,
+    training mode and random state are restored.
 
     Args:
         model: The model, not yet converted.
-        batches: Tuples of positional arguments, dicts of keyword arguments, or tensors, the only argument.
-            They are kept, with the model's float32 results, while tuning.
-        budget: The error that is allowed, at least 0.
+        batches: An iterable. A batch is a tuple of positional arguments, a dict of keyword arguments, or a
+            tensor (a single argument). The batches and the model's float32 results stay in memory during the
+            search.
+        budget: The largest allowed error, 0 or more.
         dtype: The low dtype or its name; default: as in `ampgraph.convert`.
-        metric: What the error is. ``"output"`` (None): the 2-norm of the difference from float32 over that of
-            the float32 values, of the output and batch where it is largest. ``"loss"``: the largest
-            difference of the loss that the model returns. A function of two lists, what the converted model
-            and what the float32 model returned for each batch: the number that it returns.
+        metric: The definition of the error. ``"output"`` (the default): the 2-norm of the difference from
+            float32, divided by the 2-norm of the float32 values, the maximum over outputs and batches.
+            ``"loss"``: the largest difference of the loss that the model returns. A function: its return
+            value; its arguments are two lists with one result per batch, of the converted model and of
+            float32.
         level: The level, or a whole policy, to start from. Its rules and guards are kept.
         calibration: Ranges over more batches. Tensors that leave the low range there stay float32.
-        progress: Whether to show a progress bar. Default: where standard error is a terminal.
+        progress: Whether to show a progress bar. Default: only if standard error is a terminal.
 
     Returns:
-        An ordinary policy with rules for nodes by name. It has no more rules than the given one if that meets
-        the budget already. Converting the same model with it, with or without `Policy.to_json` in between,
-        gives what was measured, bit for bit.
+        A policy with rules for nodes by name; without new rules if the level already meets the budget. A
+        model that is converted with this policy, or with a copy that went through JSON, reproduces the
+        measured results bit for bit.
 
     Raises:
         PolicyError: The dtype or the level (O1 and O2 are legal) is not legal.
         CaptureError: The model cannot be captured.
-        AmpGraphError: The budget, the metric or a batch is not legal, there is no batch, or not even float32
-            everywhere meets the budget.
+        AmpGraphError: The budget, the metric or a batch is not legal, ``batches`` is empty, or float32
+            everywhere does not meet the budget.
 
     Example:
         >>> policy = ampgraph.tune(model, [(x,)], dtype=torch.float16, budget=1e-3)
@@ -78,7 +79,7 @@ def tuned(
     calibration: Calibration | None = None,
     progress: bool | None = None,
 ) -> Tuned:
-    """Does what `tune` does, and tells what it measured."""
+    """Does the same as `tune`, and returns the measured figures with the policy."""
     limit, error = checked_budget(budget), ResultError(metric)
     policy = Policy.of(level, dtype)
     check_level(policy)
@@ -88,7 +89,7 @@ def tuned(
         )
     arguments = [arguments_of(batch, number, "tune") for number, batch in enumerate(_listed(batches), 1)]
     if not arguments:
-        raise AmpGraphError("tune: there is no batch.")
+        raise AmpGraphError("tune: batches is empty; expected at least one batch.")
     args, kwargs = arguments[0]
     amp = convert(model, args, kwargs, policy=policy, backend="eager")
     return Tuner(amp, arguments, limit, error, calibration).run(progress)
@@ -103,7 +104,7 @@ def check_level(policy: Policy) -> None:
     if policy.level not in ("O1", "O2"):
         raise PolicyError(
             f"tune: level={policy.level!r}; legal: 'O1', 'O2', or a Policy of these. O0 changes nothing, and "
-            "O3 stores the model's parameters low, so float32 is no more to be measured."
+            "O3 stores the model's parameters low, so there is no float32 model to compare with."
         )
 
 

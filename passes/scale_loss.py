@@ -58,7 +58,7 @@ class ScaleLoss(Pass):
         return True
 
     def _is_added(self, placeholder: Node) -> bool:
-        """Whether a placeholder is no input of the model: the loss scale, or the low copy of a weight."""
+        """Whether a placeholder is the loss scale or the low copy of a weight, not an input."""
         return placeholder.name in self.state or is_boundary(placeholder)
 
     def _state_nodes(self, graph: Graph) -> list[Node]:

@@ -38,5 +38,5 @@ class LastCapture:
             program._graph_module = copy.deepcopy(program.graph_module)
             return program
 
-        with mock.patch("ampgraph.runtime.graph_cache.capture_program", capture):
+        with mock.patch("ampgraph.runtime.export_call.capture_program", capture):
             yield

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import ampgraph
+from ampgraph.origin import module_stack
 from ampgraph.training.gradient_boundary import non_finite
 
 aten = torch.ops.aten
@@ -32,6 +33,13 @@ def trained(args, backend="aot_eager", **options):
 def roles(graph_module):
     marks = [node.meta.get("ampgraph", {}).get("boundary") for node in graph_module.graph.nodes]
     return [role for role, _ in itertools.groupby(marks)]
+
+
+@CAPTURES
+def test_nodes_lie_in_modules_of_the_model_only(args):
+    amp = trained(args)
+    for graph_module in (amp.forward_graph, amp.backward_graph):
+        assert {path for n in graph_module.graph.nodes for path in module_stack(n)} <= {"first", "second"}
 
 
 @CAPTURES

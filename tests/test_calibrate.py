@@ -161,7 +161,7 @@ def test_evidence_of_other_batch_sizes_is_one_graph() -> None:
 def test_stale_evidence_is_refused(batches, change) -> None:
     found = ampgraph.calibrate(convert(Net().train(), batches[0][0]), batches)
     amp = convert(change(), batches[0][0])
-    with pytest.raises(AmpGraphError, match="calibration of Net is stale"):
+    with pytest.raises(AmpGraphError, match="calibration of Net has no statistics of this graph"):
         found.of(without_casts(amp.graph_module, amp.plan))
 
 
@@ -199,7 +199,7 @@ def test_text_lists_what_does_not_fit_first(batches) -> None:
 
 @pytest.mark.parametrize(
     ("batches", "message"),
-    [([], "no batch"), ([[torch.ones(2, 8)]], "batch 1 is a list"), ([3], "batch 1 is a int")],
+    [([], "batches is empty"), ([[torch.ones(2, 8)]], "batch 1 is a list"), ([3], "batch 1 is a int")],
 )
 def test_wrong_batches_are_refused(batches, message: str) -> None:
     with pytest.raises(AmpGraphError, match=message):

@@ -351,4 +351,4 @@ def test_warnings_name_the_block(capture, recwarn):
     assert messages(recwarn, "ampgraph: a: the model returns a float16 tensor")
     if capture == "just in time":
         model["b"](X)
-        assert messages(recwarn, "b: Opaque ran in its own dtypes")
+        assert messages(recwarn, "b: Opaque ran unconverted")

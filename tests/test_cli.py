@@ -121,13 +121,13 @@ def test_output_file_and_casts_only(tmp_path: Path, capsys: pytest.CaptureFixtur
         (["no_such_package:x"], "no module 'no_such_package'"),
         ([OURS + "tinny"], "Did you mean 'tiny'"),
         ([OURS + "tiny"], "needs an example input"),
-        ([OURS + "number", "--input", "2"], "gave a int; expected a model"),
+        ([OURS + "number", "--input", "2"], "returned a int; expected a model"),
         ([OURS + "tiny", "--input", "3,4"], "expected [NAME=]SHAPE[:DTYPE]"),
         ([OURS + "tiny", "--input", "3x4:flaot32"], "Did you mean 'float32'"),
         ([OURS + "tiny", "--black", "aten.geluu"], "Did you mean 'aten.gelu'"),
         ([OURS + "tiny", "--rules", "0=fp16"], "expected GLOB=low or GLOB=fp32"),
         ([OURS + "tiny", "--white", "aten.gelu", "--black", "aten.gelu"], "both as --white and as --black"),
-        ([OURS + "tiny", "--input", "99999999999x99999999999"], "such a tensor cannot be made"),
+        ([OURS + "tiny", "--input", "99999999999x99999999999"], "this tensor cannot be created"),
         ([OURS + "tiny", "--level", "O7"], "invalid choice"),
         ([OURS + "with_inputs", "-o", "no/such/folder/x"], "No such file"),
         ([], "required"),
@@ -228,8 +228,8 @@ def test_a_peers_policy_is_its_lists_under_the_autocast_rule(capsys: pytest.Capt
         (["--policy", "troch"], "Did you mean 'torch'"),
         (["--policy", "none.json"], "none.json: No such file"),
         (["--policy", "bad.json"], "bad.json: policy: key 'levle' is not known"),
-        (["--policy", "text.json"], "text.json: policy: no JSON"),
-        (["--diff", "text.json"], "text.json: no JSON"),
+        (["--policy", "text.json"], "text.json: policy: not valid JSON"),
+        (["--diff", "text.json"], "text.json: not valid JSON"),
         (["--diff", "old.json"], "old.json: not a report that this version"),
         (["--diff", "padle"], "Did you mean 'paddle'"),
         (["--json", "--markdown"], "not allowed with"),
@@ -313,9 +313,9 @@ def test_top_and_all_layers(capsys: pytest.CaptureFixture[str]) -> None:
     [
         (["--top", "0"], "'0': expected a number of rows, 1 or more"),
         (["--top", "many"], "'many': expected a number of rows"),
-        (["--top", "3", "--json"], "--top chooses rows of the report; --json is always complete."),
-        (["--all-layers", "--why", "gelu"], "--all-layers chooses rows of the report; --why"),
-        (["--top", "3", "--diff", "O2"], "--diff is always complete"),
+        (["--top", "3", "--json"], "--top selects rows of the text report; --json always writes all rows."),
+        (["--all-layers", "--why", "gelu"], "--all-layers selects rows of the text report; --why"),
+        (["--top", "3", "--diff", "O2"], "--diff always writes all rows"),
     ],
 )
 def test_wrong_rows(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -446,9 +446,9 @@ def test_compare_writes_json(tmp_path: Path) -> None:
     ("argv", "message"),
     [
         (["--by", "owm"], "Did you mean 'own'"),
-        (["--draw", "x.xyz"], "'.xyz' is no format"),
+        (["--draw", "x.xyz"], "'.xyz' is not a known format"),
         (["--histogram", "x.png"], "ends in .svg or .txt"),
-        (["--json", "--top", "3"], "json is always complete"),
+        (["--json", "--top", "3"], "json always writes all rows"),
     ],
 )
 def test_compare_refuses_wrong_options(

@@ -357,10 +357,10 @@ def test_text_names_the_worst() -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda c: c.worst(by="owm"), "by='owm' is no column; legal: .* Did you mean 'own'"),
+        (lambda c: c.worst(by="owm"), "by='owm' is not a column; legal: .* Did you mean 'own'"),
         (lambda c: c.worst(direction="back"), "direction='back'"),
         (lambda c: c.worst(-1), "n=-1"),
-        (lambda c: c["nul"], "no forward row of graph 1 is of 'nul'"),
+        (lambda c: c["nul"], "graph 1 has no forward row of 'nul'"),
         (lambda c: c.values("speed"), "by='speed'"),
         (lambda c: c.histogram("x.png"), "ends in .svg or .txt"),
     ],

@@ -90,7 +90,7 @@ class Skipped(Two):
 
 
 def told(recwarn):
-    return [str(w.message) for w in recwarn if "is in parts" in str(w.message)]
+    return [str(w.message) for w in recwarn if "is captured in parts" in str(w.message)]
 
 
 def converted(model, *args):
@@ -143,7 +143,7 @@ def test_breaks_that_leave_no_op_out_are_explained_and_not_warned_about(build, r
 def test_what_a_break_leaves_out_is_warned_about_once(build, args, recwarn):
     amp = converted(build(), *args)
     (message,) = told(recwarn)
-    assert message.startswith(f"{build.__name__} is in parts: captured: ")
+    assert message.startswith(f"{build.__name__} is captured in parts: captured: ")
     assert "test_coverage.py:" in message
     amp(*(a[:2] for a in args))
     amp.eval()(*args)
@@ -169,7 +169,7 @@ def test_a_block_is_named(recwarn):
     model = nn.ModuleDict({"inner": Disabled()})
     blocks = ampgraph.convert_blocks(model, "inner", dtype=BF16, capture="just in time")
     model["inner"](X)
-    assert told(recwarn)[0].startswith("inner: Disabled is in parts: ")
+    assert told(recwarn)[0].startswith("inner: Disabled is captured in parts: ")
     assert blocks["inner"].coverage.graphs == 2
 
 

@@ -252,7 +252,9 @@ def test_a_path_needs_a_suffix(amp: ampgraph.AmpModule, tmp_path: Path) -> None:
 
 
 def test_unknown_format(amp: ampgraph.AmpModule, tmp_path: Path) -> None:
-    with pytest.raises(AmpGraphError, match=r"'\.svgg' is no format; common are \.svg, .* mean '\.svg'"):
+    with pytest.raises(
+        AmpGraphError, match=r"'\.svgg' is not a known format; common are \.svg, .* mean '\.svg'"
+    ):
         ampgraph.draw(amp, tmp_path / "model.svgg")
     assert not list(tmp_path.iterdir())
 

@@ -82,6 +82,30 @@ def test_few_files_at_the_top() -> None:
     assert len(list((ROOT / "ampgraph").glob("*.py"))) <= 13
 
 
+def test_the_documentation_lists_every_room() -> None:
+    """The tree in docs/architecture.md has a line for each folder and each file at the top, no other."""
+    page = (ROOT / "docs/architecture.md").read_text()
+    block = page[page.index("\npasses/ ") : page.index("\n```", page.index("\npasses/ "))]
+    listed, parents = [], [""]
+    for line in block.strip().splitlines():
+        name = line.split()[0]
+        depth = 0 if not line.startswith(" ") else 1
+        parents[depth:] = [name] if depth == 0 else []
+        listed.append(name if depth == 0 else parents[0] + name)
+    folders = {
+        f"{path.parent.relative_to(ROOT)}/"
+        for top in ("ampgraph", "passes")
+        for path in (ROOT / top).rglob("*.py")
+    }
+    files = {f"ampgraph/{path.name}" for path in (ROOT / "ampgraph").glob("[!_]*.py")}
+    assert sorted(listed) == sorted(folders | files)
+
+
+def test_the_picture_shows_every_room() -> None:
+    shown = set(re.findall(r"<title>(\w+)</title>", (ROOT / "docs/rooms.svg").read_text()))
+    assert set(FLOOR_OF) - {"ampgraph"} <= shown, "run python tools/import_graph.py --draw docs/rooms.svg"
+
+
 def test_the_tool_finds_a_circle(tool: ModuleType, tmp_path: Path) -> None:
     """A check that cannot fail would be none."""
     for folder in ("ampgraph", "passes"):

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import ampgraph
-import ampgraph.runtime.graph_cache as graph_cache
+import ampgraph.runtime.export_call as export_call
 from ampgraph import DynamicLossScale, Policy
 
 from .helpers import close
@@ -91,13 +91,13 @@ class Other(Block):
 def captures(monkeypatch) -> list[nn.Module]:
     """The models that were captured."""
     seen: list[nn.Module] = []
-    capture = graph_cache.capture_program
+    capture = export_call.capture_program
 
     def spy(model, *args, **kwargs):
         seen.append(model)
         return capture(model, *args, **kwargs)
 
-    monkeypatch.setattr(graph_cache, "capture_program", spy)
+    monkeypatch.setattr(export_call, "capture_program", spy)
     TABLE.clear()
     SETTINGS.gain = 1.0
     return seen

@@ -1,4 +1,4 @@
-"""Long reports: repeated layers are shown once, and the dearest rows come first."""
+"""Long reports: repeated layers are shown once, and the rows with the most cast bytes come first."""
 
 from __future__ import annotations
 
@@ -97,20 +97,20 @@ def test_large_graphs_are_short_by_default(explanation: Explanation, monkeypatch
 
 
 @pytest.mark.parametrize("all_layers", [True, False])
-def test_the_dearest_come_first(explanation: Explanation, all_layers: bool) -> None:
+def test_the_largest_come_first(explanation: Explanation, all_layers: bool) -> None:
     text = explanation.table(top=2, all_layers=all_layers)
     total: dict[str, int] = {}
     for cast in explanation.casts:
         known = cast.tensor if all_layers else cast.tensor.replace("h.2.", "h.1.")
         total[known] = total.get(known, 0) + cast.bytes
-    dearest = sorted(total, key=lambda tensor: -total[tensor])[:2]
-    assert dearest[0] == "head.weight"
+    largest = sorted(total, key=lambda tensor: -total[tensor])[:2]
+    assert largest[0] == "head.weight"
     rows = lines(text, "tensor")
-    assert [row.split()[0] for row in rows[:2]] == dearest
+    assert [row.split()[0] for row in rows[:2]] == largest
     assert re.fullmatch(r"\(the 2 of \d+ that move the most bytes\)", rows[-1])
     nodes = lines(text, "node")
     assert "head" in nodes[0].split()
-    assert any(re.fullmatch(r"\(the 2 of \d+ that read the dearest casts\)", row) for row in nodes)
+    assert any(re.fullmatch(r"\(the 2 of \d+ that read the most cast bytes\)", row) for row in nodes)
     assert any("with the most bytes of casts" in row for row in lines(text, "module"))
     assert any("that are called most often" in row for row in lines(text, "operator"))
 

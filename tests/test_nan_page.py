@@ -37,7 +37,7 @@ def test_five_commands(folder, capsys):
     assert "mul_1" in outputs[0]
     assert "energy.py" in outputs[0]
     assert "'node:mul_1': 'fp32'" in outputs[1]
-    assert Policy.from_json((folder / "cured.json").read_text()).rules["node:mul_1"] == "fp32"
+    assert Policy.from_json((folder / "fixed.json").read_text()).rules["node:mul_1"] == "fp32"
     assert "everything is finite" in outputs[2]
     assert "nothing to fix" in outputs[3] or "everything is finite" in outputs[3]
     assert "mul_1" in outputs[4]

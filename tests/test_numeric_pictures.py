@@ -47,7 +47,7 @@ def test_diagram_has_the_column_and_its_colours(compared, tmp_path: Path, by: st
     text = found.draw(amp, tmp_path / "x.dot", by=by).read_text()
     values = found.values(by)
     scale = ColourScale.of(values, values)
-    assert "dearest" not in text
+    assert "largest casts" not in text
     for name, value in values.items():
         (line,) = re.findall(rf'^ *"{name}" \[(.*)\];$', text, re.MULTILINE)
         assert f"\\n{value:.1e}" in line, name

@@ -248,5 +248,5 @@ def test_an_optimizer_that_writes_what_it_lists_cannot_be_taken_back() -> None:
     optimizer = Writes(amp.parameters(), {})
     amp.scaler.attach(optimizer)
     optimizer.step(lambda: loss_of(amp).backward())
-    with pytest.raises(RuntimeError, match="Writes wrote in place what it keeps in a list"):
+    with pytest.raises(RuntimeError, match="Writes changed tensors in a list of its state in place"):
         optimizer.step(lambda: loss_of(amp, X * INF).backward())

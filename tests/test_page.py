@@ -17,7 +17,7 @@ from torch import nn
 import ampgraph
 from ampgraph.drawing import styles
 from ampgraph.drawing.annotated import annotated
-from ampgraph.drawing.dearest import dearest_casts
+from ampgraph.drawing.largest_casts import largest_casts
 from ampgraph.drawing.page import page
 from ampgraph.drawing.picture import picture
 
@@ -346,10 +346,10 @@ def test_readers_of_one_tensor_share_a_line(browser: Any, tmp_path: Path) -> Non
 
 
 @needs_browser
-def test_the_dearest_casts_are_listed_and_lead_there(browser: Any, tmp_path: Path) -> None:
+def test_the_largest_casts_are_listed_and_lead_there(browser: Any, tmp_path: Path) -> None:
     amp = masked()
     browser.open(ampgraph.draw(amp, tmp_path / "model.html", depth=1))
-    listed = dearest_casts(picture(annotated(amp)))
+    listed = largest_casts(picture(annotated(amp)))
     rows = "[...document.querySelectorAll('#casts button')].map((row) => row.lastChild.textContent)"
     assert browser.evaluate(rows) == [dear.words for dear in listed]
     row = next(i for i, dear in enumerate(listed) if len(dear.casts) > 1)

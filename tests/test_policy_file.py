@@ -80,9 +80,9 @@ def test_what_is_left_out_has_its_default() -> None:
         ('{"loss_scale": 1024}', "loss_scale must be an object"),
         ('{"keep_io_dtypes": "yes"}', "keep_io_dtypes='yes'"),
         ('{"weight_copies": "auto"}', "weight_copies='auto'"),
-        ('{"level": "O1", "level": "O2"}', "key 'level' is there twice"),
+        ('{"level": "O1", "level": "O2"}', "key 'level' occurs twice"),
         ("[]", r"policy must be an object with keys, got \[\]"),
-        ("level: O1", "no JSON"),
+        ("level: O1", "not valid JSON"),
     ],
 )
 def test_what_is_wrong_is_named(text: str, message: str) -> None:

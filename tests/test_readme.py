@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import re
 import sys
 from pathlib import Path
@@ -75,6 +76,15 @@ def test_demo_section_has_both_accuracies() -> None:
 def test_links_lead_somewhere(page: Path) -> None:
     for target in LINK.findall(page.read_text()):
         assert (page.parent / target).exists(), target
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_every_row_of_a_table_is_one_line(page: Path) -> None:
+    lines = page.read_text().splitlines()
+    for line, after in itertools.pairwise(lines):
+        if line.startswith("|"):
+            assert line.endswith("|"), line
+            assert after.startswith("|") or not after, after
 
 
 @pytest.mark.parametrize("page", sorted((ROOT / "docs" / "results").glob("*.md")), ids=lambda p: p.name)

@@ -286,7 +286,7 @@ class KeepsInAnObject(nn.Module):
 
 def test_an_object_that_forward_sets_keeps_no_value_of_a_capture():
     model = KeepsInAnObject()
-    with pytest.warns(UserWarning, match=r"forward sets state\.last.*state\.new.*sets nothing"):
+    with pytest.warns(UserWarning, match=r"forward sets state\.last.*state\.new.*sets no attributes"):
         amp = ampgraph.convert(model, (X,), **LOW, dynamic_shapes=({0: torch.export.Dim("n")},))
     assert (model.state.calls, model.state.last, model.state.size) == (0, None, 0)
     assert not hasattr(model.state, "new")

@@ -261,7 +261,7 @@ def test_auto(net: Net, x: Tensor) -> None:
         ({"budget": "small"}, "budget='small'"),
         ({"budget": -1}, "budget=-1"),
         ({"budget": True}, "budget=True"),
-        ({"batches": []}, "there is no batch"),
+        ({"batches": []}, "batches is empty"),
         ({"batches": torch.ones(2, 16)}, "batches is a Tensor"),
         ({"batches": [3]}, "batch 1 is a int"),
         ({"dtype": "float61"}, "Did you mean 'float16'"),

@@ -48,14 +48,14 @@ class Layers(nn.Module):
 def measured(count: int, way: str) -> dict[str, float]:
     """Returns one row; to be called once in a process."""
     import ampgraph
-    import ampgraph.runtime.graph_cache as graph_cache
+    import ampgraph.runtime.export_call as export_call
     from ampgraph.cli.torchvision_shim import allow_torchvision
 
     allow_torchvision()
     model, x = Layers(count), torch.randn(2, 8, WIDTH, requires_grad=True)
     captured, compiled = [], []
 
-    def capture(*args, _capture=graph_cache.capture_program, **kwargs):
+    def capture(*args, _capture=export_call.capture_program, **kwargs):
         captured.append(1)
         return _capture(*args, **kwargs)
 
@@ -63,7 +63,7 @@ def measured(count: int, way: str) -> dict[str, float]:
         compiled.append(1)
         return torch._dynamo.lookup_backend("aot_eager")(graph_module, inputs)
 
-    graph_cache.capture_program = capture
+    export_call.capture_program = capture
     _warm_up(backend)
     compiled.clear()
     captured.clear()

@@ -56,7 +56,7 @@ class Finding(Exception):
 
 
 class Partly(Exception):
-    """A part of the model runs in its own dtypes."""
+    """A part of the model runs unconverted."""
 
 
 class Unfit(Exception):
@@ -182,7 +182,7 @@ def _shown(form: tuple[Any, ...]) -> str:
 
 def _check_captured(amp: AmpModule, told: list[str]) -> None:
     for message in told:
-        if "runs in its own dtypes" in message or "ran in its own dtypes" in message:
+        if "runs unconverted" in message or "ran unconverted" in message:
             raise Partly(message.splitlines()[0])
 
 

@@ -2,7 +2,7 @@
 
     python tools/draw_cut.py
 
-Numbers are the bytes that an arc costs if it is cut. Vertices on the left run low, on the right in float32.
+A number is the cost of cutting the arc, in bytes. Blue vertices run low, orange vertices in float32.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from torch.fx import Node
 
 from ampgraph import Policy
 from ampgraph.capture import capture_program, unlift
+from ampgraph.drawing.styles import FP32, LOW
 from ampgraph.passes import default_pipeline, run_passes, workspace
 from ampgraph.passes.analysis.problem import Problem
 from ampgraph.passes.place import PlaceCasts
@@ -22,7 +23,7 @@ from ampgraph.passes.placement.build_network import cut_network
 from ampgraph.passes.placement.min_cut import INFINITE, SINK, SOURCE, CutNetwork, Vertex
 
 PICTURE = Path(__file__).resolve().parent.parent / "docs/cut.svg"
-LOW, HIGH, CUT, REST = "#F9D9A8", "#CFE3F5", "#C0392B", "#8A8F94"
+CUT, REST = "#C0392B", "#8A8F94"
 
 
 class Gated(nn.Module):
@@ -65,13 +66,13 @@ def as_dot(network: CutNetwork, sides: dict[Vertex, bool]) -> str:
     ]
     for vertex, low in on_source.items():
         shape = "box" if isinstance(vertex, Node) or vertex in (SOURCE, SINK) else "ellipse"
-        style = f'shape={shape}, fillcolor="{LOW if low else HIGH}"'
+        style = f'shape={shape}, fillcolor="{LOW if low else FP32}"'
         lines.append(f'  "{_id(vertex)}" [label="{_label(vertex)}", {style}]')
     for u, v, capacity in arcs:
         cut = on_source[u] and not on_source[v]
         text = "needed" if capacity >= INFINITE else f"{capacity:,}"
         style = f'color="{CUT}", fontcolor="{CUT}", penwidth=2.2' if cut else f'color="{REST}"'
-        lines.append(f'  "{_id(u)}" -> "{_id(v)}" [label="{text}", {style}]')
+        lines.append(f'  "{_id(u)}" -> "{_id(v)}" [label="  {text}", {style}]')
     return "\n".join([*lines, "}"]) + "\n"
 
 
@@ -88,13 +89,17 @@ def _label(vertex: Vertex) -> str:
     return f"cast of {tensor.name}\\n({direction})"
 
 
+def picture() -> str:
+    """Returns the network and its minimum cut as DOT."""
+    problem = problem_of(Gated(), torch.randn(4, 16))
+    network, solved = (cut_network(problem, lambda cost: cost.traffic)[0] for _ in range(2))
+    return as_dot(network, solved.minimum_cut())  # solving empties a network
+
+
 def main() -> None:
     import pygraphviz
 
-    problem = problem_of(Gated(), torch.randn(4, 16))
-    network, _ = cut_network(problem, lambda cost: cost.traffic)
-    sides = network.copy().minimum_cut()
-    pygraphviz.AGraph(string=as_dot(network, sides)).draw(PICTURE, prog="dot")
+    pygraphviz.AGraph(string=picture()).draw(PICTURE, prog="dot")
 
 
 if __name__ == "__main__":

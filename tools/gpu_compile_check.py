@@ -12,16 +12,13 @@ the device. Capture, plan, AOTAutograd and Inductor run as on a GPU, and Triton 
 from __future__ import annotations
 
 import argparse
-import copy
 import re
 import sys
 import time
 import warnings
-from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
@@ -31,90 +28,18 @@ if __name__ == "__main__":
     gpu_stubs.restart_with_stubs()
 
 import torch
-from bytes_models import UNet
+from gpu_compile_models import MODELS
+from inductor_record import GRAPHS, Graph, backend, record
 from provenance import written_by
 from torch import Tensor, nn
-from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.codecache import PyCodeCache
-from torch._inductor.compile_fx import compile_fx, compile_fx_inner
-from torch._inductor.scheduler import Scheduler
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.nn import functional as F
 
 import ampgraph
 
 COMMAND = "make gpu-compile-check"
 DTYPES = (torch.float16, torch.bfloat16)
-CASTS = ("prims.convert_element_type", "aten._to_copy")
-VIEWS = ("view", "permute", "reshape", "expand", "squeeze", "select", "slice", "transpose", "alias")
-
-
-# -- models ------------------------------------------------------------------------------------------
-
-
-class Block(nn.Module):
-    """A transformer block with layer norm."""
-
-    def __init__(self, width: int = 256) -> None:
-        super().__init__()
-        self.first, self.second = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        batch, length, width = x.shape
-        q, k, v = self.qkv(self.first(x)).view(batch, length, 3, width // 64, 64).permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(mixed.transpose(1, 2).reshape(batch, length, width))
-        return x + self.down(F.gelu(self.up(self.second(x))))
-
-
-class Gated(nn.Module):
-    """A block as Llama's: RMS norm, rotary embedding, gated MLP without biases."""
-
-    def __init__(self, width: int = 256) -> None:
-        super().__init__()
-        self.first, self.second = nn.RMSNorm(width), nn.RMSNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width, bias=False)
-        self.gate, self.up = (nn.Linear(width, 2 * width, bias=False) for _ in range(2))
-        self.down = nn.Linear(2 * width, width, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        batch, length, width = x.shape
-        q, k, v = self.qkv(self.first(x)).view(batch, length, 3, width // 64, 64).permute(2, 0, 3, 1, 4)
-        turns = 10_000 ** (torch.arange(32, device=x.device) / 32)
-        angles = torch.arange(length, device=x.device)[:, None] / turns
-        mixed = F.scaled_dot_product_attention(_turned(q, angles), _turned(k, angles), v, is_causal=True)
-        x = x + self.out(mixed.transpose(1, 2).reshape(batch, length, width))
-        inner = self.second(x)
-        return x + self.down(F.silu(self.gate(inner)) * self.up(inner))
-
-
-def _turned(x: Tensor, angles: Tensor) -> Tensor:
-    low, high = x.chunk(2, dim=-1)
-    cos, sin = angles.cos(), angles.sin()
-    return torch.cat([low * cos - high * sin, low * sin + high * cos], dim=-1)
-
-
-def _tokens(block: Callable[[], nn.Module], norm: Callable[[int], nn.Module]) -> nn.Module:
-    return nn.Sequential(nn.Embedding(1024, 256), block(), norm(256), nn.Linear(256, 1024))
-
-
-def _convolutions() -> nn.Module:
-    layers: list[nn.Module] = [nn.Conv2d(3, 64, 3, 2, 1)]
-    for _ in range(2):
-        layers += [nn.Conv2d(64, 64, 3, padding=1), nn.BatchNorm2d(64), nn.ReLU(inplace=True)]
-    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 64))
-
-
 Forward = Callable[[Tensor], Tensor]
-Made = tuple[Callable[[], nn.Module], Callable[[], Tensor]]
-MODELS: dict[str, Made] = {
-    "transformer": (lambda: _tokens(Block, nn.LayerNorm), lambda: torch.randint(0, 1024, (8, 256))),
-    "gated transformer": (lambda: _tokens(Gated, nn.RMSNorm), lambda: torch.randint(0, 1024, (8, 256))),
-    "convolutions": (_convolutions, lambda: torch.randn(16, 3, 64, 64)),
-    "unet": (UNet, lambda: torch.randn(4, 3, 64, 64)),
-}
 
 
 class UnderAutocast(nn.Module):
@@ -144,102 +69,6 @@ def contestants(model: nn.Module, x: Tensor) -> dict[tuple[str, str], Callable[[
                 model, (x,), policy=level, dtype=dtype, backend=backend
             )
     return found
-
-
-# -- what Inductor makes -----------------------------------------------------------------------------
-
-
-@dataclass
-class Graph:
-    """One graph as Inductor scheduled it.
-
-    Attributes:
-        kernels: Name and source of its Triton kernels.
-        calls: Calls of libraries' kernels and fallbacks, by name.
-        fused: Casts inside a Triton kernel with other ops.
-        alone: Triton kernels that only cast.
-        bytes: What all its kernels read and write, by Inductor's count.
-    """
-
-    kernels: list[tuple[str, str]] = field(default_factory=list)
-    calls: Counter[str] = field(default_factory=Counter)
-    fused: int = 0
-    alone: int = 0
-    bytes: int = 0
-
-
-GRAPHS: list[Graph] = []
-
-
-class _NotRun:
-    def run(self, *args: object, **kwargs: object) -> None:
-        raise RuntimeError("there is no GPU")
-
-
-def record() -> None:
-    """Keeps what Inductor schedules, and the kernels' sources instead of compiling them at once."""
-
-    def triton(self: Any, kernel_name: str, source_code: str, device_str: str = "cuda") -> _NotRun:
-        GRAPHS[-1].kernels.append((kernel_name, source_code))
-        return _NotRun()
-
-    AsyncCompile.triton = triton
-    codegen = Scheduler.codegen
-
-    def recorded(self: Any) -> Any:
-        for node in self.nodes:
-            _note(GRAPHS[-1], node)
-        return codegen(self)
-
-    Scheduler.codegen = recorded
-
-
-def _note(graph: Graph, node: Any) -> None:
-    if type(node).__name__ == "NopKernelSchedulerNode":
-        return
-    if node.is_extern() and not node.is_template():
-        if type(node.node).__name__ in ("MultiOutput", "DynamicScalar", "InputsKernel"):
-            return
-        graph.calls[_library_name(node.node)] += 1
-        graph.bytes += node.get_read_write_buffers_sizes()
-        return
-    graph.bytes += node.get_read_write_buffers_sizes()
-    ops = {origin for inner in node.get_nodes() for origin in getattr(inner.node, "origins", None) or ()}
-    names = [str(op.target) for op in ops if op.op == "call_function"]
-    casts = [name for name in names if name.startswith(CASTS)]
-    others = [n for n in names if n not in casts and not any(view in n for view in VIEWS)]
-    if others:
-        graph.fused += len(casts)
-    elif casts:
-        graph.alone += 1
-
-
-def _library_name(kernel: Any) -> str:
-    kind = type(kernel).__name__
-    target = getattr(kernel, "op_overload", None)
-    name = getattr(kernel, "python_kernel_name", None) or str(target or kind)
-    name = re.sub(r"torch\.ops\.|extern_kernels\.|\.default", "", name)
-    return f"fallback {name}" if kind == "FallbackKernel" else name
-
-
-def _inner_compile(graph_module: Any, inputs: Any, **given: Any) -> Callable:
-    """Inductor's compiler of one graph; what it returns runs the graph on fake tensors."""
-    runnable = copy.deepcopy(graph_module)
-    GRAPHS.append(Graph())
-    compile_fx_inner(graph_module, inputs, **given)
-
-    def run(args: list) -> Any:
-        result = runnable(*args)
-        args.clear()
-        return result
-
-    run._boxed_call = True  # type: ignore[attr-defined]
-    return run
-
-
-def backend(graph_module: Any, inputs: Any) -> Any:
-    """torch.compile's backend: Inductor, without running what it makes."""
-    return compile_fx(graph_module, inputs, inner_compile=_inner_compile)
 
 
 def graphs_of(name: str, key: tuple[str, str]) -> list[Graph]:

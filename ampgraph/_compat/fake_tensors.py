@@ -42,7 +42,7 @@ def evaluate(
         node: The node.
         mode: The fake mode of its graph.
         one_step: Recurrent layers run over one element of their sequence, which is enough for dtypes.
-        instead: Dtypes in which it reads some arguments, in place of their own.
+        instead: Dtypes that replace the dtypes of some arguments.
     """
     args, kwargs = tree_map_only(Node, lambda n: _value(n, instead), (node.args, dict(node.kwargs)))
     shape_env = mode.shape_env if mode else None

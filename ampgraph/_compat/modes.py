@@ -38,7 +38,7 @@ def no_ambient_autocast() -> Iterator[None]:
 def no_dispatch_modes() -> contextlib.AbstractContextManager[None]:
     """Hides the dispatch modes of the caller: selective checkpointing, counters of ops, loggers.
 
-    They record or replace the ops of the model; those of a capture are none. Modes of tracing itself stay.
+    They record or replace the ops of the model; modes of a capture do not count. Modes of tracing stay.
     """
     return _without_modes(lambda mode: not mode.is_infra_mode())
 

@@ -1,4 +1,4 @@
-"""The store with which the ranks of a job found each other."""
+"""The store of the default process group."""
 
 from __future__ import annotations
 

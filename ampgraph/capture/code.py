@@ -191,7 +191,7 @@ def is_pythons(filename: str) -> bool:
 
 
 def is_foreign(cls: type) -> bool:
-    """Whether a class is Python's or torch's: what it does is no setting of a model."""
+    """Whether a class is Python's or torch's: its behaviour is not a setting of a model."""
     return _is_foreign(cls.__module__)
 
 

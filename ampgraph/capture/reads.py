@@ -46,14 +46,14 @@ _COPY_OR_NOT = frozenset(
 
 
 class Reads:
-    """Which attributes of which modules forward reads, and whether it asks for gradients.
+    """The attributes of modules that forward reads, and whether it reads the grad mode.
 
     Attributes:
         modules: The modules that are watched, by ``id``.
         code: What forward's code reads outside of the modules.
         attributes: What was read before it was set, and a copy of the value where it is plain.
         carried: What was read and then set to something else: state that forward carries from call to call.
-        lost: Of that, what is no tensor and not set by torch's own layers.
+        lost: The part of it that is not a tensor and that torch's layers do not set.
         only_set: What else forward sets, as paths from the model: tensors, attributes of objects.
         asks_for_gradients: Whether the model's code read the grad mode, or a tensor's ``requires_grad``.
         asks_for_layout: Whether it asked for strides, or wrote in place to what may be a copy or not.

@@ -105,7 +105,7 @@ def _attributes_for_inputs(
 
 
 def _is_code(path: str) -> bool:
-    """Whether torch.fx can write the path into its code, in which it escapes nothing."""
+    """Whether torch.fx can write the path into its code; torch.fx does not escape it."""
     quotes = set(path) & {'"', "\\"}
     return path.isprintable() and not quotes and not any(map(keyword.iskeyword, path.split(".")))
 

@@ -78,7 +78,7 @@ def _check_rows(options: argparse.Namespace, form: str) -> None:
     if form == "json":
         other.insert(0, "json")
     if rows and other:
-        raise UsageError(f"{rows[0]} chooses rows of the report; --{other[0]} is always complete.")
+        raise UsageError(f"{rows[0]} selects rows of the text report; --{other[0]} always writes all rows.")
 
 
 def run_draw(options: argparse.Namespace, notes: Notes) -> None:
@@ -129,7 +129,7 @@ def run_numerics(options: argparse.Namespace, notes: Notes) -> None:
     """``ampgraph compare``."""
     form = _form(options)
     if form != "text" and options.top:
-        raise UsageError(f"--top chooses rows of the text; {form} is always complete.")
+        raise UsageError(f"--top selects rows of the text report; {form} always writes all rows.")
     if options.draw:
         with given(f"--draw {options.draw}"):
             format_suffix(Path(options.draw))
@@ -330,7 +330,7 @@ def _form(options: argparse.Namespace) -> str:
         )
     tells = _FORMS[suffix]
     if asked and tells and asked != tells:
-        raise UsageError(f"-o {options.output}: the suffix {suffix!r} tells another form than --{asked}.")
+        raise UsageError(f"-o {options.output}: the suffix {suffix!r} contradicts --{asked}.")
     return asked or tells or "text"
 
 

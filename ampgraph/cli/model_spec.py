@@ -104,7 +104,7 @@ def _tensor(spec: InputSpec) -> torch.Tensor:
     except (RuntimeError, OverflowError, TypeError, MemoryError) as error:  # a size beyond 64 bits, ..
         shape = "x".join(map(str, spec.shape))
         raise SpecError(
-            f"--input {shape}: such a tensor cannot be made: {str(error).splitlines()[0]}"
+            f"--input {shape}: this tensor cannot be created: {str(error).splitlines()[0]}"
         ) from error
 
 
@@ -220,7 +220,8 @@ def _of(spec: str, value: Any) -> ModelSpec:
     model, args, kwargs = (*parts, None, None)[:3] if len(parts) <= 3 else (None, None, None)
     if not isinstance(model, nn.Module):
         raise SpecError(
-            f"{spec} gave a {type(value).__name__}; expected a model, (model, args) or (model, args, kwargs)."
+            f"{spec} returned a {type(value).__name__}; expected a model, (model, args) or (model, args, "
+            "kwargs)."
         )
     if args is not None and not isinstance(args, tuple):
         args = (args,)

@@ -51,7 +51,7 @@ def _cause(error: Exception) -> str:
         return "nested too deep."
     if isinstance(error, MemoryError):
         return "there is not enough memory for it."
-    return f"no JSON: {error}" if isinstance(error, json.JSONDecodeError) else str(error)
+    return f"not valid JSON: {error}" if isinstance(error, json.JSONDecodeError) else str(error)
 
 
 def policy_of(options: argparse.Namespace) -> Policy:

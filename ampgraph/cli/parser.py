@@ -49,8 +49,8 @@ _EXPLAIN_EXAMPLES = """\
   ampgraph explain my_package.models:build --input 4x16 --diff report.json"""
 _CHECK_EXAMPLES = """\
   ampgraph check my_package.models:build --dtype float16 --level O2
-  ampgraph check my_package.models:build --dtype float16 --train --backward --save-policy cured.json
-  ampgraph check my_package.models:build --policy cured.json"""
+  ampgraph check my_package.models:build --dtype float16 --train --backward --save-policy fixed.json
+  ampgraph check my_package.models:build --policy fixed.json"""
 _NUMERICS_EXAMPLES = """\
   ampgraph compare my_package.models:build --dtype float16 --level O2
   ampgraph compare torchvision:resnet18 --input 8x3x224x224 --train --backward --by headroom --top 5
@@ -102,15 +102,15 @@ def _explain(commands: Any) -> None:
     command = _command(
         commands,
         "explain",
-        "show what a model runs in which dtype, and what its casts cost",
-        "Converts a model with random weights and shows what runs in which dtype, and why.",
+        "show the dtype of each op and the cost of the casts",
+        "Converts a model with random weights and shows the dtype of each op, and the reason.",
         _EXPLAIN_EXAMPLES,
     )
     _policy_options(command)
     _report_options(command)
     command.add_argument("--casts-only", action="store_true", help="only casts and totals")
     command.add_argument(
-        "--top", type=_rows, metavar="N", help="the N dearest rows of each table, by bytes of casts"
+        "--top", type=_rows, metavar="N", help="the N rows of each table with the most cast bytes"
     )
     command.add_argument(
         "--all-layers",
@@ -131,14 +131,14 @@ def _check(commands: Any) -> None:
     command = _command(
         commands,
         "check",
-        "find the first node that is not finite, and rules that cure it",
+        "find the first node that is not finite, and rules that fix it",
         "Converts a model, runs it node by node, and tries rules until everything is finite.",
         _CHECK_EXAMPLES,
     )
     _policy_options(command)
     _report_options(command)
     _backward_option(command)
-    command.add_argument("--save-policy", metavar="FILE", help="write the policy, cured, as JSON")
+    command.add_argument("--save-policy", metavar="FILE", help="write the policy with the fix as JSON")
 
 
 def _tune(commands: Any) -> None:
@@ -291,7 +291,7 @@ def _report_options(command: Any) -> None:
     form.add_argument("--json", action="store_true", help="JSON instead of text")
     form.add_argument("--markdown", action="store_true", help="Markdown instead of text")
     command.add_argument(
-        "-o", "--output", metavar="FILE", help="write there; .json and .md tell the form where no option does"
+        "-o", "--output", metavar="FILE", help="write there; the suffix .json or .md selects the format"
     )
     command.add_argument(
         "--color",

@@ -92,7 +92,7 @@ def to_networkx(amp: Converted | GraphModule, graph: str = "forward") -> nx.DiGr
         ``low_dtype``: ``"float16"``, ``"bfloat16"``, or ``""`` if nothing runs low
 
     Args:
-        amp: What `ampgraph.convert` returned, or a graph module whose nodes have ``meta["val"]``.
+        amp: The converted model, or a graph module whose nodes have ``meta["val"]``.
         graph: ``"forward"`` is the rewritten graph; ``"backward"`` is ``amp.backward_graph``, which backend
             ``"aot_eager"`` has after the first backward; ``"both"`` is ``amp.forward_graph`` beside it, with
             names that start with ``forward/`` and ``backward/``.
@@ -121,7 +121,7 @@ def _forward(amp: Converted | GraphModule) -> tuple[GraphModule, Plan | None]:
     if not isinstance(amp, GraphModule) or _plan_of(amp):
         return view.rewritten(amp)
     if not any("val" in node.meta for node in amp.graph.nodes):
-        raise AmpGraphError("the graph module's nodes have no meta['val'], which tells their dtypes.")
+        raise AmpGraphError("the nodes of the graph module have no meta['val'], so their dtypes are unknown.")
     return amp, None
 
 
@@ -133,7 +133,7 @@ def _plan_of(graph_module: GraphModule) -> Plan | None:
 def _aot_graph(amp: Converted | GraphModule, which: str) -> GraphModule:
     if not isinstance(amp, Converted):
         raise AmpGraphError(
-            f"graph={which!r}: only a converted model has one; draw amp.{which}_graph by itself."
+            f"graph={which!r}: this needs a converted model; to draw one graph, pass amp.{which}_graph."
         )
     return amp.forward_graph if which == "forward" else amp.backward_graph
 

@@ -34,7 +34,7 @@ class ColourScale:
         """Returns the scale for some numbers.
 
         Raises:
-            AmpGraphError: A name is no node's, or a value no number from 0.
+            AmpGraphError: No node has this name, or a value is not a number of 0 or more.
         """
         legal = set(nodes)
         for name, value in values.items():

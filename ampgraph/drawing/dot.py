@@ -9,7 +9,7 @@ from typing import Any
 
 from ..report.tables import printable
 from . import styles
-from .dearest import dearest_casts, lines, ranks
+from .largest_casts import largest_casts, lines, ranks
 from .picture import Arc, Box, Counts, Picture, box_id, is_single
 from .scopes import GUARD, MODULE, PLUMBING, Part, Scope
 
@@ -31,15 +31,15 @@ class _Writer:
         self.picture = picture
         self.graph = picture.graph
         self.entries: dict[str, _Style] = {}  # the legend's entries
-        self.dearest = [] if picture.scale else dearest_casts(picture)
-        self.ranks = ranks(self.dearest)
+        self.largest = [] if picture.scale else largest_casts(picture)
+        self.ranks = ranks(self.largest)
         self.readers = Counter(arc.source for arc in picture.arcs)
         self.told: set[tuple[str, str]] = set()
 
     def lines(self) -> Iterator[str]:
         graph, counts = self.graph, self.picture.root.counts
         heading = styles.title(graph.graph["name"], graph.graph["low_dtype"], counts, self.picture.focus)
-        listed = ["dearest casts:", *lines(self.dearest)] if self.dearest else []
+        listed = ["largest casts:", *lines(self.largest)] if self.largest else []
         yield f"digraph {_quoted(graph.graph['name'])} {{"
         yield (
             f"  graph [rankdir=TB label={_left_aligned([heading, *listed])} labelloc=t labeljust=l "
@@ -215,7 +215,7 @@ class _Writer:
     def _arc_line(self, arc: Arc) -> str:
         several = len(arc.types) > 1 or arc.tensors > 1
         label = f"{arc.tensors} tensors" if several else "".join(arc.types)
-        if "], " in label:  # an op with several results: the edges of those tell
+        if "], " in label:  # an op with several results: the edges of the results have labels
             label = ""
         if label and self._is_told(arc.source, label):
             label = ""

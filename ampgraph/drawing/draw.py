@@ -92,17 +92,17 @@ def format_suffix(path: Path) -> str:
         AmpGraphError: The suffix is missing or is not a format.
     """
     if "\0" in str(path):
-        raise AmpGraphError(f"draw: {str(path)!r}: a path has no null byte.")
+        raise AmpGraphError(f"draw: {str(path)!r}: a path cannot contain a null byte.")
     if not path.suffix:
         hint = f"try {path.name + '.svg'!r}"
-        raise AmpGraphError(f"draw: {str(path)!r} has no suffix that tells the format; {hint}.")
+        raise AmpGraphError(f"draw: {str(path)!r} has no suffix, which selects the format; {hint}.")
     suffix = path.suffix.lower()
     legal = (*PAGE_SUFFIXES, *TEXT_SUFFIXES, *(f".{name}" for name in FORMATS))
     if suffix in legal:
         return suffix
     raise AmpGraphError(
-        f"draw: {str(path)!r}: {suffix!r} is no format; common are .svg, .png, .pdf, .html and .dot."
-        + did_you_mean(suffix, legal)
+        f"draw: {str(path)!r}: {suffix!r} is not a known format; common are .svg, .png, .pdf, .html and "
+        ".dot." + did_you_mean(suffix, legal)
     )
 
 

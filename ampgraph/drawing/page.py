@@ -14,7 +14,7 @@ from typing import Any
 from ..report import graph_view as view
 from ..report.tables import printable
 from . import styles
-from .dearest import dearest_casts, ranks
+from .largest_casts import largest_casts, ranks
 from .picture import Box, Picture, is_single
 from .scopes import PLUMBING
 
@@ -70,7 +70,7 @@ def _data(picture: Picture) -> dict[str, Any]:
         _coloured(_node(name, graph.nodes[name], around.get(name)), "lines", picture, [name])
         for name in names
     ]
-    listed = [] if picture.scale else dearest_casts(picture)
+    listed = [] if picture.scale else largest_casts(picture)
     for name, rank in ranks(listed).items():
         own = nodes[index[name]]["lines"]
         own[0] = f"#{rank} {own[0]}"
@@ -85,7 +85,7 @@ def _data(picture: Picture) -> dict[str, Any]:
         "edges": edges,
         "highlighted": None if highlighted is None else [index[n] for n in names if n in highlighted],
         "legend": [*_numbers(picture), *([] if picture.scale else _legend(picture, nodes, edges))],
-        "dearest": [
+        "largest": [
             {
                 "size": view.human_bytes(dear.bytes),
                 "words": dear.words,

@@ -83,7 +83,7 @@ def _is_op(data: Mapping[str, Any]) -> bool:
 
 
 def _from_floats(graph: nx.DiGraph, plumbing: set[str]) -> set[str]:
-    """Returns what depends on a floating-point input, parameter or op that is no plumbing."""
+    """Returns the nodes that depend on a floating-point input, parameter or op outside the plumbing."""
     found: set[str] = set()
     import networkx as nx
 

@@ -35,11 +35,11 @@ def render(text: str, suffix: str) -> bytes:
         suffix: ``"svg"``, ``"png"``, ``"pdf"`` or another of Graphviz's formats.
 
     Raises:
-        AmpGraphError: There is no Graphviz here, or it cannot make that.
+        AmpGraphError: Graphviz is not installed, or it cannot write this format.
     """
     routes = _routes()
     if not routes:
-        raise AmpGraphError(f"draw: a picture (.{suffix}) needs Graphviz, which is not here: {INSTALL}.")
+        raise AmpGraphError(f"draw: a picture (.{suffix}) needs Graphviz, which is not installed: {INSTALL}.")
     return routes[0](text, suffix)
 
 

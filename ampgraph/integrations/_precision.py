@@ -54,7 +54,9 @@ class PrecisionMixin:
             AmpGraphError: No Trainer has set up a module yet.
         """
         if self.blocks is None:
-            raise AmpGraphError("there is no scaler yet: a Trainer makes it when it sets the module up.")
+            raise AmpGraphError(
+                "AmpGraphPrecision has no scaler yet: the Trainer creates it when it sets up the module."
+            )
         return self.blocks.scaler
 
     def convert_module(self, module: Any) -> Any:

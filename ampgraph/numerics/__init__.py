@@ -1,1 +1,1 @@
-"""Measures the effect of low precision on values, and finds cures."""
+"""Measures the effect of low precision on values, and finds fixes."""

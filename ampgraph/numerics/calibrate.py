@@ -25,24 +25,25 @@ from .statistics import ValueStatistics
 def calibrate(
     amp: AmpModule, batches: Iterable[Batch], *, loss: Loss | None = None, progress: bool | None = None
 ) -> Calibration:
-    """Measures over batches which ranges the values and gradients of each node have in float32.
+    """Measures the ranges of each node's values and gradients in float32, over several batches.
 
-    Every batch runs the model's graphs without casts, node by node; values are dropped after their last use.
-    The model stays as it was, buffers, gradients and random numbers included. Statistics are kept by graph
-    and node: peak, smallest nonzero magnitude, exponents, and the shares that the low dtype would make zero
-    or infinite.
+    Every batch runs the model's graphs without casts, node by node. A value is freed after its last use.
+    Buffers, gradients and the random state are restored. Each node gets these statistics: peak, smallest
+    nonzero magnitude, binary exponents, and the shares that would become zero or infinite in the low dtype.
 
     Args:
-        amp: What `ampgraph.convert` returned, in the training mode that the evidence is for.
-        batches: Tuples of positional arguments, dicts of keyword arguments, or tensors, the only argument.
-        loss: Makes one number of what the model returns. Gradients are measured, too, times the loss scale.
-        progress: Whether to show a progress bar. Default: where standard error is a terminal.
+        amp: The converted model, in the training mode to measure.
+        batches: An iterable. A batch is a tuple of positional arguments, a dict of keyword arguments, or a
+            tensor (a single argument).
+        loss: A function from the model's result to a 0-dim tensor. If given, gradients are measured too,
+            multiplied by the loss scale.
+        progress: Whether to show a progress bar. Default: only if standard error is a terminal.
 
     Returns:
         A `Calibration`, which can be saved.
 
     Raises:
-        AmpGraphError: The model is not converted, a batch has the wrong type, or there are no batches.
+        AmpGraphError: The model is not converted, a batch has the wrong type, or ``batches`` is empty.
 
     Example:
         >>> found = ampgraph.calibrate(amp, ((x,) for x, _ in loader), loss=lambda y: y.square().mean())
@@ -50,7 +51,7 @@ def calibrate(
     """
     if loss is not None and not callable(loss):
         raise AmpGraphError(
-            f"loss={loss!r}: expected a function that makes one number of the model's result."
+            f"loss={loss!r}: expected a function that returns one number for the model's result."
         )
     if not isinstance(amp, AmpModule):
         raise AmpGraphError(f"expected what ampgraph.convert returns; got a {type(amp).__name__}.")
@@ -67,7 +68,7 @@ def calibrate(
         _Observed(found, loss).run(runner)
         found.batches += 1
     if runner is None:
-        raise AmpGraphError("calibrate: there is no batch.")
+        raise AmpGraphError("calibrate: batches is empty; expected at least one batch.")
     return found
 
 

@@ -48,17 +48,17 @@ class GraphStatistics:
 
 @dataclass
 class Calibration:
-    """What `ampgraph.calibrate` returns; ``str()`` is a table of what does not fit the low dtype.
+    """The result of `ampgraph.calibrate`; ``str()`` lists the values that do not fit the low dtype.
 
-    Evidence belongs to a graph. `of` finds it by the graph's fingerprint and refuses a graph that it does not
-    know; so a saved calibration of another model, or of the model before its code changed, has no effect.
+    Statistics are stored by the fingerprint of their graph. `of` raises an error for an unknown graph, so the
+    calibration of another model, or of an older version of the model, cannot be used by mistake.
 
     Attributes:
         model: Class name of the model.
-        low_dtype: The low dtype that the shares are about.
-        scale: What gradients were multiplied by; 1 without loss scaling.
-        batches: How many batches were seen.
-        graphs: What was seen, by the fingerprint of each graph that ran.
+        low_dtype: The low dtype to which the shares refer.
+        scale: The factor of the gradients; 1 without loss scaling.
+        batches: The number of batches.
+        graphs: The statistics, by the fingerprint of each graph that ran.
     """
 
     model: str
@@ -79,7 +79,8 @@ class Calibration:
         found = self.graphs.get(fingerprint(graph_module))
         if found is None:
             raise AmpGraphError(
-                f"the calibration of {self.model} is stale: this is none of its {len(self.graphs)} graphs. "
+                f"the calibration of {self.model} has no statistics of this graph; it holds "
+                f"{len(self.graphs)} other graphs. "
                 "The model's code, its training mode or the sizes of its parameters differ; calibrate again."
             )
         return found
@@ -88,7 +89,7 @@ class Calibration:
         """Returns the statistics of a node's values, or, with ``"backward"``, of their gradient.
 
         Raises:
-            AmpGraphError: There are none.
+            AmpGraphError: The node has no such statistics.
         """
         rows = self._rows(direction)
         if node not in rows:

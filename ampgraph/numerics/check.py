@@ -1,4 +1,4 @@
-"""`check_numerics`: where a converted model first is not finite, and rules that cure it."""
+"""`check_numerics`: where a converted model first is not finite, and rules that fix it."""
 
 from __future__ import annotations
 
@@ -31,27 +31,28 @@ def check_numerics(
     *,
     loss: Callable[[Any], Tensor] | None = None,
 ) -> Finding | None:
-    """Runs a converted model node by node and finds the first that is not finite, and what cures it.
+    """Finds the first node of a converted model whose value is not finite, and rules that fix it.
 
-    The model runs in its current training mode, in float32 beside the low dtype. A value counts where it has
-    more NaN or infinite elements than in float32, so masks do not. The remedy is tried: the model is planned
-    with its rules and run again. Model, buffers, gradients, random numbers and the scaler stay as they were.
+    The model runs node by node in its current training mode, in float32 and in the low dtype. A value counts
+    if it has more NaN or infinite elements than in float32, so masks do not count. The remedy is tested: the
+    model is planned with its rules and runs again. Model, buffers, gradients, random state and scaler are
+    restored.
 
-    With a loss the backward runs too, scaled as in training. A dynamic scale falls after each bad step. Where
-    the gradients are finite at a scale that keeps most of them, that is all it takes, and the finding says at
-    which scale (`Finding.settles_at`). Else a remedy is searched that makes the largest such scale possible.
+    With a loss the backward runs too, scaled as in training. A dynamic scale falls after each bad step. If it
+    falls to a scale with finite gradients, most of them nonzero, nothing needs a fix, and the finding holds
+    this scale (`Finding.settles_at`). Otherwise the remedy is chosen to allow the largest such scale.
 
     Args:
-        amp: What `ampgraph.convert` returned.
+        amp: The converted model.
         args: Positional arguments of one call.
         kwargs: Its keyword arguments.
-        loss: Makes the loss (0-dim tensor) of what the model returns; None: only the forward is checked.
+        loss: A function from the model's result to the loss, a 0-dim tensor. None checks only the forward.
 
     Returns:
-        The finding, or None where everything is finite.
+        The finding, or None if all values are finite.
 
     Raises:
-        AmpGraphError: It is no converted model, it cannot be captured, or the loss is no 0-dim tensor.
+        AmpGraphError: The model is not converted, it cannot be captured, or the loss is not a 0-dim tensor.
 
     Example:
         >>> finding = ampgraph.check_numerics(amp, (x,), loss=lambda y: y.square().mean())
@@ -116,7 +117,7 @@ class _Forward:
         return self.described(trial.seen, place, reason, remedy=rules, pinned=tuple(sorted(pins)))
 
     def described(self, seen: Seen, place: Place, reason: str, **more: Any) -> Finding:
-        """Returns a finding about a node, told by what it stands for in the graph without casts."""
+        """Returns a finding about a node, named as in the graph without casts."""
         index, name = self.trials.own(place, seen)
         node = self.trials.neighbours(index).nodes.get(name)
         if node is None:
@@ -196,7 +197,7 @@ class _Backward(_Forward):
         self.config = model.amp.scaler.config
 
     def finding(self) -> Finding | None:
-        """Returns what no scale saves, or at which scale the gradients are finite."""
+        """Returns the gradient that no scale keeps finite, or the scale that keeps all finite."""
         if (broken := self._gradient_in_float32()) is not None:
             return broken
         trial = self.trials.run()

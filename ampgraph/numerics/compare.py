@@ -26,34 +26,35 @@ def compare(
 ) -> NumericComparison:
     """Runs a converted model beside its float32 source and measures what low precision does at each node.
 
-    Both run node by node at the same time, and each value is dropped after its last use: peak memory is about
-    that of both forwards; with a loss, 1.5 times that of both forwards and backwards. The model stays as it
-    was: buffers, gradients, random numbers, the loss scale. Dropout draws the same masks in both. The
-    converted graph runs eagerly, on any backend of the model.
+    Both graphs run together, node by node. Each value is freed after its last use, so the peak memory is
+    about that of both forwards; with a loss, 1.5 times that of both forwards and backwards. Buffers,
+    gradients, the random state and the loss scale are restored. Dropout uses the same masks in both graphs.
+    The converted graph runs eagerly, with any backend of the model.
 
-    Just in time, one call may run several graphs, with Python in between. Each is compared by itself: its
-    inputs, and the gradients of its outputs, are float32's, so accumulated errors begin with each graph.
-    Parts that are not captured run in float32. A higher-order op (``torch.cond``, a scan) is one node.
+    With capture just in time, one call may run several graphs, with Python code between them. Each graph is
+    compared separately: its inputs and the gradients of its outputs are float32 values, so accumulated errors
+    start at zero in each graph. Parts that are not captured run in float32. A higher-order op
+    (``torch.cond``, a scan) counts as one node.
 
     Args:
-        amp: What `ampgraph.convert` returned. It is compared in its current training mode.
+        amp: The converted model. It is compared in its current training mode.
         args: Positional arguments.
         kwargs: Keyword arguments.
-        loss: Makes one number of what the model returns. Gradients are compared, too, scaled by the loss
-            scale in use.
+        loss: A function from the model's result to a 0-dim tensor. If given, gradients are compared too,
+            scaled by the present loss scale.
 
     Returns:
         A `NumericComparison`.
 
     Raises:
-        AmpGraphError: It is no converted model, or the loss is no number that depends on the output.
+        AmpGraphError: ``amp`` is not a converted model, or the loss does not depend on the output.
 
     Example:
         >>> print(ampgraph.compare(amp, (x,), loss=lambda y: criterion(y, target)))
     """
     if loss is not None and not callable(loss):
         raise AmpGraphError(
-            f"loss={loss!r}: expected a function that makes one number of the model's result."
+            f"loss={loss!r}: expected a function that returns one number for the model's result."
         )
     runner = ModelRunner(amp, args, kwargs)
     session = _Session(amp, loss)

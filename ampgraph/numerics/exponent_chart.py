@@ -11,8 +11,8 @@ import torch
 
 from ..report.tables import printable
 
-# Okabe and Ito: the low dtype holds it; with fewer digits; not at all.
-_COLOURS = {"normal": "#56B4E9", "subnormal": "#E69F00", "zero": "#D55E00", "beyond": "#D55E00"}
+# The colour-blind safe palette of Okabe and Ito.
+_COLOURS = {"normal": "#56B4E9", "subnormal": "#E69F00", "zero": "#CC79A7", "beyond": "#D55E00"}
 _WORDS = {
     "normal": "fits {dtype}",
     "subnormal": "subnormal in {dtype}: fewer digits",
@@ -71,7 +71,7 @@ def text_chart(counts: Mapping[int, int], dtype: str, title: str) -> str:
 
 
 def svg_chart(counts: Mapping[int, int], dtype: str, title: str) -> str:
-    """Returns bars over exponents, coloured by what the low dtype makes of them; the scale is logarithmic."""
+    """Returns bars over exponents, on a logarithmic scale. Colours show what the low dtype can hold."""
     limits = range_of(dtype)
     least = min([*counts, limits.least]) - 1
     most = max([*counts, limits.most]) + 1

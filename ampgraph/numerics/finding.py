@@ -1,4 +1,4 @@
-"""`Finding`: the first bad value that `ampgraph.check_numerics` found, and the rules that cure it."""
+"""`Finding`: the first bad value that `ampgraph.check_numerics` found, and the rules that fix it."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ class Range(NamedTuple):
 
 @dataclass(frozen=True)
 class Finding:
-    """Where a converted model first is not finite, and what cures it; ``str()`` is ten lines at most.
+    """The first node with a value that is not finite, and its fix. ``str()`` has at most ten lines.
 
     Attributes:
-        node: The node of `AmpModule.graph_module` that makes it; ``""`` where the loss itself does.
+        node: The node of `AmpModule.graph_module`; ``""`` if the loss itself is not finite.
         module: Path of the module that the node is in.
         op: Its op, such as ``"aten.mul.Tensor"``.
-        line: ``file:line`` of the code that made it.
-        direction: ``"forward"``; or ``"backward"``: the gradients that it makes are not finite.
-        reason: What happens there, with the numbers.
-        inputs: What the node reads, with ranges.
-        remedy: The rules for ``Policy(rules=...)``, the policy's own among them, that were tried and cure it.
-            Empty where there is nothing to fix (`settles_at`), where no rule helps (`in_float32`), and where
-            none was found.
+        line: ``file:line`` of the model's code.
+        direction: ``"forward"``, or ``"backward"`` if the gradients that the node produces are not finite.
+        reason: The cause, with the numbers.
+        inputs: The tensors that the node reads, with their ranges.
+        remedy: Tested rules for ``Policy(rules=...)`` that fix it, including the policy's present rules.
+            Empty if there is nothing to fix (`settles_at`), if no rule helps (`in_float32`), or if none was
+            found.
         pinned: The nodes that `remedy` keeps in float32.
-        least_scale: The loss scale at which the remedy was tried, for a gradient; else None.
-        settles_at: The loss scale at which the gradients are finite and most of them are kept, where lowering
-            the scale is all it takes: a dynamic scale falls there by itself. Else None.
-        in_float32: Whether the float32 model is not finite either; no policy cures that.
+        least_scale: For a gradient, the loss scale of the test of the remedy; else None.
+        settles_at: The loss scale that a dynamic scale reaches without a change of the policy. There the
+            gradients are finite, and most of them stay nonzero. None if a lower scale is not enough.
+        in_float32: Whether the float32 model has the same fault. No policy fixes that.
     """
 
     node: str

@@ -40,13 +40,13 @@ _TABLE = (
 
 @dataclass(frozen=True)
 class ComparedNode:
-    """What low precision does to the values of one node, or to their gradient.
+    """The effect of low precision on the values of one node, or on their gradient.
 
-    Errors are the 2-norm of the difference from float32 over that of the float32 values.
+    An error is the 2-norm of the difference from float32, divided by the 2-norm of the float32 values.
 
     Attributes:
         node: The node's name in the rewritten graph.
-        label: How people know it: a parameter's path, else the name.
+        label: The path of a parameter; for other nodes the name.
         direction: ``"forward"``: its values; ``"backward"``: their gradient.
         kind: ``"op"``, ``"cast"`` or ``"clamp"`` (inserted), and in the backward ``"parameter"`` or
             ``"input"``.
@@ -55,18 +55,20 @@ class ComparedNode:
         line: ``file:line`` of the model's code.
         dtype: The dtype in the converted model.
         shape: ``"2x8"``.
-        graph: Which graph of the call it belongs to, from 1. Just in time, one call may run several.
-        own: The node's own error: float32's values, rounded to the dtypes that it reads, go in. For a
-            gradient, float32's gradients go into each node that reads the tensor. None where it is not known.
-        accumulated: The error of the converted model.
+        graph: The number of the graph in the call, from 1. With capture just in time, one call may run
+            several graphs.
+        own: The local error: the node's inputs are float32 values, rounded to its input dtypes. For a
+            gradient, each node that reads the tensor gets float32 gradients. None if it is unknown.
+        accumulated: The error of the converted model up to this node.
         largest: The largest finite magnitude in float32; of a gradient, times the loss scale.
-        headroom: That over the low dtype's maximum: above 1 it does not fit.
+        headroom: `largest`, divided by the maximum of the low dtype. Above 1 the value overflows.
         zeroed: Share of the nonzero float32 values that the node's own rounding makes zero.
         own_nonfinite: Values that the node itself makes infinite or NaN.
         nonfinite: Values that are infinite or NaN in the converted model and finite in float32.
-        exponents: How many finite nonzero float32 values have each binary exponent; scaled for gradients.
-        negligible: Whether a float32 gradient is below 2**-20 of the largest: it is rounding error itself, as
-            that of a bias before a batch norm. `NumericComparison.worst` lists such rows last.
+        exponents: The number of finite nonzero float32 values by binary exponent; gradients are scaled.
+        negligible: Whether a float32 gradient is smaller than 2**-20 times the largest and so consists of
+            rounding errors, for example the gradient of a bias before a batch norm. `NumericComparison.worst`
+            lists such rows last.
     """
 
     node: str
@@ -92,15 +94,17 @@ class ComparedNode:
 
 @dataclass(frozen=True)
 class NumericComparison:
-    """What `ampgraph.compare` returns; ``str()`` is a table of the worst rows.
+    """The result of `ampgraph.compare`; ``str()`` is a table of the worst rows.
 
     Attributes:
         model: Class name of the model.
         policy: The policy's repr.
         low_dtype: ``"float16"`` or ``"bfloat16"``.
-        scale: What gradients are multiplied by before they are low; 1 without loss scaling.
-        loss: The loss in float32 and converted; None without one. Just in time the second is None.
-        rows: One for each node, in the order of the run; then those of gradients, in that of the backward.
+        scale: The loss scale of the gradients; 1 without loss scaling.
+        loss: The loss in float32 and in the converted model; None without a loss. With capture just in time
+            the second is None.
+        rows: One row per node in the order of the forward, then one row per gradient in the order of the
+            backward.
     """
 
     model: str
@@ -143,7 +147,7 @@ class NumericComparison:
             if node in (row.node, row.label):
                 return row
         names = [name for row in rows for name in (row.node, row.label)]
-        raise AmpGraphError(f"no {direction} row of graph {graph} is of {node!r}.{did_you_mean(node, names)}")
+        raise AmpGraphError(f"graph {graph} has no {direction} row of {node!r}.{did_you_mean(node, names)}")
 
     def worst(self, n: int = 10, by: str = "own", direction: str | None = None) -> tuple[ComparedNode, ...]:
         """Returns the worst rows, worst first; rows that are equal stay in the order of the run.
@@ -156,7 +160,7 @@ class NumericComparison:
             direction: ``"forward"``, ``"backward"`` or None for both.
 
         Raises:
-            AmpGraphError: ``by`` or ``direction`` is no such name, or ``n`` no count.
+            AmpGraphError: ``by``, ``direction`` or ``n`` is not legal.
         """
         _check_column(by)
         _check_direction(direction)
@@ -232,7 +236,7 @@ class NumericComparison:
             graph: Which graph of the call, for ``node``.
 
         Raises:
-            AmpGraphError: There is no such row, or the suffix is another.
+            AmpGraphError: There is no such row, or the suffix is not legal.
         """
         counts = self.exponents(node, direction, graph)
         what = "gradients" if direction == "backward" else "values"
@@ -334,7 +338,7 @@ def marked_negligible(rows: list[ComparedNode]) -> tuple[ComparedNode, ...]:
 def _check_column(by: object) -> None:
     if by not in COLUMNS:
         legal = ", ".join(map(repr, COLUMNS))
-        raise AmpGraphError(f"by={by!r} is no column; legal: {legal}.{did_you_mean(str(by), COLUMNS)}")
+        raise AmpGraphError(f"by={by!r} is not a column; legal: {legal}.{did_you_mean(str(by), COLUMNS)}")
 
 
 def _check_direction(direction: object) -> None:

@@ -1,8 +1,8 @@
 """Searches for rules that keep a model finite. Each set of rules is planned and run.
 
-Float32 for the named node alone is no cure, because the next low reader overflows at its cast. A remedy keeps
-all low producers and readers of a tensor out of range in float32. If values are still not finite, the remedy
-grows from them. Rules that are not needed are removed at the end.
+Float32 for the named node alone is not enough, because the next low reader overflows at its cast. A remedy
+keeps all low producers and readers of a tensor out of range in float32. If values are still not finite, the
+remedy grows from them. Rules that are not needed are removed at the end.
 """
 
 from __future__ import annotations

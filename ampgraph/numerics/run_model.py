@@ -72,7 +72,7 @@ class ModelRunner:
         kwargs: Keyword arguments.
 
     Raises:
-        AmpGraphError: ``amp`` is no converted model, or cannot be captured.
+        AmpGraphError: ``amp`` is not a converted model, or it cannot be captured.
     """
 
     def __init__(self, amp: object, args: tuple, kwargs: Mapping[str, Any] | None = None):

@@ -30,7 +30,7 @@ class SideRun(GraphRun):
 
     Attributes:
         wide: Does what the next node does, in the dtypes of the other graph; None where there is none. Random
-            numbers depend on the dtype in which they are drawn.
+            numbers depend on their dtype.
     """
 
     def __init__(

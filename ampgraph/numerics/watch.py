@@ -44,10 +44,10 @@ class Sighting:
 
     Attributes:
         step: The step, counted from 1 in the ``with`` block.
-        node: The node; of a gradient, the one whose result the gradient is of.
+        node: The node. For a gradient, the node whose result has this gradient.
         module: Path of its module.
         op: Its op.
-        line: ``file:line`` of the code that made it.
+        line: ``file:line`` of the model's code.
         direction: ``"forward"`` or ``"backward"``.
         scale: The loss scale of the step.
     """
@@ -66,27 +66,27 @@ class Sighting:
         line = f", {self.line}" if self.line else ""
         return (
             f"step {self.step}: {what}{self.node} ({self.op}){where}{line} is not finite, at loss scale "
-            f"{self.scale:g}; ampgraph.check_numerics finds what cures it"
+            f"{self.scale:g}; ampgraph.check_numerics finds a fix"
         )
 
 
 def watch(amp: AmpModule, on: str = REPORT, steps: tuple[int, int] | None = None) -> Watch:
     """Watches a model in training: ``with ampgraph.watch(amp) as w:``.
 
-    Inside, each call with gradients runs node by node, without the backend's compilation, and each value and
-    gradient leaves one flag on the device. They are read once, when the backward ends. A step is one backward
-    with the calls before it. Outside of ``steps``, and after the block, the model runs as it did before.
-    Infinities that the model's code writes (masks) do not count; NaN always does.
+    In the ``with`` block, each call with gradients runs node by node, without the backend's compiler. Each
+    value and gradient writes one flag on the device. The host reads the flags once, at the end of the
+    backward. A step is one backward and the calls before it. Outside of ``steps``, and after the block, the
+    model runs as before. Infinities that the model's code writes (masks) do not count; NaN always counts.
 
     Args:
-        amp: What `ampgraph.convert` returned.
-        on: ``"report"`` logs each node once and keeps all in `Watch.sightings`. ``"abort"`` raises too; not
-            for gradients while a dynamic loss scale can still fall, since that is how it settles.
+        amp: The converted model.
+        on: ``"report"`` logs each node once and stores all sightings in `Watch.sightings`. ``"abort"`` also
+            raises an error, but not for gradients while a dynamic loss scale can still fall.
         steps: The first and the last step to watch, counted from 1; None: all.
 
     Raises:
         NumericsError: With ``on="abort"``, from ``backward()``, at the step that is not finite.
-        AmpGraphError: ``amp`` is no converted model.
+        AmpGraphError: ``amp`` is not a converted model.
         PolicyError: ``on`` or ``steps`` is not legal.
 
     Example:
@@ -136,10 +136,10 @@ class Watch:
 
     def __enter__(self) -> Watch:
         if self._forward is not None:
-            raise AmpGraphError("this watch is on already.")
+            raise AmpGraphError("watch: this watch is already active.")
         forward = self._amp.__dict__["forward"]
         if hasattr(forward, "_amp_watch"):
-            raise AmpGraphError("the model is watched already.")
+            raise AmpGraphError("watch: the model is already watched.")
 
         @functools.wraps(forward)
         def watched(*args: Any, **kwargs: Any) -> Any:

@@ -98,7 +98,7 @@ def dtype_arg(target: OpOverload) -> str | None:
 
 @cache
 def dtype_arg_needs(target: OpOverload) -> tuple[str, tuple[object, ...]] | None:
-    """Returns the argument, and its values, with which `dtype_arg` holds for the backward too; None: any."""
+    """Returns the argument and its values for which `dtype_arg` applies to the backward; None: any."""
     return _row(kernel_tables.DTYPE_ARG_NEEDS, target)
 
 
@@ -122,7 +122,7 @@ def any_slots(target: OpOverload) -> tuple[str, ...]:
 
 @cache
 def statistics_slots(target: OpOverload) -> tuple[str, ...]:
-    """Returns the arguments whose dtype decides, on CPU, in which dtype a norm saves its statistics."""
+    """Returns the arguments whose dtype sets the dtype of a norm's saved statistics on a CPU."""
     return _row(kernel_tables.STATISTICS_SLOTS, target) or ()
 
 
@@ -225,7 +225,7 @@ def reads_no_values(target: OpOverload) -> bool:
 
 @cache
 def shape_slots(target: OpOverload) -> tuple[str, ...]:
-    """Returns the arguments of which the op reads only sizes or the dtype."""
+    """Returns the arguments whose values the op does not read, only sizes or the dtype."""
     return _row(kernel_tables.SHAPE_SLOTS, target) or ()
 
 

@@ -198,7 +198,7 @@ def new_scale_of(value: float | Tensor, scale: Tensor) -> Tensor:
             return torch.where(new.isfinite() & (new > 0), new, scale)
         value = float(value)
     if not _is_number(value) or not _TINY <= as_float32(value) <= _HUGE:
-        raise PolicyError(f"update: new_scale={value!r} must be a positive, finite number of float32.")
+        raise PolicyError(f"update: new_scale={value!r} must be positive and finite in float32.")
     return torch.tensor(float(value), dtype=torch.float32, device=scale.device)
 
 
@@ -219,8 +219,8 @@ def _check_scale(config: object, name: str) -> None:
     value = getattr(config, name)
     if not _TINY <= value <= _HUGE:
         raise PolicyError(
-            f"{type(config).__name__}: {name}={value!r} must be between 2**-126 and 2**126, so that it and "
-            "its inverse are numbers of float32."
+            f"{type(config).__name__}: {name}={value!r} must be between 2**-126 and 2**126, so that float32 "
+            "can hold it and its inverse."
         )
 
 

@@ -34,13 +34,13 @@ def json_object(text: str) -> object:
     try:
         return json.loads(text, object_pairs_hook=_without_repeats)
     except (ValueError, RecursionError) as error:  # too many digits, too deep
-        raise PolicyError(f"policy: no JSON: {error}") from error
+        raise PolicyError(f"policy: not valid JSON: {error}") from error
 
 
 def _without_repeats(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     keys = [key for key, _ in pairs]
     if repeated := [key for key in keys if keys.count(key) > 1]:
-        raise PolicyError(f"policy: key {repeated[0]!r} is there twice.")
+        raise PolicyError(f"policy: key {repeated[0]!r} occurs twice.")
     return dict(pairs)
 
 

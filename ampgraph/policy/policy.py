@@ -62,7 +62,7 @@ class _Rules(Mapping):
 
 @dataclass(frozen=True, repr=False)
 class Policy:
-    """The settings of a conversion. Frozen; its repr is an expression that builds an equal policy.
+    """The settings of a conversion. Immutable; its repr is an expression that builds an equal policy.
 
     Args:
         level: ``"O0"`` changes nothing. ``"O1"`` runs white ops low and black ops in float32; gray ops
@@ -77,27 +77,28 @@ class Policy:
             Paddle's ``custom_black_varnames``). ``"node:linear*"`` is a glob over graph node names; without
             the prefix a glob matches node names only if it matches no module. Rules for nodes take precedence
             over rules for modules.
-        use_fp16_guard: True: only code inside `fp16_guard` may go low; False: `fp16_guard` is
-            ignored; None: True when the graph contains one.
+        use_fp16_guard: If True, only code inside `fp16_guard` may run low. If False, `fp16_guard` is ignored.
+            None means True if the graph contains an `fp16_guard`.
         placement: ``"optimal"`` (minimum cut) or ``"autocast"`` (the rule of ``torch.autocast``).
-        objective: The quantity that the optimal placement minimises. ``"traffic"``: bytes that the kernels
-            and casts of an eager forward read and write; casts of activations move no more of them than under
-            the rule of ``torch.autocast`` on the same graph, and so do forward and backward together.
-            ``"fused"``: bytes of fused kernels, forward and backward; free nodes run low wherever their
-            constraints allow, if the estimate is below the one of the rule of ``torch.autocast``, and else as
-            under that rule. ``"cast_bytes"`` or ``"casts"``. ``"auto"`` means ``"traffic"`` for the eager
-            backend and ``"fused"`` for others. `Plan.gap` bounds the distance to the minimum; `Plan.optimal`
-            means that the gap is 0.
+        objective: The cost that the optimal placement minimises. ``"traffic"``: the bytes that the kernels
+            and casts of an eager forward read and write. The plan never exceeds the rule of
+            ``torch.autocast`` on the same graph, neither in bytes of casts of activations nor in bytes of
+            forward and backward together. ``"fused"``: the bytes of fused kernels, forward and backward. Free
+            nodes run low wherever their constraints allow it, unless the estimate favours the rule of
+            ``torch.autocast``. ``"cast_bytes"``: the bytes of the casts. ``"casts"``: their number.
+            ``"auto"`` means ``"traffic"`` for the eager backend and ``"fused"`` for others. `Plan.gap` bounds
+            the distance to the minimum; `Plan.optimal` means that the gap is 0.
         loss_scale: `NoLossScale`, `StaticLossScale` or `DynamicLossScale`. None means dynamic for
             float16 and none for bfloat16.
         keep_io_dtypes: Whether graph outputs keep the dtypes of the source model. False is illegal with a
             loss scale in float16, because gradients of float16 outputs underflow before they are scaled.
-        hazards: Whether positions, angles and values that become integers or booleans stay exact until they
-            depend on a low op, and, at O1 and O2, whether values that may leave the low range, and the ops
-            that read them, stay float32. Guards and rules come before hazards, and hazards before op lists.
+        hazards: Whether values that rounding would spoil stay exact: positions, angles, and values that
+            become integers or booleans, until they depend on a low op. At O1 and O2 also whether values that
+            may leave the low range, and the ops that read them, stay float32. Guards and rules take
+            precedence over hazards; hazards take precedence over op lists.
         weight_copies: Whether the model keeps a low copy of each float32 parameter that its graphs cast. The
-            copies are refreshed once per update, so that no forward casts weights. They have the values of
-            the casts and take 2 bytes a parameter. False casts in every forward.
+            copies are refreshed once per update, so no forward casts weights. They hold the same values as
+            casts and take 2 bytes per parameter. False casts in every forward.
         save_norms_low: Whether compiled graphs save the normalized values of layer norm and RMS norm in the
             low dtype for the backward, where the norm runs in float32 and a low op reads its result. Only
             gradients change, by the rounding of these values. False saves float32 values.
@@ -141,7 +142,8 @@ class Policy:
         for pattern, value in self.rules.items():
             if not isinstance(pattern, str):
                 raise PolicyError(
-                    f"Policy: rule {pattern!r} must be a glob (str) of modules, or of nodes after 'node:'."
+                    f"Policy: rule {pattern!r} must be a string: a glob of module paths, or 'node:' and a "
+                    "glob of node names."
                 )
             _check_choice(f"rule {pattern!r}", value, RULE_VALUES)
         object.__setattr__(self, "rules", _Rules(self.rules))
@@ -245,7 +247,7 @@ class Policy:
             PolicyError: It names none; see `resolved`.
         """
         if self.dtype is None:
-            raise PolicyError("Policy: dtype=None is not settled yet; resolved(device) fills it in.")
+            raise PolicyError("Policy: dtype is None until a device selects it; call resolved(device).")
         return self.dtype
 
     @property
@@ -275,7 +277,7 @@ class Policy:
             return
         raise PolicyError(
             f"{caller}: keep_io_dtypes=False gives float16 outputs, whose gradients underflow before they "
-            "are scaled; leave it at True, use bfloat16, or say loss_scale=ampgraph.NoLossScale()."
+            "are scaled; keep the default True, use bfloat16, or pass loss_scale=ampgraph.NoLossScale()."
         )
 
     def __repr__(self) -> str:

@@ -125,8 +125,8 @@ class ModuleProxy(nn.Module):
     def __prepare_scriptable__(self) -> Any:
         """Called first by ``torch.jit.trace`` and ``torch.jit.script``."""
         raise CaptureError(
-            "TorchScript cannot hold a converted model; ampgraph.export(model, args) gives a program that "
-            "torch.export.save writes to a file."
+            "TorchScript does not support converted models; use ampgraph.export(model, args) and "
+            "torch.export.save."
         )
 
 

@@ -50,7 +50,7 @@ class Golden:
         """Asserts that a model's cast map, or a text, equals the golden file.
 
         Args:
-            subject: What `ampgraph.convert` returned, its graph module, or a text.
+            subject: The converted model, its graph module, or a text.
             name: Distinguishes several golden files of one test.
 
         Raises:

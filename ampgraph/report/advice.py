@@ -120,8 +120,8 @@ def _convolution_sizes(node: Node) -> Iterator[tuple[str, str, int | torch.SymIn
 
 def _size_advice(node: Node, rule: str, what: str, size: int) -> Advice:
     better = -(-size // MULTIPLE) * MULTIPLE
-    cure = "pad the vocabulary (or the classes) to" if rule == "vocabulary" else "make it"
-    text = f"{what} {size} is not a multiple of {MULTIPLE}: {cure} {better}"
+    fix = "pad the vocabulary (or the classes) to" if rule == "vocabulary" else "make it"
+    text = f"{what} {size} is not a multiple of {MULTIPLE}: {fix} {better}"
     return Advice(rule, view.label_of(node), module_path(node), what, size, better, text)
 
 

@@ -19,7 +19,7 @@ def explain(amp: Converted | GraphModule) -> Explanation:
             `explain` shows the one that ran last; ``amp.graph_modules`` has the others.
 
     Raises:
-        AmpGraphError: ``amp`` is neither, or is not captured yet.
+        AmpGraphError: ``amp`` is not a converted model, or it is not captured yet.
 
     Example:
         >>> print(ampgraph.explain(amp))

@@ -56,7 +56,7 @@ class ExplanationData:
 
     @property
     def modules(self) -> tuple[ModuleRow, ...]:
-        """Counts of each module, in the order in which the modules run."""
+        """Counts of each module, in the order of execution."""
         return module_rows(self.nodes, self.casts, self.low_dtype)
 
     @property

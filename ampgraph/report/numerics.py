@@ -42,7 +42,7 @@ def assert_close_to_fp32(
     float32 output; outputs that are not floating point must be equal.
 
     Args:
-        amp: What `ampgraph.convert` returned.
+        amp: The converted model.
         args: Positional arguments.
         kwargs: Keyword arguments.
         tolerance: The largest error allowed. Default: ``2 * u * sqrt(n)``, where ``u`` is the low dtype's
@@ -52,7 +52,7 @@ def assert_close_to_fp32(
     Raises:
         AssertionError: An output is farther off; the message has each output's error and says where the
             tolerance comes from.
-        AmpGraphError: It is no converted model.
+        AmpGraphError: ``amp`` is not a converted model.
     """
     if not isinstance(amp, Converted):
         raise AmpGraphError(f"expected what ampgraph.convert returns; got a {type(amp).__name__}.")
@@ -136,7 +136,7 @@ def _error(found: Any, expected: Any) -> float:
     if not expected.is_floating_point():
         return 0.0 if torch.equal(found, expected) else math.inf
     ours, theirs = found.double(), expected.double()
-    # Infinities (masks) must be where they are in float32; a difference of infinities is no number.
+    # Infinities (masks) must be where they are in float32; a difference of infinities is NaN.
     if not torch.equal(ours.isfinite(), theirs.isfinite()):
         return math.inf
     ours, theirs = (t.masked_fill(~theirs.isfinite(), 0) for t in (ours, theirs))

@@ -85,7 +85,7 @@ class Source:
         owner = node.args[0].name if view.is_item(node) else name  # type: ignore[union-attr]
         decision = self.plan.decisions.get(owner)
         if decision is None or decision.dtype is None or decision.by in _UNFLIPPABLE:
-            why = f"{decision.by}: {decision.reason}" if decision else "it is no op of the source model"
+            why = f"{decision.by}: {decision.reason}" if decision else "it is not an op of the source model"
             raise AmpGraphError(f"no policy can flip {name!r} ({why}).")
         return self._planned(
             self.policy, pins=((owner, Precision.of(decision.dtype, self.plan.low_dtype).other),)

@@ -153,7 +153,7 @@ class Totals:
 
 
 def module_rows(nodes: Iterable[NodeRow], casts: Iterable[CastRow], low_dtype: str) -> tuple[ModuleRow, ...]:
-    """Counts by module, submodules included; in the order in which modules run."""
+    """Counts by module, submodules included, in the order of execution."""
     counts: dict[str, list[int]] = defaultdict(lambda: [0, 0, 0, 0])
     for node in nodes:
         for path in _prefixes(node.module) if node.is_float_op else ():

@@ -77,7 +77,7 @@ def nodes_section(explanation: ExplanationData, once: Sequence[Repeat], top: int
     if top is not None:
         size = {cast.name: cast.bytes for cast in explanation.casts}
         read = {n.name: times(n.module, once) * sum(size[cast] for cast in n.reads_cast) for n in shown}
-        notes += _cut(shown, top, "that read the dearest casts")
+        notes += _cut(shown, top, "that read the most cast bytes")
         shown = sorted(shown, key=lambda n: -read[n.name])[:top]
     left_out = sum(n.kind == "parameter" for n in nodes)
     notes += [f"({left_out} parameters and buffers not shown)"] if left_out else []
@@ -129,7 +129,7 @@ def casts_section(
     Args:
         title: Its heading.
         casts: The casts.
-        once: Layers of which only the first one's casts are shown.
+        once: Repeated layers; only the first layer's casts are shown.
         top: Show this many casts, those that move the most bytes first; None shows all in graph order.
     """
     notes = list(_said_once(once))

@@ -294,16 +294,16 @@ def warn_about_float16_gradients(graph: fx.Graph, options: Options) -> None:
     if any(node.args[1].meta["val"].dtype == torch.float16 for node in scaled):
         warn_user(
             f"ampgraph: {name} returns a float16 tensor, so its gradient is float16 "
-            "before the loss scale is applied, and what is below 6e-8 is lost. Return float32, x.float(), or "
-            "take the loss inside."
+            "before the loss scale is applied, and gradients below 6e-8 become zero. Return x.float(), or "
+            "compute the loss inside the model."
         )
     unscaled = graph.find_nodes(op="call_function", target=unscale_gradients)
     low = [n for call in unscaled for n in call.args[3:] if n.meta["val"].dtype == torch.float16]
     if low:
         warn_user(
             f"ampgraph: {len(low)} parameters and inputs of {name} arrive in float16 ({low[0].name} first). "
-            "Their gradients leave it unscaled in float16, and what is below 6e-8 is lost. Keep them in "
-            "float32: ampgraph casts where it pays. Under FSDP2, leave param_dtype out of "
+            "Their gradients leave the graph unscaled in float16, and gradients below 6e-8 become zero. "
+            "Keep them in float32; ampgraph inserts the casts. Under FSDP2, omit param_dtype from "
             "MixedPrecisionPolicy, or set it to bfloat16."
         )
 

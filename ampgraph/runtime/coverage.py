@@ -123,8 +123,8 @@ class CoverageWatch:
         self.is_told = True
         name = self._options.named(type(self._source).__name__)
         warn_user(
-            f"{name} is in parts: {coverage}. What graph breaks leave between graphs runs in the source's "
-            "dtypes; ampgraph.explain(amp).coverage has all of it."
+            f"{name} is captured in parts: {coverage}. Code between the graphs (at graph breaks) runs in "
+            "the source's dtypes; ampgraph.explain(amp).coverage lists all parts."
         )
 
     def coverage(self) -> Coverage:

@@ -85,7 +85,8 @@ def make_backend(
                 _check_rules(options.policy, modules, lowered)
             plan = rewrite(lowered, options.policy, modules, check_rules=False)
         except (CaptureError, PassError) as error:
-            warn_user(f"ampgraph: {options.named('a part of the model runs in its own dtypes')}: {error}")
+            what = options.named("a part of the model runs unconverted, in the source's dtypes")
+            warn_user(f"ampgraph: {what}: {error}")
             return _next_backend(options.backend, options.mode)(graph_module, inputs)
         graphs = AotGraphs()
         if record:
@@ -266,7 +267,7 @@ def choose_backend(
     if mode is None or default == "inductor":
         return default, mode
     warn_user(
-        f"mode={mode!r} says how inductor compiles, and has no effect here: the default backend on "
+        f"mode={mode!r} configures inductor and has no effect here: the default backend on "
         f"{device.type} is {default!r}. Pass backend='inductor' to compile."
     )
     return default, None
@@ -290,7 +291,7 @@ def _check_mode(mode: str, backend: str | Callable | None) -> None:
             + did_you_mean(str(mode), known)
         )
     if not _takes_mode(backend):
-        raise PolicyError(f"mode={mode!r} says how inductor compiles; backend={backend!r} takes none.")
+        raise PolicyError(f"mode={mode!r} configures inductor; backend={backend!r} has no modes.")
 
 
 def _takes_mode(backend: str | Callable | None) -> bool:

@@ -9,11 +9,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import fx, nn
-from torch.export import Dim, ExportedProgram, ShapesCollection
-from torch.utils._pytree import tree_leaves
 
 from .._compat import no_dispatch_modes
-from ..capture import Code, Reads, capture_lock, capture_program, distinct, is_capturing_here, unlift
+from ..capture import Code, Reads, capture_lock, is_capturing_here, unlift
 from ..errors import CaptureError, NoGraphError, warn_user
 from ..passes.pipeline import rewrite
 from ..plan import Plan
@@ -22,6 +20,7 @@ from .capture_lock import lock_of
 from .captured_graph import CapturedGraph, Runner, Timing
 from .coverage import CoverageWatch
 from .device import device_of
+from .export_call import export_call
 from .low_storage import LowStorage
 from .lowering import AotGraphs
 from .module_structure import Structure
@@ -31,7 +30,7 @@ from .python_state import PythonState
 from .shadow_weights import ShadowWeights
 from .shared_code import SharedCode
 from .siblings import Call, Siblings, Unplanned
-from .signature import Likeness, Signature, accepted_shapes, changed_dims, fits, signature_of
+from .signature import Likeness, Signature, accepted_shapes, fits, signature_of
 from .written import writes_of
 
 log = logging.getLogger("ampgraph")
@@ -162,16 +161,16 @@ class GraphCache:
         """
         if self._options.just_in_time:
             raise CaptureError(
-                f"{self._name}: torch.compile's front end captures nothing inside a transform of torch.func "
-                "or forward-mode AD; pass example inputs to ampgraph.convert."
+                f"{self._name}: capture just in time does not work inside a transform of torch.func or "
+                "forward-mode AD; pass example inputs to ampgraph.convert."
             )
         signature = signature_of(args, kwargs)
         if captured := self._known(args, kwargs, signature, self._flags()):
             return captured
         raise CaptureError(
-            f"{self._name} is not captured for tensors of the sizes {list(signature.shapes)} and cannot be "
-            "inside a transform of torch.func or forward-mode AD: call the converted model once, outside, "
-            "with such tensors (under vmap those of one sample)."
+            f"{self._name} is not captured for tensors of the sizes {list(signature.shapes)}, and it cannot "
+            "be captured inside a transform of torch.func or forward-mode AD: call the converted model once "
+            "outside, with such tensors (under vmap, with the sizes of one sample)."
         )
 
     def add(
@@ -253,7 +252,7 @@ class GraphCache:
         """Captures and rewrites; ``graphs`` are the model's earlier ones for such arguments."""
         start = time.perf_counter()
         with self._stored.as_float32():
-            program, reads = self._export(call.args, call.kwargs, call.signature, graphs)
+            program, reads = export_call(call, graphs)
             seconds, start = time.perf_counter() - start, time.perf_counter()
             graph_module, constants = unlift(program, self._source)
             before = Unplanned(graph_module, self._options) if self._siblings is not None else None
@@ -267,42 +266,6 @@ class GraphCache:
             self._siblings.add(call, captured, reads, before)
         self._warn_about(reads)
         return captured
-
-    def _export(
-        self, args: tuple, kwargs: dict, signature: Signature, graphs: list[CapturedGraph]
-    ) -> tuple[ExportedProgram, Reads]:
-        """Captures; in the caller's grad mode if forward reads it."""
-        reads = Reads(self._source)
-        program = self._export_in(args, kwargs, signature, graphs, reads, gradients=True)
-        if reads.asks_for_gradients and not torch.is_grad_enabled():
-            program = self._export_in(args, kwargs, signature, graphs, reads, gradients=False)
-        return program, reads
-
-    def _export_in(
-        self,
-        args: tuple,
-        kwargs: dict,
-        signature: Signature,
-        graphs: list[CapturedGraph],
-        reads: Reads,
-        gradients: bool,
-    ) -> ExportedProgram:
-        dynamic_shapes = self._options.dynamic_shapes
-        if dynamic_shapes is not None:
-            # The user's dynamic_shapes apply to the first capture, or if the sizes did not change.
-            is_other_size = graphs and not any(fits(v.shapes, signature.shapes) for v in graphs)
-            given = None if is_other_size else dynamic_shapes
-            return capture_program(self._source, args, kwargs, given, reads, gradients)
-        if graphs:
-            args, kwargs = distinct(args, kwargs)  # sizes are stored by tensor object
-            dims = changed_dims(signature.shapes, [v.seen for v in graphs])
-            try:
-                shapes = _dynamic(args, kwargs, dims)
-                dynamic = shapes.dynamic_shapes(self._source, args, kwargs)
-                return capture_program(self._source, args, kwargs, dynamic, reads, gradients)
-            except (CaptureError, ValueError) as error:
-                log.info("capturing with static shapes: %s", error)
-        return capture_program(self._source, args, kwargs, None, reads, gradients)
 
     def _rewrite(
         self,
@@ -346,13 +309,13 @@ class GraphCache:
             self._told.update(only_set)
             warn_user(
                 f"{self._options.named(self._name)}: forward sets {', '.join(only_set)}. "
-                "A captured graph sets nothing: return such values, or convert without example inputs."
+                "A captured graph sets no attributes: return such values, or convert without example inputs."
             )
         if lost:
             warn_user(
                 f"{self._options.named(self._name)}: forward reads {', '.join(lost)} and sets it for "
-                "the next call. A captured graph keeps the value that it had at capture and sets nothing. "
-                "Keep it in a buffer, or convert without example inputs."
+                "the next call. A captured graph uses the value from the capture and does not set it. Store "
+                "it in a buffer, or convert without example inputs."
             )
 
     def _warn_if_many(self, flags: Flags) -> None:
@@ -362,18 +325,8 @@ class GraphCache:
         changed = sorted({path for v in graphs if v.state for path in v.state.changed()})
         log.warning(
             "%s was captured %d times for different shapes or values%s; pass dynamic_shapes to "
-            "ampgraph.convert, and as tensors the numbers that change.",
+            "ampgraph.convert, and pass numbers that change as tensors.",
             self._options.named(self._name),
             MANY_CAPTURES,
             f" ({', '.join(changed)})" if changed else "",
         )
-
-
-def _dynamic(args: tuple, kwargs: dict[str, Any], dims: list[set[int]]) -> ShapesCollection:
-    """Marks the given dimensions of each tensor as dynamic if the model allows."""
-    leaves = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
-    shapes = ShapesCollection()
-    for leaf, changed in zip(leaves, dims, strict=True):
-        if changed:
-            shapes[leaf] = dict.fromkeys(changed, Dim.AUTO)
-    return shapes

@@ -14,6 +14,9 @@ from ..marks import BoundaryMark, set_mark
 from ..training.gradient_boundary import role_of
 from .eager_program import EagerProgram, is_writable
 
+# The attribute of `_Call` that holds the graph module. A model has no module of this name.
+_INNER = "_ampgraph_graph_module"
+
 
 @dataclass
 class AotGraphs:
@@ -24,6 +27,7 @@ class AotGraphs:
     def keep(self, kind: str, graph_module: fx.GraphModule) -> None:
         """Stores a graph and marks the role of its loss-scaling nodes."""
         for node in graph_module.graph.nodes:
+            _leave_out_call(node)
             if node.op == "call_function" and (role := role_of(node)):
                 set_mark(node, BoundaryMark(role))
         self.graphs[kind] = graph_module
@@ -44,6 +48,13 @@ class AotGraphs:
         raise NoGraphError(f"there is no {kind} graph yet: call the model, with gradients on, once.")
 
 
+def _leave_out_call(node: fx.Node) -> None:
+    """Removes `_Call` from the modules around a node, because it is not a module of the model."""
+    stack = node.meta.get("nn_module_stack") or {}
+    if any(path.endswith(_INNER) for path, _ in stack.values()):
+        node.meta["nn_module_stack"] = {k: v for k, v in stack.items() if not v[0].endswith(_INNER)}
+
+
 def backend_for(backend: str | Callable, graphs: AotGraphs) -> str | Callable:
     """Returns the ``torch.compile`` backend; ``"aot_eager"`` keeps its graphs in ``graphs``."""
     return aot_eager(graphs.keep) if backend == "aot_eager" else backend
@@ -57,10 +68,10 @@ class _Call(nn.Module):
 
     def __init__(self, graph_module: fx.GraphModule) -> None:
         super().__init__()
-        self.graph_module = graph_module
+        setattr(self, _INNER, graph_module)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.graph_module(*args, **kwargs)
+        return getattr(self, _INNER)(*args, **kwargs)
 
 
 def compiled(

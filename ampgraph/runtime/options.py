@@ -65,4 +65,4 @@ def check_capture(capture: object) -> None:
     if capture not in CAPTURES:
         legal = ", ".join(map(repr, CAPTURES))
         hint = did_you_mean(capture, CAPTURES) if isinstance(capture, str) else ""
-        raise PolicyError(f"capture={capture!r} is no way to capture a model; legal: {legal}.{hint}")
+        raise PolicyError(f"capture={capture!r} is not a capture mode; legal: {legal}.{hint}")

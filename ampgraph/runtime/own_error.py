@@ -1,4 +1,4 @@
-"""`own_error`: the error that the model itself raises for arguments on which a capture failed."""
+"""`own_error`: the error that the model itself raises if a capture fails for its arguments."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ def compile_step(
 
     A step computes ``loss_fn(amp, *args)``, its gradients, the finite check, the optimizer's update, the next
     loss scale and the low copies of weights. After an overflow the device skips the update; nothing waits for
-    it. The results are those of the plain loop: ``backward``, ``clip_grad_norm_``, ``scaler.step``,
+    it. The results equal those of the plain loop: ``backward``, ``clip_grad_norm_``, ``scaler.step``,
     ``scaler.update``, ``zero_grad``. On a compiling backend the graph ends with the gradients and the next
     scale, and the optimizer's fused kernels run after it.
 
@@ -42,12 +42,13 @@ def compile_step(
     that ``loss_fn`` refers to by name creates another graph. Other Python code in ``loss_fn`` (prints,
     random choices) runs only when a graph is created.
 
-    An optimizer takes part if torch has a fused form: ``torch.optim.AdamW(..., fused=True)``, Adam, SGD,
-    Adagrad). For all others, for models captured just in time, and for several processes, a step is the plain
-    loop with the compiled model; `CompiledStep.reason` says why, and a warning says it once.
+    An optimizer takes part if torch has a fused form: ``AdamW``, ``Adam``, ``SGD`` and ``Adagrad``
+    with ``fused=True``. With other optimizers, with models captured just in time and with several processes,
+    a step runs the plain loop with the converted model. `CompiledStep.reason` holds the reason, and a warning
+    states it once.
 
     Args:
-        amp: What `ampgraph.convert` returned for example inputs.
+        amp: A model that `ampgraph.convert` captured with example inputs.
         optimizer: The optimizer of its parameters, attached to ``amp.scaler`` or not.
         loss_fn: Takes ``amp`` and the arguments of a step; returns the loss, or a tuple that begins with it.
         clip_norm: The largest norm of all gradients together; None: gradients are not clipped.
@@ -56,7 +57,7 @@ def compile_step(
         The step. It returns what ``loss_fn`` returns, without gradients, and leaves no ``.grad``.
 
     Raises:
-        AmpGraphError: ``amp`` is no converted model.
+        AmpGraphError: ``amp`` is not a converted model.
         PolicyError: Another argument is not legal.
 
     Example:
@@ -79,7 +80,7 @@ def compile_step(
 
 
 class CompiledStep:
-    """What `compile_step` returns.
+    """A compiled training step; `compile_step` returns it.
 
     Attributes:
         reason: Why the last call ran the plain loop; None for a call that ran one graph.
@@ -160,7 +161,7 @@ class CompiledStep:
     def _warn_if_many(self) -> None:
         if len(self._graphs) == MANY_GRAPHS:
             log.warning(
-                "compile_step sees %d kinds of arguments or settings, and each has its graph; keep sizes the "
-                "same, and pass as tensors the numbers that change.",
+                "compile_step has %d graphs, one for each combination of sizes, values and settings; keep "
+                "sizes constant, and pass numbers that change as tensors.",
                 MANY_GRAPHS,
             )

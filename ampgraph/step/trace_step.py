@@ -105,7 +105,9 @@ def _hold(graph_module: fx.GraphModule, live: Sequence[Tensor]) -> None:
             continue
         value = getattr(graph_module, str(node.target), None)
         if isinstance(value, Tensor) and value.requires_grad:
-            raise AmpGraphError("loss_fn reads a tensor that requires gradients and that the optimizer lacks")
+            raise AmpGraphError(
+                "loss_fn reads a tensor that requires gradients and is not a parameter of the optimizer"
+            )
     graph.eliminate_dead_code(_is_impure)
     graph_module.recompile()
 
@@ -236,7 +238,7 @@ class _Tracer:
         if captured is None or captured.lost:
             raise AmpGraphError("the model is not captured for these arguments")
         if captured.state is not None and captured.state.depends_on_tensors():
-            raise AmpGraphError("forward asks for strides, or whether gradients are on")
+            raise AmpGraphError("forward reads strides or the grad mode")
         self.traced.used.append(captured)
         graph_module = captured.training_graph
         values: dict[fx.Node, Any] = {}
@@ -303,7 +305,7 @@ def _optimizer_on(optimizer: Optimizer, fakes: dict[int, Tensor], rates: Sequenc
         before = {id(fake): set(held) for fake, held in fake_state.items()}
         yield
         if before != {id(fake): set(held) for fake, held in fake_state.items()}:
-            raise AmpGraphError("the optimizer makes state in this step")
+            raise AmpGraphError("the optimizer creates state in this step")
     finally:
         optimizer.state = state
         for group, values in zip(optimizer.param_groups, groups, strict=True):

@@ -117,7 +117,7 @@ def agree(rows: Sequence[Tensor], groups: Sequence[ProcessGroup] | None) -> list
 class Peers:
     """Tells other ranks the names of this rank's parameters, and reads theirs.
 
-    It uses the store with which the ranks found each other: a rank reads what another has written, without
+    It uses the store of the process group: a rank reads what another has written, without
     its help. So the names take part in no step.
 
     Args:

@@ -18,7 +18,7 @@ from .._compat import Content, current_backward, has_content
 
 
 class CheckedGradients:
-    """The gradients that left boundaries, by slot; only of the last backward in which one did.
+    """The gradients that left boundaries, by slot; only those of the last backward that had any.
 
     None is a gradient whose writes nothing counts.
     """

@@ -42,8 +42,9 @@ def check_wrappers(model: nn.Module, just_in_time: bool) -> None:
     """
     if isinstance(model, DistributedDataParallel):
         raise CaptureError(
-            "the model is wrapped in DistributedDataParallel, whose communication no graph can hold. Convert "
-            "what is inside, then wrap: DistributedDataParallel(ampgraph.convert(model, ...)); or convert it "
+            "the model is wrapped in DistributedDataParallel, and a graph cannot contain its communication. "
+            "Convert the inner model, then wrap it: DistributedDataParallel(ampgraph.convert(model, ...)); "
+            "or convert it "
             "in place: ampgraph.convert_blocks(model, 'module')."
         )
     if just_in_time and _has_sharded_modules(model):
@@ -56,7 +57,7 @@ def sharded_error(model: nn.Module, *values: Any) -> CaptureError | None:
     """Returns the error for a graph that reads DTensors; None if there are none.
 
     Args:
-        model: The model of which a graph is captured now.
+        model: The model that is being captured.
         values: Its arguments, or other values of the graph, in nested containers.
     """
     name = type(model).__name__

@@ -1,4 +1,4 @@
-"""Optimizers inside optimizers: finds them, and tells whether a step runs inside a guarded outer step."""
+"""Optimizers inside optimizers: finds them, and detects whether a step runs inside a guarded outer step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One hook for the steps of every optimizer of the process, and the objects that it tells.
+"""One hook for the steps of every optimizer of the process, and the objects that it notifies.
 
 torch iterates over one dictionary of such hooks during each step, in any thread. A hook that goes when its
 model is collected would change that dictionary under another thread's step, so this hook stays.
@@ -16,7 +16,7 @@ from .weak_registry import WeakRegistry
 
 
 class Listener(Protocol):
-    """An object that is told of steps."""
+    """An object that is notified of steps."""
 
     def after_step(self, optimizer: Optimizer, parameters: set[int]) -> None:
         """Called after the step of any optimizer, in the thread of the step.

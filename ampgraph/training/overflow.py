@@ -206,7 +206,7 @@ def _log(overflow: Overflow, is_whole: bool) -> None:
         log.warning(
             "step %d: the model's outputs are not finite at any loss scale; "
             "ampgraph.check_numerics(amp, args) with the arguments of this step names the node and finds "
-            "rules that cure it%s",
+            "rules that fix it%s",
             overflow.step,
             "" if is_whole else "; the next step looks for the node, too",
         )

@@ -175,7 +175,7 @@ class LossScaler(ScaleNumbers):
             self._is_copy = False
             warn_user(
                 "amp.scaler.step: this scaler is a copy, and no converted model reads its scale. Use the "
-                "scaler of the model, and carry the numbers over with load_state_dict(scaler.state_dict())."
+                "scaler of the model, and copy the state with load_state_dict(scaler.state_dict())."
             )
         if optimizer not in self._known:
             self._known.add(optimizer)
@@ -195,7 +195,7 @@ class LossScaler(ScaleNumbers):
         if all(slot is None for slot in self._slots.of(parameters)):
             warn_user(
                 f"amp.scaler.{method}: none of the {len(parameters)} parameters of this "
-                f"{type(optimizer).__name__} belongs to this model; is it the optimizer of another?"
+                f"{type(optimizer).__name__} belongs to this model; is it the optimizer of another model?"
             )
 
     def update(self, new_scale: float | Tensor | None = None) -> None:

@@ -228,7 +228,8 @@ class StepGuard:
         """
         if self.has_stepped(optimizer):
             raise LoopError(
-                "unscale_ is called after step of this optimizer; call it before, or update first."
+                "amp.scaler.unscale_: this optimizer has already stepped; call unscale_ before step, or "
+                "call update first."
             )
         if self._early(optimizer, parameters):
             raise LoopError("unscale_ was already called for this optimizer since the last update.")
@@ -274,7 +275,7 @@ class StepGuard:
         return Verdict(flags, is_bad_here.to(torch.float32), counts, reported)
 
     def key(self, verdict: Verdict | None) -> Tensor:
-        """Returns what this rank tells the others."""
+        """Returns the message of this rank to the others."""
         if verdict is None:
             return torch.zeros((), dtype=torch.int64, device=self._state.scale.device)
         return key_of(verdict.flags, verdict.reported, verdict.counts, self.number)
@@ -343,7 +344,7 @@ class StepGuard:
     # -- several optimizers ----------------------------------------------------------------------
 
     def others(self, optimizer: Optimizer) -> list[Optimizer]:
-        """Returns the optimizers that step after this one in the same round, as far as the past tells."""
+        """Returns the optimizers that step after this one in the same round, according to earlier rounds."""
         if is_in_backward():
             return []  # each parameter may have an optimizer, and most gradients are yet to come
         due = [o for o in self._live() if o not in self._resting]

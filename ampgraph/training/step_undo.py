@@ -39,8 +39,8 @@ class Undo:
                 parameter.copy_(value)
         if any(tensor._version != version for tensor, version in self._listed):
             raise LoopError(
-                f"{type(self._optimizers[0]).__name__} wrote in place what it keeps in a list of its state, "
-                "so its step cannot be taken back after an overflow. Use bfloat16, which needs no loss scale."
+                f"{type(self._optimizers[0]).__name__} changed tensors in a list of its state in place, so "
+                "its step cannot be undone after an overflow. Use bfloat16, which needs no loss scale."
             )
         for i, optimizer in enumerate(self._optimizers):
             optimizer.state.clear()

@@ -130,7 +130,7 @@ class UntakenGradients:
         self._is_unseen = True
 
     def take(self, optimizer: Optimizer, parameters: Iterable[Tensor]) -> None:
-        """Notes that an optimizer was told what the gradients are worth."""
+        """Notes that an optimizer got the verdict on the gradients."""
         self._missed.pop(optimizer, None)
         slots = {slot for slot in self._slots.of(parameters) if slot is not None}
         for slot in slots:

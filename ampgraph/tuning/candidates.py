@@ -151,7 +151,7 @@ class Candidates:
         return tuple(Price(index, charge.payers, amount) for index, (charge, amount) in charges if amount)
 
     def _relaxed(self) -> Problem:
-        """Returns one problem of all graphs, in which placement may keep white ops float32, too."""
+        """Returns one problem for all graphs; in it the placement may also keep white ops in float32."""
         first, *others = [graph.problem for graph in self._graphs]
         variables = {**first.variables}
         facts, uses, beyond = {**first.facts}, {**first.uses}, {**first.out_of_range}

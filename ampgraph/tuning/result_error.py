@@ -35,7 +35,7 @@ class ResultError:
             raise AmpGraphError(
                 f"tune: metric={metric!r}; legal: 'output' (the relative error of outputs, the default), "
                 "'loss' (the difference of the loss that the model returns), or a function of two lists: "
-                f"what the converted model and what float32 returned, by batch.{hint}"
+                f"the results of the converted model and of float32, by batch.{hint}"
             )
         self._metric = metric if callable(metric) else None
         self._of_loss = metric == LOSS
@@ -62,7 +62,7 @@ class ResultError:
         """Returns the tensors of a result whose error counts.
 
         Raises:
-            AmpGraphError: There are none.
+            AmpGraphError: There is no floating-point output.
         """
         if self._of_loss:
             return [_loss_of(result)]
@@ -114,10 +114,10 @@ def checked_budget(budget: object) -> float:
     """Returns the budget as a number.
 
     Raises:
-        AmpGraphError: It is no number, negative or infinite.
+        AmpGraphError: It is not a number, or it is negative or infinite.
     """
     if isinstance(budget, bool) or not isinstance(budget, Real) or not 0 <= float(budget) < math.inf:
         raise AmpGraphError(
-            f"tune: budget={budget!r}; expected a finite number, at least 0: the error that is allowed."
+            f"tune: budget={budget!r}; expected a finite number of 0 or more, the largest allowed error."
         )
     return float(budget)

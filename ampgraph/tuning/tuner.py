@@ -100,7 +100,7 @@ class Tuned:
 
 
 def _plan_of(candidate: Candidate) -> tuple[int, float]:
-    """Returns what tells plans apart; different pins may lead to one plan."""
+    """Returns a key that identifies the plan; different pins may lead to one plan."""
     return candidate.traffic, candidate.predicted
 
 

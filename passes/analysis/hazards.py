@@ -50,7 +50,7 @@ class Trace:
     Attributes:
         measured: It depends on a floating input of the graph, a parameter or random numbers.
         counted: It depends on integers.
-        few: It has few distinct values, each of which a low dtype rounds as a whole: masks, single numbers.
+        few: It has few distinct values, and rounding moves each as a whole: masks, single numbers.
         moved: The autocast rule moves it, or a node that it depends on, to another dtype.
     """
 

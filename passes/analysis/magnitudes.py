@@ -171,7 +171,7 @@ Rule: TypeAlias = Callable[[Sizes, Node], Size]
 
 
 def times(a: float, b: float) -> float:
-    """Returns a product in which zero times infinity is zero."""
+    """Returns a product; zero times infinity is zero."""
     return 0.0 if 0 in (a, b) else a * b
 
 

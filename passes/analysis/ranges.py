@@ -121,7 +121,7 @@ class Extents:
         return max(map(abs, self[node] or (0.0,)))
 
     def is_constant(self, node: Node) -> bool:
-        """Whether training leaves it alone, as far as one can tell: a buffer or a constant."""
+        """Whether training probably does not change it: a buffer or a constant."""
         return is_table(self._graph_module, node)
 
     def _look_up(self, node: Node) -> tuple[float, float] | None:

@@ -214,7 +214,7 @@ def _mark_of_product(sizes: Sizes, node: Node, added: int, a: Node, b: Node) -> 
 
 
 def _divided_by(sizes: Sizes, node: Node) -> float:
-    """The least number by which every use of a product divides it; 0 if a use does not."""
+    """The smallest divisor of a product over all its uses; 0 if a use does not divide it."""
     factors = [scaled_by(user, source, sizes.constant) for user, source in _uses(node)]
     if not factors or any(f is None or f == 0 for f in factors):
         return 0.0

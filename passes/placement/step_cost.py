@@ -183,7 +183,7 @@ class StepCost:
         return labels[self.problem.facts[tensor].dtype_source]
 
     def _label_read(self, labels: Labels, reader: Node, tensor: Node, rule: OperandRule) -> Precision:
-        """Returns the dtype in which an unfused kernel reads a tensor."""
+        """Returns the dtype that an unfused kernel reads."""
         if rule is OperandRule.NODE_DTYPE:
             return labels[reader]
         if rule is OperandRule.SOURCE_DTYPE:

@@ -157,7 +157,7 @@ class Bounded:
         self.lower = min([stuck, *(case.lower for case in self.open)])
 
     def _disputed(self, case: _Case) -> Node | None:
-        """Returns the largest node on which the corners of a case disagree."""
+        """Returns the largest node with different dtypes in the two corners of a case."""
         if case.over is None or case.within is None:
             return None
         over, within = case.over.placement.labels, case.within.placement.labels

@@ -148,7 +148,7 @@ class Subject:
         The seconds that conversion reports are CPU seconds here: a shared machine's wall clock says little.
         """
         with (
-            mock.patch("ampgraph.runtime.graph_cache.capture_program", self._capture),
+            mock.patch("ampgraph.runtime.export_call.capture_program", self._capture),
             mock.patch.object(time, "perf_counter", time.process_time),
         ):
             how = {"backend": "eager", "capture": "ahead of time"}

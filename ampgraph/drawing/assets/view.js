@@ -388,9 +388,9 @@ function legend() {
 }
 
 // A click goes to the cast; of equal ones in several layers, each click to the next.
-function dearest() {
-  byId("dearest").hidden = !data.dearest.length;
-  data.dearest.forEach((entry, i) => {
+function largest() {
+  byId("largest").hidden = !data.largest.length;
+  data.largest.forEach((entry, i) => {
     let at = -1;
     const button = html(byId("casts"), "button");
     html(button, "b", `#${i + 1}  ${entry.size}`);
@@ -419,7 +419,7 @@ document.addEventListener("keydown", (event) => {
 const arrow = make(make(canvas, "defs"), "marker", {id: "arrow", viewBox: "0 0 8 8", refX: 8, refY: 4, markerWidth: 7, markerHeight: 7, markerUnits: "userSpaceOnUse", orient: "auto"});
 make(arrow, "path", {d: "M0,0L8,4L0,8z", fill: "#555"});
 legend();
-dearest();
+largest();
 draw();
 fit(READABLE);
 document.body.dataset.ready = "true";

@@ -1,4 +1,4 @@
-"""The dearest casts, listed beside a picture."""
+"""The largest casts, listed beside a picture."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 import ampgraph
 from ampgraph.drawing import to_dot
 from ampgraph.drawing.annotated import annotated
-from ampgraph.drawing.dearest import LISTED, dearest_casts, ranks
+from ampgraph.drawing.largest_casts import LISTED, largest_casts, ranks
 from ampgraph.drawing.picture import picture
 from ampgraph.report import graph_view
 
@@ -25,7 +25,7 @@ def amp() -> ampgraph.AmpModule:
 
 def test_the_list_is_sorted_and_complete(amp: ampgraph.AmpModule) -> None:
     bytes_of = {cast.name: cast.bytes for cast in ampgraph.explain(amp).casts}
-    listed = dearest_casts(picture(annotated(amp)))
+    listed = largest_casts(picture(annotated(amp)))
     assert len(listed) == LISTED
     assert [dear.bytes for dear in listed] == sorted((dear.bytes for dear in listed), reverse=True)
     for dear in listed:
@@ -36,7 +36,7 @@ def test_the_list_is_sorted_and_complete(amp: ampgraph.AmpModule) -> None:
 
 
 def test_equal_layers_are_one_line(amp: ampgraph.AmpModule) -> None:
-    listed = dearest_casts(picture(annotated(amp)))
+    listed = largest_casts(picture(annotated(amp)))
     casts = {cast.name: cast for cast in ampgraph.explain(amp).casts}
     (up,) = (dear for dear in listed if dear.words == "h.1.up.weight to f16, 2x")
     assert [casts[name].tensor for name in up.casts] == ["h.1.up.weight", "h.2.up.weight"]
@@ -44,23 +44,23 @@ def test_equal_layers_are_one_line(amp: ampgraph.AmpModule) -> None:
 
 
 def test_activations_tell_whom_they_are_for(amp: ampgraph.AmpModule) -> None:
-    listed = dearest_casts(picture(annotated(amp), focus="h.0*"))
+    listed = largest_casts(picture(annotated(amp), focus="h.0*"))
     assert "layer_norm for h.0.up to f16" in [dear.words for dear in listed]
     inside = set(picture(annotated(amp), focus="h.0*").root.all_nodes())
     assert {name for dear in listed for name in dear.casts} <= inside
 
 
 def test_a_clamped_mask_goes_by_its_name() -> None:
-    listed = dearest_casts(picture(annotated(masked())))
+    listed = largest_casts(picture(annotated(masked())))
     assert not [dear for dear in listed if dear.words.startswith("clamp")]
 
 
 def test_the_text_numbers_list_and_picture_alike(amp: ampgraph.AmpModule) -> None:
-    text, listed = to_dot(amp), dearest_casts(picture(annotated(amp)))
+    text, listed = to_dot(amp), largest_casts(picture(annotated(amp)))
     head = re.search(r'graph \[rankdir=TB label="([^"]*)"', text)
     assert head
     lines = head[1].split(r"\l")
-    assert lines[1] == "dearest casts:"
+    assert lines[1] == "largest casts:"
     assert lines[2] == f"#1  {graph_view.human_bytes(listed[0].bytes)}: head.weight to f16"
     assert len(lines) == 2 + LISTED + 1
     for name, rank in ranks(listed).items():
@@ -69,7 +69,7 @@ def test_the_text_numbers_list_and_picture_alike(amp: ampgraph.AmpModule) -> Non
 
 def test_nothing_is_listed_where_nothing_is_cast() -> None:
     amp = ampgraph.convert(torch.nn.ReLU(), (torch.randn(2),), dtype=torch.float16)
-    assert "dearest" not in to_dot(amp)
+    assert "largest" not in to_dot(amp)
 
 
 class Fan(torch.nn.Module):

@@ -15,7 +15,7 @@ LISTED = 10
 
 
 @dataclass(frozen=True)
-class Dear:
+class CastLine:
     """One line of the list.
 
     Attributes:
@@ -29,7 +29,7 @@ class Dear:
     words: str
 
 
-def dearest_casts(picture: Picture) -> list[Dear]:
+def largest_casts(picture: Picture) -> list[CastLine]:
     """Returns the casts with the most bytes, at most `LISTED`; equal casts count together."""
     graph = picture.graph
     order = {name: number for number, name in enumerate(graph)}
@@ -42,13 +42,13 @@ def dearest_casts(picture: Picture) -> list[Dear]:
         module = graph.nodes[name]["module"]
         groups[representative(module, found), seen[module]].append(name)
         seen[module] += 1
-    listed = [_dear(picture, names) for names in groups.values()]
-    return sorted(listed, key=lambda dear: -dear.bytes)[:LISTED]
+    listed = [_cast_line(picture, names) for names in groups.values()]
+    return sorted(listed, key=lambda line: -line.bytes)[:LISTED]
 
 
-def ranks(listed: list[Dear]) -> dict[str, int]:
+def ranks(listed: list[CastLine]) -> dict[str, int]:
     """Returns the position of each listed cast, from 1."""
-    return {name: rank for rank, dear in enumerate(listed, 1) for name in dear.casts}
+    return {name: rank for rank, line in enumerate(listed, 1) for name in line.casts}
 
 
 def _look(picture: Picture, name: str) -> tuple[str, str, int, bool]:
@@ -56,14 +56,14 @@ def _look(picture: Picture, name: str) -> tuple[str, str, int, bool]:
     return data["dtype"], data["shape"], data["bytes"], data["is_parameter"]
 
 
-def _dear(picture: Picture, names: list[str]) -> Dear:
+def _cast_line(picture: Picture, names: list[str]) -> CastLine:
     data = picture.graph.nodes[names[0]]
     moved = sum(picture.graph.nodes[name]["bytes"] for name in names)
     what = _source(picture, names[0])
     if data["module"] and not data["is_parameter"]:
         what += f" for {data['module']}"
     times = f", {len(names)}x" if len(names) > 1 else ""
-    return Dear(tuple(names), moved, f"{what} to {styles.short_dtype(data['dtype'])}{times}")
+    return CastLine(tuple(names), moved, f"{what} to {styles.short_dtype(data['dtype'])}{times}")
 
 
 def _source(picture: Picture, name: str) -> str:
@@ -76,6 +76,6 @@ def _is_clamp(picture: Picture, name: str) -> bool:
     return picture.graph.nodes[name]["kind"] == "clamp"
 
 
-def lines(listed: list[Dear]) -> list[str]:
+def lines(listed: list[CastLine]) -> list[str]:
     """Returns the list as lines of text."""
-    return [f"#{rank}  {view.human_bytes(dear.bytes)}: {dear.words}" for rank, dear in enumerate(listed, 1)]
+    return [f"#{rank}  {view.human_bytes(line.bytes)}: {line.words}" for rank, line in enumerate(listed, 1)]
