@@ -23,7 +23,7 @@ from torch.fx import Node
 
 from ampgraph.errors import PolicyError, did_you_mean
 from ampgraph.ops import default_lists, peer_lists
-from ampgraph.ops.default_lists import Rows
+from ampgraph.ops.default_lists import OpGroup
 from ampgraph.ops.kernels import lookup_names
 from ampgraph.ops.op_versions import is_in_torch, where_it_is
 from ampgraph.ops.predicates import PREDICATES
@@ -276,13 +276,13 @@ def _make(rules: Mapping[str, OpRule], expression: str, preset_name: str = "") -
     return made
 
 
-def _from_rows(rows: Iterable[Rows]) -> dict[str, OpRule]:
+def _from_rows(rows: Iterable[OpGroup]) -> dict[str, OpRule]:
     return _merge(
         (f"aten.{name}", _rule(row)) for row in rows for name in row.ops.split() if is_in_torch(name)
     )
 
 
-def _with_unlisted(rows: Iterable[Rows], reason: str) -> dict[str, OpRule]:
+def _with_unlisted(rows: Iterable[OpGroup], reason: str) -> dict[str, OpRule]:
     """Returns the rows plus every other op we know: clear if it only moves values, else gray."""
     rules = _from_rows(rows)
     for name, rule in _from_rows(default_lists.DEFAULT).items():
@@ -300,7 +300,7 @@ _PADDLE_LEVELS: Mapping[str, Callable[[], dict[str, OpRule]]] = {
 }
 
 
-def _rule(row: Rows) -> OpRule:
+def _rule(row: OpGroup) -> OpRule:
     otherwise = OpClass(row.otherwise) if row.otherwise else None
     return OpRule(OpClass(row.cls), row.reason, row.when, otherwise)
 

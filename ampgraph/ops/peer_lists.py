@@ -6,12 +6,12 @@ another one (``cross_entropy_loss`` calls ``log_softmax``) stand under the class
 
 from __future__ import annotations
 
-from ampgraph.ops.default_lists import Rows
+from ampgraph.ops.default_lists import OpGroup
 
 # torch 2.13, CUDA autocast. The first rows of each class are the macros of ATen/autocast_mode.h word for
 # word (a test compares them with the installed header); "redispatch" rows are composites that reach a
 # listed op.
-TORCH_LOWER_PRECISION_FP = Rows(
+TORCH_LOWER_PRECISION_FP = OpGroup(
     "white",
     "torch autocast: lower_precision_fp",
     """_convolution.deprecated _convolution conv1d conv2d conv3d conv_tbc conv_transpose1d
@@ -20,7 +20,7 @@ TORCH_LOWER_PRECISION_FP = Rows(
     _thnn_fused_gru_cell lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell _scaled_dot_product_flash_attention
     scaled_dot_product_attention""",
 )
-TORCH_FP32 = Rows(
+TORCH_FP32 = OpGroup(
     "black",
     "torch autocast: fp32",
     """acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow.Tensor_Scalar
@@ -33,39 +33,39 @@ TORCH_FP32 = Rows(
     _upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d _upsample_bilinear2d_aa
     upsample_trilinear3d upsample_bicubic2d _upsample_bicubic2d_aa""",
 )
-TORCH_FP32_SET_OPT_DTYPE = Rows(
+TORCH_FP32_SET_OPT_DTYPE = OpGroup(
     "black",
     "torch autocast: fp32 through its dtype argument",
     """prod prod.dim_int softmax.int log_softmax.int cumprod cumsum linalg_vector_norm linalg_matrix_norm
     linalg_matrix_norm.str_ord sum sum.dim_IntList""",
 )
-TORCH_FP32_APPEND_DTYPE = Rows(
+TORCH_FP32_APPEND_DTYPE = OpGroup(
     "black", "torch autocast: fp32 by an appended dtype argument", "norm.Scalar norm.ScalarOpt_dim"
 )
-TORCH_PROMOTE = Rows(
+TORCH_PROMOTE = OpGroup(
     "gray",
     "torch autocast: promote to the widest input",
     "addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add",
 )
-TORCH_BANNED = Rows(
+TORCH_BANNED = OpGroup(
     "black",
     "torch autocast refuses this op (unsafe in low precision); float32 is the safe form",
     "binary_cross_entropy",
 )
 TORCH_OTHERS = (
-    Rows(
+    OpGroup(
         "white",
         "torch autocast: lower_precision_fp, registered with its backend",
         "cudnn_convolution cudnn_convolution_transpose _cudnn_rnn",
     ),
-    Rows("black", "torch autocast: fp32, registered beside the macros", "linalg_matrix_sqrth"),
-    Rows(
+    OpGroup("black", "torch autocast: fp32, registered beside the macros", "linalg_matrix_sqrth"),
+    OpGroup(
         "white",
         "torch autocast: redispatches to a lower_precision_fp op",
         """conv_transpose2d conv_transpose3d _convolution_mode linalg_matmul lstm gru rnn_tanh rnn_relu
         _scaled_dot_product_attention_math""",
     ),
-    Rows(
+    OpGroup(
         "black",
         "torch autocast: redispatches to an fp32 op",
         """pow square softmax log_softmax special_softmax special_log_softmax special_logsumexp special_expm1
@@ -90,7 +90,7 @@ TORCH_UNLISTED = "torch autocast: not listed, follows its inputs"
 # are in no list, so they stay fp32. Unsure: what 3.x changed, and depthwise convolution, another and
 # unlisted op there, which is conv2d here.
 PADDLE_WHITE = (
-    Rows(
+    OpGroup(
         "white",
         "Paddle white list (conv2d, matmul, mul, einsum, fused attention)",
         """
@@ -98,9 +98,11 @@ PADDLE_WHITE = (
         _native_multi_head_attention _transformer_encoder_layer_fwd
         """,
     ),
-    Rows("white", "Paddle white list (max_pool2d_with_index)", "max_pool2d_with_indices adaptive_max_pool2d"),
+    OpGroup(
+        "white", "Paddle white list (max_pool2d_with_index)", "max_pool2d_with_indices adaptive_max_pool2d"
+    ),
 )
-PADDLE_O1_BLACK = Rows(
+PADDLE_O1_BLACK = OpGroup(
     "black",
     "Paddle black list: dangerous in low precision",
     """
@@ -111,7 +113,7 @@ PADDLE_O1_BLACK = Rows(
     smooth_l1_loss triplet_margin_loss
     """,
 )
-PADDLE_EXTRA_BLACK = Rows(
+PADDLE_EXTRA_BLACK = OpGroup(
     "black",
     "Paddle black list at every level: slower in low precision",
     """
@@ -119,7 +121,7 @@ PADDLE_EXTRA_BLACK = Rows(
     upsample_nearest3d upsample_bilinear2d upsample_bicubic2d upsample_trilinear3d
     """,
 )
-PADDLE_GRAY = Rows(
+PADDLE_GRAY = OpGroup(
     "gray",
     "Paddle gray list: follows its inputs",
     """
@@ -128,7 +130,7 @@ PADDLE_GRAY = Rows(
     dropout sign leaky_relu
     """,
 )
-PADDLE_CLEAR = Rows(
+PADDLE_CLEAR = OpGroup(
     "clear",
     "Paddle gray list: moves values",
     """
@@ -146,7 +148,7 @@ PADDLE_O2_UNLISTED = "Paddle O2: runs low unless an input is float32"
 # cells and ReLU are from its O1 list of cells, whose black list (BatchNorm, LayerNorm) is contained here.
 # Unlisted ops follow their inputs. Unsure: cross_entropy_loss, which reaches its LogSoftmax.
 MINDSPORE = (
-    Rows(
+    OpGroup(
         "white",
         "MindSpore white list",
         """
@@ -155,12 +157,12 @@ MINDSPORE = (
         rnn_tanh_cell rnn_relu_cell
         """,
     ),
-    Rows(
+    OpGroup(
         "white",
         "MindSpore white list: exact in either dtype, low to keep its neighbours low",
         "relu",
     ),
-    Rows(
+    OpGroup(
         "black",
         "MindSpore black list",
         """
@@ -170,7 +172,7 @@ MINDSPORE = (
         softmax log_softmax cumprod cumsum sum norm linalg_vector_norm cross_entropy_loss
         """,
     ),
-    Rows(
+    OpGroup(
         "gray",
         "MindSpore promote list",
         "addcdiv addcmul cross linalg_cross dot grid_sampler grid_sampler_2d grid_sampler_3d",
@@ -182,7 +184,7 @@ MINDSPORE_UNLISTED = "MindSpore: not listed, follows its inputs"
 # what no list names stays fp32, mean, exp and conv1d among them. Unsure: average and max pooling are listed
 # under their older TensorFlow-style op names only; embedding stands for its gather.
 ONEFLOW = (
-    Rows(
+    OpGroup(
         "white",
         "OneFlow white list",
         """
@@ -190,7 +192,7 @@ ONEFLOW = (
         _native_multi_head_attention
         """,
     ),
-    Rows(
+    OpGroup(
         "gray",
         "OneFlow gray list",
         """
@@ -198,7 +200,7 @@ ONEFLOW = (
         gelu batch_norm cross_entropy_loss
         """,
     ),
-    Rows(
+    OpGroup(
         "clear",
         "OneFlow clear list",
         """

@@ -25,7 +25,7 @@ class _Unannounced:
         pass
 
 
-def stand_in(source: nn.Module, owner: nn.Module) -> nn.Module:
+def bound_proxy(source: nn.Module, owner: nn.Module) -> nn.Module:
     """Returns an object with the source's class, state and methods that runs ``owner`` when it is called.
 
     What moves its tensors (``self.to(...)``) moves the owner's too. Copies, pickles and new objects of its

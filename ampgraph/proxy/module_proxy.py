@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ..errors import CaptureError
-from .bound_proxy import is_method_of, rebound, stand_in
+from .bound_proxy import bound_proxy, is_method_of, rebound
 from .special_methods import class_with_methods_of, follow_overrides
 
 _SHARED = (
@@ -103,9 +103,9 @@ class ModuleProxy(nn.Module):
             raise AttributeError(f"{type(source).__name__!r} object has no attribute {name!r}") from None
         if not is_method_of(value, source):
             return value
-        if not isinstance(self.__dict__.get("_stand_in"), type(source)):
-            self.__dict__["_stand_in"] = stand_in(source, self)
-        return rebound(value, self.__dict__["_stand_in"], self)
+        if not isinstance(self.__dict__.get("_bound_proxy"), type(source)):
+            self.__dict__["_bound_proxy"] = bound_proxy(source, self)
+        return rebound(value, self.__dict__["_bound_proxy"], self)
 
     def __dir__(self) -> list[str]:
         return sorted({*super().__dir__(), *dir(self.source)})

@@ -197,7 +197,7 @@ def _log(overflow: Overflow, is_whole: bool) -> None:
     if overflow.node:
         log.warning(
             "step %d: the forward is not finite at any loss scale, first in %s; "
-            "ampgraph.check_numerics(amp, args) finds rules that cure it",
+            "ampgraph.check_numerics(amp, args) finds rules that fix it",
             overflow.step,
             Sight(overflow.node, overflow.module, overflow.op, overflow.line),
         )
