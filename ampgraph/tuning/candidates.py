@@ -8,7 +8,7 @@ rounds.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf, sqrt
 from typing import NamedTuple
@@ -29,6 +29,8 @@ from .sensitivity import Sensitivity
 _UNITS = 10**9
 # Work of one search (see placement), and plans made to take pins back.
 WORK, PLANS = 20_000, 24
+# Charges that are tried for one step towards less error.
+_TRIED = 8
 
 
 @dataclass(frozen=True)
@@ -38,12 +40,12 @@ class Candidate:
     Attributes:
         pins: Their names.
         traffic: The bytes that one forward moves.
-        predicted: The error, by the sensitivities alone.
+        charged: The charges that count, by index.
     """
 
     pins: frozenset[str]
     traffic: int = field(compare=False)
-    predicted: float = field(compare=False)
+    charged: frozenset[int] = field(compare=False)
 
 
 class Charge(NamedTuple):
@@ -74,6 +76,10 @@ class Candidates:
     Args:
         graphs: The model's graphs.
         sensitivity: What rounding each tensor does.
+
+    Attributes:
+        needed: Nodes that stay float32 in every candidate.
+        squares: The squared error of each charge, as predicted first.
     """
 
     def __init__(self, graphs: list[PlannedGraph], sensitivity: Sensitivity):
@@ -86,7 +92,8 @@ class Candidates:
         )
         self._problem = self._relaxed()
         self._bounds: list[int] = []
-        self._unit = sum(charge.square for charge in self._charges) / _UNITS or 1.0
+        self.squares = [charge.square for charge in self._charges]
+        self._unit = sum(self.squares) / _UNITS or 1.0
 
     def of(self, pins: Iterable[str]) -> Candidate:
         """Returns the candidate that keeps these nodes float32."""
@@ -95,9 +102,18 @@ class Candidates:
             placed = self._placed(pins)
             traffic = sum(g.traffic(p) for g, p in zip(self._graphs, placed, strict=True))
             low = {node for p in placed for node, label in p.labels.items() if label is LOW}
-            squares = sum(c.square for c in self._charges if not low.isdisjoint(c.payers))
-            self._known[pins] = Candidate(pins, traffic, sqrt(squares))
+            charged = {i for i, c in enumerate(self._charges) if not low.isdisjoint(c.payers)}
+            self._known[pins] = Candidate(pins, traffic, frozenset(charged))
         return self._known[pins]
+
+    def predicted(self, candidate: Candidate) -> float:
+        """Returns the error of a candidate, by the charges as they are now."""
+        return sqrt(sum(self._charges[index].square for index in candidate.charged))
+
+    def correct(self, squares: Sequence[float]) -> None:
+        """Replaces the charges by better ones; every limit may be searched again."""
+        self._charges = [c._replace(square=s) for c, s in zip(self._charges, squares, strict=True)]
+        self._bounds, self._unit = [], sum(squares) / _UNITS or 1.0
 
     def rules(self, pins: Iterable[str]) -> dict[str, str]:
         """Returns the policy's rules and those for the nodes."""
@@ -117,9 +133,12 @@ class Candidates:
         search = _Recorded(self._problem, Rounding(self._prices(), self._graphs[0].stores_low), bound, WORK)
         search.solve()
         found = [candidate for point in search.points() for candidate in self._of_labels(point)]
-        within = [c for c in found if c.predicted <= limit]
+        within = [c for c in found if self.predicted(c) <= limit]
         if within:
-            found += self._reduced(min(within, key=_order), limit)
+            found += self._reduced(min(within, key=self._order), limit)
+        above = [c for c in found if self.predicted(c) > limit]
+        if above:
+            found += self._raised(min(above, key=self.predicted), limit)
         return found
 
     def pruned(self, candidate: Candidate) -> Candidate:
@@ -184,9 +203,30 @@ class Candidates:
         best = start
         for name in sorted(start.pins - self.needed)[:PLANS]:
             fewer = self.of(best.pins - {name})
-            if fewer.predicted <= limit and _order(fewer) < _order(best):
+            if self.predicted(fewer) <= limit and self._order(fewer) < self._order(best):
                 best = fewer
                 yield best
+
+    def _raised(self, start: Candidate, limit: float) -> Iterator[Candidate]:
+        """Yields candidates of less error: of the largest charges, those go first that cost least traffic."""
+        best, left = start, PLANS
+        while left > 0 and self.predicted(best) > limit:
+            largest = sorted(best.charged, key=lambda i: -self._charges[i].square)[: min(left, _TRIED)]
+            left -= _TRIED
+            more = [self.of(best.pins | {n.name for n in self._charges[i].payers}) for i in largest]
+            yield from more
+            less = [c for c in more if self.predicted(c) < self.predicted(best)]
+            if not less:
+                return
+            best = min(less, key=lambda c: self._price(best, c))
+
+    def _price(self, start: Candidate, candidate: Candidate) -> float:
+        """Returns the traffic that a candidate pays for each square of error that it saves."""
+        saved = self.predicted(start) ** 2 - self.predicted(candidate) ** 2
+        return (candidate.traffic - start.traffic) / saved
+
+    def _order(self, candidate: Candidate) -> tuple[int, float, int]:
+        return candidate.traffic, self.predicted(candidate), len(candidate.pins)
 
 
 # Labels that come from lists, and that a rule can change.
@@ -216,7 +256,3 @@ class _Recorded(Bounded):
 
 
 _POINTS = 8
-
-
-def _order(candidate: Candidate) -> tuple[int, float, int]:
-    return candidate.traffic, candidate.predicted, len(candidate.pins)

@@ -6,7 +6,6 @@ import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from statistics import NormalDist, mean
 from typing import Any
 
 import torch
@@ -22,15 +21,16 @@ from ..policy.policy import Policy
 from ..report.graph_view import human_bytes
 from ..runtime.run_graph import Draws
 from .candidates import Candidate, Candidates
+from .learned import Learned
 from .planned_graph import PlannedGraph
 from .result_error import ResultError
 from .sensitivity import LEAST_PROBES, PROBES, EqualDraws, Probes
 
 # Runs of the model over all batches, that with gates included.
 RUNS = 8
-# The scatter of predicted errors, as a standard deviation of their logarithm, for results of many elements;
-# candidates are searched at these shares of the budget.
-SCATTER, SHARES = 0.1, (0.85, 1.0, 1.15, 1.4)
+# The scatter of a squared error that is measured, as a share, for results of many elements; candidates are
+# searched at these shares of the budget, before and after the first trial.
+SCATTER, SHARES, LATER = 0.1, (0.85, 1.0, 1.15, 1.4), (0.95, 1.0)
 # A saving of less than this share of the traffic is not worth a run.
 LEAST_GAIN = 1e-3
 
@@ -99,9 +99,9 @@ class Tuned:
         return f"```text\n{self}\n```"
 
 
-def _plan_of(candidate: Candidate) -> tuple[int, float]:
+def _plan_of(candidate: Candidate) -> tuple[int, frozenset[int]]:
     """Returns a key that identifies the plan; different pins may lead to one plan."""
-    return candidate.traffic, candidate.predicted
+    return candidate.traffic, candidate.charged
 
 
 class Tuner:
@@ -271,40 +271,27 @@ class Tuner:
             return base
         if best is not None and best.candidate == base:
             return None
-        limit = self._predicted_for(self._budget)
-        for share in (1.0,) if self._pool else SHARES:
-            self._pool |= dict.fromkeys(candidates.search(limit * share))
+        learned = self._learned(candidates)
+        if self._pool:
+            candidates.correct(learned.corrected())
+        for share in LATER if self._pool else SHARES:
+            self._pool |= dict.fromkeys(candidates.search(self._budget * share))
         traffic = (best.candidate if best else candidates.everything).traffic
-        open_ = [candidate for candidate in self._pool if _plan_of(candidate) not in tried]
+        open_ = [c for c in self._pool if _plan_of(c) not in tried and c.traffic < traffic]
 
         def gain(candidate: Candidate) -> float:
-            return (traffic - candidate.traffic) * self._chance(candidate.predicted, limit)
+            return (traffic - candidate.traffic) * learned.chance(candidate.charged, self._budget)
 
         found = max(open_, key=gain, default=None)
         if found is not None and gain(found) > LEAST_GAIN * traffic:
             return found
         return None if best is not None else candidates.everything
 
-    def _predicted_for(self, error: float) -> float:
-        """Returns the prediction that stands for a true error, by the trial that is nearest to it."""
-        known = [t for t in self._trials if 0 < t.error < math.inf and t.candidate.predicted > 0]
-        if not known:
-            return error
-        nearest = min(known, key=lambda t: abs(math.log(t.error / max(error, 1e-300))))
-        return error * nearest.candidate.predicted / nearest.error
-
-    def _chance(self, predicted: float, limit: float) -> float:
-        """Returns how likely it is that a true error meets the budget; few elements scatter more."""
-        if predicted == 0:
-            return 1.0
-        if limit == 0:
-            return 0.0
-        return NormalDist(0.0, self._scatter()).cdf(math.log(limit / predicted))
-
-    def _scatter(self) -> float:
-        """Returns the scatter of predictions, the smaller the better those of the trials agree."""
+    def _learned(self, candidates: Candidates) -> Learned:
+        """Returns what the trials say; results of few elements scatter more."""
         elements = sum(t.numel() for r in self._references for t in self._error.counted(r))
-        known = [t for t in self._trials if 0 < t.error < math.inf and t.candidate.predicted > 0]
-        ratios = [math.log(t.error / t.candidate.predicted) for t in known]
-        squares = sum((ratio - mean(ratios)) ** 2 for ratio in ratios)
-        return math.sqrt(((SCATTER + elements**-0.5) ** 2 + squares) / max(1, len(ratios)))
+        learned = Learned(candidates.squares, SCATTER + 2 * elements**-0.5)
+        for trial in self._trials:
+            if math.isfinite(trial.error):
+                learned.add(trial.candidate.charged, trial.error)
+        return learned
