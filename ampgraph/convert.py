@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from os import PathLike
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 from torch import nn
@@ -19,6 +20,9 @@ from .runtime.dynamo_backend import choose_backend
 from .runtime.options import AUTO, JUST_IN_TIME, Options, check_capture
 from .training.distributed import check_wrappers
 from .training.fsdp1 import refuse_fsdp1
+
+if TYPE_CHECKING:
+    from .numerics.calibration import Calibration
 
 # The relative error of the outputs that policy="auto" allows.
 AUTO_BUDGET = 1e-2
@@ -43,6 +47,7 @@ def convert(
     mode: str | None = ...,
     dynamic_shapes: Any = ...,
     capture: str | None = ...,
+    calibration: Calibration | None = ...,
 ) -> AmpModule: ...
 
 
@@ -57,6 +62,7 @@ def convert(
     mode: str | None = None,
     dynamic_shapes: Any = None,
     capture: str | None = None,
+    calibration: Calibration | None = None,
 ) -> AmpModule | ExportedProgram:
     """Converts a model to automatic mixed precision.
 
@@ -78,6 +84,9 @@ def convert(
             ``"just in time"`` captures with the front end of ``torch.compile`` at the first call.
             ``"auto"`` captures ahead of time. If this fails or would lose gradients, it captures just in time
             and warns. Default: ``"auto"`` with example inputs, else ``"just in time"``.
+        calibration: What `calibrate` found, evidence beside the hazards that a graph shows: what makes or
+            reads a value that left the low range in a batch stays float32, by rules in the policy of the
+            result. Needs example inputs, and level O1 or O2.
 
     Returns:
         An `AmpModule`, or an ExportedProgram for an ExportedProgram.
@@ -85,6 +94,7 @@ def convert(
     Raises:
         PolicyError: The policy, its rules or another option is not legal for this model.
         CaptureError: The model cannot be captured; the message names the source line.
+        AmpGraphError: The calibration has not seen this graph.
 
     Example:
         >>> amp = ampgraph.convert(model, (x,), policy="O1", dtype=torch.bfloat16)
@@ -94,10 +104,10 @@ def convert(
         policy = _tuned(model, args, kwargs, dtype, dynamic_shapes, capture)
     policy = Policy.of(policy, dtype)
     if isinstance(model, ExportedProgram):
-        if any(given is not None for given in (args, kwargs, dynamic_shapes, capture)):
+        if any(given is not None for given in (args, kwargs, dynamic_shapes, capture, calibration)):
             raise CaptureError(
-                "an ExportedProgram is captured already: args, kwargs, dynamic_shapes and capture do not "
-                "apply."
+                "an ExportedProgram is captured already: args, kwargs, dynamic_shapes, capture and "
+                "calibration do not apply."
             )
         return convert_program(model, policy)
     source = _checked_model(model)
@@ -117,10 +127,33 @@ def convert(
             "dynamic_shapes is for a capture ahead of time: pass example inputs, "
             'convert(model, args, dynamic_shapes=...), or capture="ahead of time".'
         )
-    amp = AmpModule(source, Options(policy, backend, mode, dynamic_shapes, capture))
+    options = Options(policy, backend, mode, dynamic_shapes, capture)
+    if calibration is not None:
+        options = _with_evidence(source, options, calibration, args, kwargs)
+    amp = AmpModule(source, options)
     if has_examples and capture != JUST_IN_TIME:
         amp._capture_now(args or (), dict(kwargs or {}))
     return amp
+
+
+def _with_evidence(
+    source: nn.Module,
+    options: Options,
+    calibration: Calibration,
+    args: tuple | None,
+    kwargs: Mapping[str, Any] | None,
+) -> Options:
+    """Returns the options with rules for what left the low range in the calibrated batches."""
+    from .numerics.evidence import checked, policy_for
+
+    checked(calibration, "convert")
+    if args is None and kwargs is None:
+        raise PolicyError("calibration= needs example inputs: convert(model, args, calibration=ranges).")
+    if options.policy.level not in ("O1", "O2"):
+        raise PolicyError(f"calibration= is for the levels O1 and O2; the policy has {options.policy.level}.")
+    amp = AmpModule(source, dataclasses.replace(options, backend="eager", mode=None))
+    policy = policy_for(amp, calibration, args or (), dict(kwargs or {}))
+    return dataclasses.replace(options, policy=policy)
 
 
 def _tuned(

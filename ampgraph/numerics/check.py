@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx import Node
 
 from ..errors import AmpGraphError
 from ..module import AmpModule
@@ -14,10 +15,12 @@ from ..origin import module_path
 from ..policy.loss_scale import DynamicLossScale
 from ..report import graph_view as view
 from ..runtime.run_graph import Draws, is_meant
+from .calibration import Calibration
+from .evidence import checked, pins_for, wide
 from .finding import BACKWARD, FORWARD, Finding, Range
 from .observe import Look, Observer, Place, Seen, share_below
 from .remedy import Trial, Trials, origins, readers_of
-from .run_model import ModelRunner
+from .run_model import ModelRunner, Part
 
 # A gradient is lost where more than half of it underflows; a scale is of use while no more than this share of
 # the low tensors' gradients is lost there.
@@ -30,6 +33,7 @@ def check_numerics(
     kwargs: Mapping[str, Any] | None = None,
     *,
     loss: Callable[[Any], Tensor] | None = None,
+    calibration: Calibration | None = None,
 ) -> Finding | None:
     """Finds the first node of a converted model whose value is not finite, and rules that fix it.
 
@@ -47,12 +51,15 @@ def check_numerics(
         args: Positional arguments of one call.
         kwargs: Its keyword arguments.
         loss: A function from the model's result to the loss, a 0-dim tensor. None checks only the forward.
+        calibration: Ranges over more batches. A low node whose values left the range in one of them is a finding
+            too, and a remedy keeps all such nodes in float32.
 
     Returns:
         The finding, or None if all values are finite.
 
     Raises:
-        AmpGraphError: The model is not converted, it cannot be captured, or the loss is not a 0-dim tensor.
+        AmpGraphError: The model is not converted, it cannot be captured, the loss is not a 0-dim tensor, or
+            the calibration has no statistics of this graph.
 
     Example:
         >>> finding = ampgraph.check_numerics(amp, (x,), loss=lambda y: y.square().mean())
@@ -61,13 +68,14 @@ def check_numerics(
     """
     model = ModelRunner(amp, args, kwargs)
     draws = Draws()
-    found = _Forward(model, draws).finding()
+    ranges = checked(calibration, "check_numerics")
+    found = _Forward(model, draws, ranges).finding()
     if found is None and loss is not None:
-        found = _Backward(model, draws, _checked(loss)).finding()
+        found = _Backward(model, draws, ranges, _checked_loss(loss)).finding()
     return found
 
 
-def _checked(loss: Callable[[Any], Tensor]) -> Callable[[Any], Tensor]:
+def _checked_loss(loss: Callable[[Any], Tensor]) -> Callable[[Any], Tensor]:
     def checked(result: Any) -> Tensor:
         value = loss(result)
         if not isinstance(value, Tensor) or value.dim() != 0:
@@ -87,6 +95,7 @@ class _Forward:
         self,
         model: ModelRunner,
         draws: Draws,
+        calibration: Calibration | None,
         loss: Callable[[Any], Tensor] | None = None,
         scale: float = 1.0,
     ):
@@ -97,6 +106,7 @@ class _Forward:
         self.reference = reference.run()
         has_scale = loss is not None and model.amp.scaler.is_enabled()
         self.trials = Trials(model, self.reference, loss, scale if has_scale else None, draws)
+        self.calibration = calibration
 
     def finding(self) -> Finding | None:
         """Returns the values that are not finite; checks float32 first."""
@@ -104,17 +114,41 @@ class _Forward:
             return broken
         first = self.trials.run()
         if not first.bad:
-            return None
+            return self._in_other_batches(first)
         place = origins(first)[0]
         most = torch.finfo(self.low_dtype).max
-        wide = [p for p, look in self.reference.values.items() if look.peak > most]
-        return self.found(first, place, self._why(place, first), wide)
+        beyond = [p for p, look in self.reference.values.items() if look.peak > most]
+        return self.found(first, place, self._why(place, first), beyond)
 
-    def found(self, trial: Trial, place: Place, reason: str, wide: list[Place]) -> Finding:
+    def found(self, trial: Trial, place: Place, reason: str, beyond: list[Place]) -> Finding:
         """Describes a node, and searches its remedy."""
-        pins = self.trials.search(trial, wide)
+        pins = self.trials.search(trial, beyond, self._needed())
         rules = self.trials.rules(pins) if pins else {}
         return self.described(trial.seen, place, reason, remedy=rules, pinned=tuple(sorted(pins)))
+
+    def _in_other_batches(self, trial: Trial) -> Finding | None:
+        """Returns the first low node whose values left the range in a calibrated batch."""
+        needed = self._needed()
+        for part in self.model.parts if needed else ():
+            near = self.trials.neighbours(part.index)
+            for node, peak in self._wide(part).items():
+                if not near.around([node], part.plan):
+                    continue
+                low, most = view.dtype_name(self.low_dtype), torch.finfo(self.low_dtype).max
+                reason = f"it reached {peak:.3g} in the calibrated batches, and {low} holds {most:.5g}"
+                return self.found(trial, (part.index, node.name), reason, [])
+        return None
+
+    def _needed(self) -> frozenset[str]:
+        """Returns the nodes that calibrated batches need in float32."""
+        near, policy = self.trials.neighbours, self.model.amp.policy
+        pins = [pins_for(self._wide(part), part, near(part.index), policy) for part in self.model.parts]
+        return frozenset().union(*pins)
+
+    def _wide(self, part: Part) -> dict[Node, float]:
+        if self.calibration is None:
+            return {}
+        return wide(self.calibration, part, self.trials.neighbours(part.index), self.low_dtype)
 
     def described(self, seen: Seen, place: Place, reason: str, **more: Any) -> Finding:
         """Returns a finding about a node, named as in the graph without casts."""
@@ -192,8 +226,14 @@ class _Backward(_Forward):
 
     direction = BACKWARD
 
-    def __init__(self, model: ModelRunner, draws: Draws, loss: Callable[[Any], Tensor]):
-        super().__init__(model, draws, loss, model.amp.scaler.get_scale())
+    def __init__(
+        self,
+        model: ModelRunner,
+        draws: Draws,
+        calibration: Calibration | None,
+        loss: Callable[[Any], Tensor],
+    ):
+        super().__init__(model, draws, calibration, loss, model.amp.scaler.get_scale())
         self.config = model.amp.scaler.config
 
     def finding(self) -> Finding | None:
@@ -268,9 +308,9 @@ class _Backward(_Forward):
         place, reason = self._blamed(trial, scale)
         most = torch.finfo(self.low_dtype).max
         looks = {**self.reference.leaves, **self.reference.gradients}
-        wide = [p for p, look in looks.items() if look.peak * scale > most]
-        wide += [p for p, look in self.reference.values.items() if look.peak > most]
-        found = self.found(trial, place, reason, wide)
+        beyond = [p for p, look in looks.items() if look.peak * scale > most]
+        beyond += [p for p, look in self.reference.values.items() if look.peak > most]
+        found = self.found(trial, place, reason, beyond)
         least = scale if self.trials.scale is not None else None
         return Finding(**{**vars(found), "least_scale": least})
 

@@ -116,14 +116,17 @@ class Trials:
 
     # -- search ----------------------------------------------------------------------------------
 
-    def search(self, first: Trial, wide: Iterable[Place]) -> frozenset[str]:
+    def search(
+        self, first: Trial, wide: Iterable[Place], needed: frozenset[str] = frozenset()
+    ) -> frozenset[str]:
         """Returns nodes that, in float32, leave nothing bad; empty where none were found.
 
         Args:
             first: The bad values without rules.
             wide: The tensors that do not fit, by what float32 shows.
+            needed: Nodes that other batches need.
         """
-        pins: set[str] = set()
+        pins = set(needed)
         for index, name in wide:
             node = self.neighbours(index).nodes[name]
             pins |= self.neighbours(index).around([node], first.plans[index])
@@ -140,7 +143,7 @@ class Trials:
             pins = self._everything(first)
             if not pins or self.run(pins).bad:
                 return frozenset()
-        return frozenset(self._reduced(sorted(pins)))
+        return needed | frozenset(self._reduced(sorted(pins - needed), needed))
 
     def _grown(self, trial: Trial) -> set[str]:
         found: set[str] = set()
@@ -164,13 +167,13 @@ class Trials:
             if is_changeable(node, plan)
         }
 
-    def _reduced(self, pins: list[str]) -> list[str]:
+    def _reduced(self, pins: list[str], needed: frozenset[str]) -> list[str]:
         """Takes away blocks, then single nodes, as long as nothing gets bad and runs are left."""
         runs, size = RUNS, max(1, len(pins) // 2)
         while runs > 0:
             for start in range(0, len(pins), size)[::-1]:
                 rest = pins[:start] + pins[start + size :]
-                if runs > 0 and rest and not self.run(rest).bad:
+                if runs > 0 and (rest or needed) and not self.run([*rest, *needed]).bad:
                     pins = rest
                 runs -= 1
             if size == 1:
