@@ -121,16 +121,17 @@ def test_what_is_refused(net):
     ranges = ranges_of(net)
     with pytest.raises(PolicyError, match=r"calibration must be what ampgraph.calibrate .* got dict"):
         converted(net, calibration={})
-    with pytest.raises(PolicyError, match="calibration must be .* got str"):
+    with pytest.raises(PolicyError, match=r"calibration must be .* got str"):
         ampgraph.check_numerics(converted(net), (SMALL,), calibration="ranges.json")
     with pytest.raises(PolicyError, match="needs example inputs"):
         ampgraph.convert(net, policy=POLICY, calibration=ranges)
     with pytest.raises(PolicyError, match="O1 and O2; the policy has O3"):
         converted(net, policy=POLICY.replace(level="O3"), calibration=ranges)
     other = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
-    for use in (converted, lambda m, calibration: ampgraph.check_numerics(converted(m), (SMALL,), calibration=calibration)):
-        with pytest.raises(AmpGraphError, match="the calibration of Net is stale"):
-            use(other, calibration=ranges)
+    with pytest.raises(AmpGraphError, match="the calibration of Net is stale"):
+        converted(other, calibration=ranges)
+    with pytest.raises(AmpGraphError, match="the calibration of Net is stale"):
+        ampgraph.check_numerics(converted(other), (SMALL,), calibration=ranges)
     program = torch.export.export(net, (SMALL,))
     with pytest.raises(ampgraph.CaptureError, match="calibration do not apply"):
         ampgraph.convert(program, policy=POLICY, calibration=ranges)
