@@ -51,8 +51,8 @@ def check_numerics(
         args: Positional arguments of one call.
         kwargs: Its keyword arguments.
         loss: A function from the model's result to the loss, a 0-dim tensor. None checks only the forward.
-        calibration: Ranges over more batches. A low node whose values left the range in one of them is a finding
-            too, and a remedy keeps all such nodes in float32.
+        calibration: Ranges over more batches. A low node whose values left the range in one of them is a
+            finding too, and a remedy keeps all such nodes in float32.
 
     Returns:
         The finding, or None if all values are finite.
