@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 import random
 from collections.abc import Callable
@@ -25,6 +26,7 @@ from ampgraph.passes import (
 from ampgraph.passes.analysis.facts import tensors
 from ampgraph.passes.analysis.problem import Problem
 from ampgraph.passes.place import Placement, _weigher, place_optimally
+from ampgraph.runtime.graph_copies import copy_graph
 
 aten = torch.ops.aten
 LOW = torch.bfloat16
@@ -252,6 +254,16 @@ class RandomGraph:
         *(_dtype_argument, _mean, _norm, _where, _view, _view, _several, _largest, _user_cast, _zero_dim),
         _written,
     )
+
+
+@functools.cache
+def _random_graph(seed: int, steps: int) -> Graph:
+    return RandomGraph(seed, steps).graph_module.graph
+
+
+def random_graph(seed: int, steps: int) -> GraphModule:
+    """The graph of `RandomGraph`, which several tests start from."""
+    return GraphModule(nn.Module(), copy_graph(_random_graph(seed, steps)))
 
 
 # -- reading results ------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from ampgraph.passes.placement.step_cost import StepCost
 from ampgraph.passes.placement.within import place_within
 from tests.brute_force import allowed, labellings
 from tests.eager_bytes import eager_step
-from tests.helpers import RandomGraph, problem_of
+from tests.helpers import problem_of, random_graph
 from tests.test_precision_property import fp32_reads_rounded
 
 SEEDS = range(60)
@@ -48,7 +48,7 @@ def cases(level: str, lists: str) -> list[Case]:
     made = []
     for seed in SEEDS:
         policy = Policy(level=level, ops=LISTS[lists](), keep_io_dtypes=seed % 4 != 0)
-        problem = problem_of(RandomGraph(seed, steps=8 + seed % 7).graph_module, policy)
+        problem = problem_of(random_graph(seed, steps=8 + seed % 7), policy)
         costs = StepCost(problem)
         rule = autocast_rule(problem)
         baseline = costs.complete(rule.labels, rule.anchors, shared=False)

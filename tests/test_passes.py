@@ -33,7 +33,7 @@ from ampgraph.passes import (
 from ampgraph.passes.analysis.facts import tensors
 from ampgraph.passes.pipeline import rewrite
 
-from .helpers import LOW, Fn, RandomGraph, aten, close, inserted, nodes_of, sample_inputs
+from .helpers import LOW, Fn, aten, close, inserted, nodes_of, random_graph, sample_inputs
 
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
 
@@ -202,7 +202,7 @@ def test_pipeline_on_its_own_output_changes_nothing(name, level):
 @pytest.mark.parametrize("block", range(4))
 def test_pipeline_on_its_own_output_changes_nothing_random(level, block):
     for seed in range(block * 30, block * 30 + 30):
-        graph_module = RandomGraph(seed, steps=8).graph_module
+        graph_module = random_graph(seed, steps=8)
         policy = Policy(level=level, dtype=LOW)
         rewrite(graph_module, policy)
         once = lines(graph_module)
@@ -234,7 +234,7 @@ def test_rewriting_again_does_not_spend_the_bound_on_casts_once_more():
 def test_random_graphs_run_in_the_planned_dtypes(level, block):
     """Metadata and cost are true: dtypes as seen when run, and as many casts and bytes as the plan claims."""
     for seed in range(block * 30, block * 30 + 30):
-        graph_module = RandomGraph(seed, steps=8).graph_module
+        graph_module = random_graph(seed, steps=8)
         args = tuple(sample_inputs(graph_module))
         plan = rewrite(graph_module, Policy(level=level, dtype=LOW))
         seen = dtypes_seen(graph_module, args)

@@ -14,7 +14,7 @@ from ampgraph.passes.placement.cost_model import cost_of
 
 from .brute_force import allowed, anchorless, every_cost, moved
 from .cases import one_in
-from .helpers import LOW, GraphBuilder, RandomGraph, aten, free_variables, optimal, problem_of
+from .helpers import LOW, GraphBuilder, RandomGraph, aten, free_variables, optimal, problem_of, random_graph
 
 OBJECTIVES = ("traffic", "cast_bytes", "casts", "priced")
 MOST_FREE = 9
@@ -42,7 +42,7 @@ def check(problem, seed=""):
 def test_equals_brute_force(level, block):
     tried = 0
     for seed in range(block * PER_BLOCK, (block + 1) * PER_BLOCK):
-        graph_module = RandomGraph(seed, steps=6 + seed % 4).graph_module
+        graph_module = random_graph(seed, steps=6 + seed % 4)
         problem = problem_of(graph_module, Policy(level=level, keep_io_dtypes=seed % 3 != 0))
         if not 0 < len(free_variables(problem)) <= MOST_FREE:
             continue
@@ -57,7 +57,7 @@ def test_random_graphs_hold_every_construct():
         ["shared", "written", "anchor", "several", "low input", "narrowable", "follows", "user cast"], 0
     )
     for seed in range(120):
-        graph_module = RandomGraph(seed, steps=8).graph_module
+        graph_module = random_graph(seed, steps=8)
         problem = problem_of(graph_module, Policy(level="O1"))
         variables = problem.variables.values()
         placed = optimal(problem, "traffic")
@@ -139,7 +139,7 @@ def test_limit_on_work_is_reported(monkeypatch):
 def test_least_traffic_within_a_bound_on_cast_bytes():
     """The default objective keeps its bound, and here no labelling within it moves fewer bytes."""
     for seed in range(80):
-        problem = problem_of(RandomGraph(seed, steps=7).graph_module, Policy(level="O1"))
+        problem = problem_of(random_graph(seed, steps=7), Policy(level="O1"))
         if len(free_variables(problem)) > MOST_FREE:
             continue
         costs = every_cost(problem)
@@ -156,7 +156,7 @@ def test_least_traffic_within_a_bound_on_cast_bytes():
 def test_any_bound_on_cast_bytes_is_kept_at_least_traffic(level):
     """Also between the corners of the hull, which no price on a cast byte finds."""
     for seed in range(100, 150):
-        problem = problem_of(RandomGraph(seed, steps=7).graph_module, Policy(level=level))
+        problem = problem_of(random_graph(seed, steps=7), Policy(level=level))
         if len(free_variables(problem)) > MOST_FREE:
             continue
         costs = every_cost(problem)
@@ -168,7 +168,7 @@ def test_any_bound_on_cast_bytes_is_kept_at_least_traffic(level):
 def test_where_no_labelling_meets_the_bound_the_fewest_bytes_are_cast():
     tried = 0
     for seed in range(60):
-        problem = problem_of(RandomGraph(seed, steps=7).graph_module, Policy(level="O2"))
+        problem = problem_of(random_graph(seed, steps=7), Policy(level="O2"))
         if len(free_variables(problem)) > MOST_FREE:
             continue
         fewest = min((c.activation_cast_bytes, c.traffic) for c in every_cost(problem))

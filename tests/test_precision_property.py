@@ -23,7 +23,7 @@ from ampgraph.passes.place import autocast_rule, place_within
 from ampgraph.policy.policy import OBJECTIVES
 
 from .brute_force import Labels, allowed, is_low, moved
-from .helpers import LOW, GraphBuilder, RandomGraph, aten, optimal, problem_of
+from .helpers import LOW, GraphBuilder, aten, optimal, problem_of, random_graph
 
 BLOCKS, PER_BLOCK = 8, 50
 
@@ -146,7 +146,7 @@ def cases(block: int) -> list[Case]:
     """Random graphs, each placed for every objective."""
     made = []
     for seed in range(block * PER_BLOCK, (block + 1) * PER_BLOCK):
-        graph_module = RandomGraph(seed, steps=8 + seed % 7).graph_module
+        graph_module = random_graph(seed, steps=8 + seed % 7)
         problem = problem_of(graph_module, Policy(level="O1", keep_io_dtypes=seed % 4 != 0))
         labels = {o: optimal(problem, o).labels for o in OBJECTIVES}
         made.append(
