@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from torch.fx import GraphModule, Node
 
-from ampgraph.plan import Plan
+from ampgraph.plan import Decision, Plan
 from ampgraph.policy.policy import Policy
 
 from .analysis.facts import is_cast, tensors
@@ -52,7 +52,7 @@ class ChooseSaved(Pass):
         return False
 
 
-def _explained(plan: Plan, norms: list[Norm]) -> dict:
+def _explained(plan: Plan, norms: list[Norm]) -> dict[str, Decision]:
     dtype = str(plan.low_dtype).removeprefix("torch.")
     decisions = ((norm.output.name, plan.decisions[norm.output.name]) for norm in norms)
     more = f"its backward reads the normalized values in {dtype}"
@@ -73,7 +73,8 @@ def _names_of(node: Node, problem: Problem) -> set[str]:
     """Returns the names of a node, of its views, and of casts to its own dtype."""
     found = [node]
     for one in found:
-        found += [user for user in one.users if user.op == "call_function" and not _computes(user, problem)]
+        calls = (u for u in one.users if u.op == "call_function" and u.all_input_nodes[0] is one)
+        found += [user for user in calls if not _computes(user, problem)]
     return {n.name for n in found}
 
 

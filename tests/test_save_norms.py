@@ -252,6 +252,11 @@ def test_explained_with_what_it_saves() -> None:
         plain.totals.fused_forward + plain.totals.fused_backward
     )
     assert told.under(WIDE).totals == plain.totals
+    shares = told.shares()
+    assert list(shares)[-2:] == ["placement", "saved norms"]
+    assert shares["placement"].fused_saved == plain.totals.fused_saved
+    assert shares["saved norms"].fused_saved == told.totals.fused_saved
+    assert "+ norms saved low" in told.table(peers=True)
 
 
 def test_graph_for_people_keeps_the_norm() -> None:

@@ -182,7 +182,7 @@ EAGER = _columns((0.84, 0.75, None, None))
 STEPS = (
     ("lists", "autocast", "lists"),
     ("sharing", "lists", "sharing"),
-    ("placement", "sharing", "placement"),
+    ("placement, saved norms", "sharing", "placement"),
     ("low copies", "placement", "O1"),
 )
 

@@ -212,7 +212,8 @@ class Explanation(ExplanationData):
 
         ``"torch.autocast"`` is its rule with its lists, ``"lists"`` the same rule with the policy's lists and
         level, ``"sharing"`` the same with one cast for all readers of an activation, and ``"placement"`` this
-        plan. The differences are the shares of lists, sharing and placement.
+        plan. The differences are the shares of lists, sharing and placement. If the plan saves norms low,
+        ``"placement"`` is the plan without that and ``"saved norms"`` this plan.
         """
         return self._source().shares()
 
