@@ -22,6 +22,7 @@ from ._compat import (
     is_exporting,
     no_ambient_autocast,
     no_global_hooks,
+    waited,
 )
 from .errors import AheadOfTimeError, AmpGraphError, CaptureError, PassError, did_you_mean, warn_user
 from .guards import is_capturing, keep_errors_out_of_log, warn_about_uncaptured_guards
@@ -39,7 +40,7 @@ from .runtime.low_storage import LowStorage
 from .runtime.options import AUTO, JUST_IN_TIME, Options
 from .runtime.own_error import own_error
 from .runtime.siblings import Siblings
-from .training.distributed import sharded_error
+from .training.distributed import is_distributed, sharded_error
 from .training.fsdp1 import MANAGED, refuse_fsdp1
 from .training.scaler import LossScaler
 
@@ -200,6 +201,8 @@ class AmpModule(Converted):
                 raise self._lost_error(captured)
             with self._graphs.lock:
                 return captured.run_in_transform(*args, **kwargs)
+        if is_distributed():
+            args, kwargs = waited(args, kwargs)
         self.scaler.note_wrapper()
         if "_compiled" in self.__dict__:
             return self._call_compiled(args, kwargs)

@@ -67,7 +67,7 @@ from .quiet import (
     never_log_raised_errors,
     quiet_export,
 )
-from .ranks import RankStore, store_of_ranks
+from .ranks import RankStore, store_of_ranks, waited, without_wait
 from .storages import Content, current_backward, has_content, may_be_swapped
 from .version import VERSION
 
@@ -138,8 +138,10 @@ __all__ = [
     "store_of_ranks",
     "times_asked",
     "times_asked_in_all",
+    "waited",
     "watch_data",
     "with_dtypes",
+    "without_wait",
     "without_wrappers",
     "wrap_grad_modes",
 ]

@@ -25,6 +25,7 @@ from .._compat import (
     evaluate,
     is_module_tensor,
     outside_tracing,
+    without_wait,
 )
 from ..errors import CaptureError
 from ..marks import InputMark, set_input_mark
@@ -51,7 +52,7 @@ def lower_dynamo_graph(graph_module: fx.GraphModule, inputs: list) -> fx.GraphMo
         CaptureError: A part of the graph cannot be lowered.
     """
     placeholders = graph_module.graph.find_nodes(op="placeholder")
-    fakes = [node.meta["example_value"] for node in placeholders]
+    fakes = [without_wait(node.meta["example_value"]) for node in placeholders]
     mode = next((f.fake_mode for f in fakes if isinstance(f, FakeTensor)), None)
     grad_mode = torch.is_grad_enabled()
     try:
