@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,18 +15,9 @@ import ampgraph
 from ampgraph import DynamicLossScale, Policy, StaticLossScale
 from ampgraph.training.scaler import LossScaler
 
-from .ranks import Ranks
-
 INF = float("inf")
 X = torch.ones(2, 4)
 BAD = "_bad_tracker", "_hysteresis_left"
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    pool = Ranks()
-    yield pool
-    pool.stop()
 
 
 def policy(**numbers: Any) -> Policy:
