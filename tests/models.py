@@ -40,3 +40,25 @@ class NormWithCasts(nn.Module):
         y = x.to(torch.float32)
         y = y * y.pow(2).mean(-1, keepdim=True).add(1e-3).rsqrt()
         return self.up(self.weight * y.to(x.dtype))
+
+
+class ReluNet(nn.Module):
+    """Two layers with a ReLU between, ``[..., 8]`` to ``[..., 4]``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 16), nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x).relu())
+
+
+class TwoHeads(nn.Module):
+    """Two layers over one input, or over one input each: two outputs ``[..., 4]``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 4), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor, y: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        return self.a(x), self.b(x if y is None else y)

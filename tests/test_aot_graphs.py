@@ -10,22 +10,15 @@ import ampgraph
 from ampgraph.origin import module_stack
 from ampgraph.training.gradient_boundary import non_finite
 
+from .models import ReluNet
+
 aten = torch.ops.aten
 X = torch.randn(5, 8, generator=torch.Generator().manual_seed(0))
 CAPTURES = pytest.mark.parametrize("args", [(X,), None], ids=["ahead of time", "just in time"])
 
 
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = nn.Linear(8, 16), nn.Linear(16, 4)
-
-    def forward(self, x):
-        return self.second(self.first(x).relu())
-
-
 def trained(args, backend="aot_eager", **options):
-    amp = ampgraph.convert(Net(), args, dtype=torch.float16, backend=backend, **options)
+    amp = ampgraph.convert(ReluNet(), args, dtype=torch.float16, backend=backend, **options)
     amp(X).square().mean().backward()
     return amp
 
@@ -110,7 +103,7 @@ def test_training_casts_weights_whose_layout_a_compiler_changes(capture):
 
 
 def test_without_gradients_the_forward_is_the_inference_graph():
-    amp = ampgraph.convert(Net(), (X,), dtype=torch.float16, backend="aot_eager")
+    amp = ampgraph.convert(ReluNet(), (X,), dtype=torch.float16, backend="aot_eager")
     with torch.no_grad():
         amp(X)
     assert roles(amp.forward_graph) == [None]

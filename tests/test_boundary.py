@@ -12,24 +12,17 @@ from torch.utils.checkpoint import checkpoint
 import ampgraph
 from ampgraph import DynamicLossScale, NoLossScale, Policy
 
+from .models import ReluNet
+
 SCALE = 2.0**14
 FLOAT16 = Policy(dtype=torch.float16, loss_scale=DynamicLossScale(init_scale=SCALE))
 BACKENDS = ["eager", "aot_eager", "inductor"]
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(8, 16), nn.Linear(16, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.second(self.first(x).relu())
-
-
 class ByHand(nn.Module):
-    """`Net` with the casts that convert makes, by hand."""
+    """`ReluNet` with the casts that convert makes, by hand."""
 
-    def __init__(self, net: Net) -> None:
+    def __init__(self, net: ReluNet) -> None:
         super().__init__()
         self.net = net
 
@@ -68,7 +61,7 @@ def pair(model: nn.Module, *args: torch.Tensor, **given):
 @pytest.mark.parametrize("just_in_time", [False, True], ids=["ahead", "just-in-time"])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_gradients_are_those_of_casts_by_hand(backend, just_in_time) -> None:
-    source, x = Net(), torch.randn(4, 8, requires_grad=True)
+    source, x = ReluNet(), torch.randn(4, 8, requires_grad=True)
     reference = ByHand(copy.deepcopy(source))
     amp = make(source, x, backend=backend, just_in_time=just_in_time)
     amp(x).square().mean().backward()
@@ -90,7 +83,7 @@ def test_gradients_are_those_of_casts_by_hand(backend, just_in_time) -> None:
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_tiny_gradients_survive(backend, just_in_time) -> None:
     x = torch.randn(4, 8)
-    amp, reference = pair(Net(), x, backend=backend, just_in_time=just_in_time)
+    amp, reference = pair(ReluNet(), x, backend=backend, just_in_time=just_in_time)
     for model in (amp, reference):
         (model(x).mean() * 1e-7).backward()
     assert_close(gradients(amp), gradients(reference))
@@ -106,7 +99,7 @@ def test_tiny_gradients_survive(backend, just_in_time) -> None:
 @pytest.mark.parametrize("just_in_time", [False, True], ids=["ahead", "just-in-time"])
 def test_clipping_and_accumulation(just_in_time) -> None:
     batches = [torch.randn(4, 8) for _ in range(4)]
-    amp, reference = pair(Net(), batches[0], just_in_time=just_in_time)
+    amp, reference = pair(ReluNet(), batches[0], just_in_time=just_in_time)
     norms = []
     for model in (amp, reference):
         for x in batches:
@@ -150,7 +143,7 @@ def test_several_outputs_losses_and_an_unused_parameter(backend) -> None:
 
 def test_retain_graph_adds_up() -> None:
     x = torch.randn(4, 8)
-    amp = make(Net(), x)
+    amp = make(ReluNet(), x)
     loss = amp(x).square().mean()
     loss.backward(retain_graph=True)
     once = [g.clone() for g in gradients(amp)]
@@ -164,7 +157,7 @@ def test_adversarial_loop(just_in_time) -> None:
     results = []
     for convert in (True, False):
         torch.manual_seed(0)
-        generator, critic = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8)), Net()
+        generator, critic = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8)), ReluNet()
         if convert:
             generator = make(generator, data[0], just_in_time=just_in_time)
             critic = make(critic, data[0], just_in_time=just_in_time)
@@ -188,7 +181,7 @@ def test_adversarial_loop(just_in_time) -> None:
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("just_in_time", [False, True], ids=["ahead", "just-in-time"])
 def test_frozen_parameters_get_nothing(backend, just_in_time) -> None:
-    source, x = Net(), torch.randn(4, 8)
+    source, x = ReluNet(), torch.randn(4, 8)
     source.first.requires_grad_(False)
     amp, reference = pair(source, x, backend=backend, just_in_time=just_in_time)
     for model in (amp, reference):
@@ -229,7 +222,7 @@ def test_what_no_gradient_reaches_gets_none(backend, just_in_time) -> None:
 @pytest.mark.parametrize("backend", BACKENDS[:2])
 def test_batch_of_none(backend, just_in_time) -> None:
     x = torch.randn(0, 8, requires_grad=True)
-    amp = make(Net(), x, backend=backend, just_in_time=just_in_time)
+    amp = make(ReluNet(), x, backend=backend, just_in_time=just_in_time)
     amp(x).sum().backward()
     assert x.grad.shape == (0, 8)
     assert all(not g.any() for g in gradients(amp))
@@ -237,7 +230,7 @@ def test_batch_of_none(backend, just_in_time) -> None:
 
 def test_frozen_model_passes_gradients_on() -> None:
     x = torch.randn(4, 8, requires_grad=True)
-    amp, reference = pair(Net().requires_grad_(False), x)
+    amp, reference = pair(ReluNet().requires_grad_(False), x)
     found = [torch.autograd.grad(model(x).square().mean(), x)[0] for model in (amp, reference)]
     assert_close([found[0]], [found[1]])
 
@@ -263,7 +256,7 @@ def test_tied_parameters(backend, just_in_time) -> None:
 
 def test_used_twice_in_one_step() -> None:
     x = torch.randn(4, 8)
-    amp, reference = pair(Net(), x)
+    amp, reference = pair(ReluNet(), x)
     for model in (amp, reference):
         (model(x).mean() + model(x * 2).square().mean()).backward()
     assert_close(gradients(amp), gradients(reference))
@@ -352,7 +345,7 @@ def test_aliased_outputs_and_written_inputs(backend, just_in_time) -> None:
 
 def test_in_place_on_an_output() -> None:
     x = torch.randn(4, 8)
-    amp, reference = pair(Net(), x)
+    amp, reference = pair(ReluNet(), x)
     for model in (amp, reference):
         out = model(x)
         out[:, 0] = 0
@@ -368,7 +361,7 @@ def test_in_place_on_an_output() -> None:
 @pytest.mark.parametrize("just_in_time", [False, True], ids=["ahead", "just-in-time"])
 def test_no_boundary_without_gradients(mode, just_in_time) -> None:
     x = torch.randn(4, 8)
-    amp = make(Net(), x, just_in_time=just_in_time)
+    amp = make(ReluNet(), x, just_in_time=just_in_time)
     amp.eval()
     with mode():
         assert not amp(x).requires_grad
@@ -406,7 +399,7 @@ def test_second_derivatives() -> None:
 
 def test_second_derivatives_of_a_compiled_model_are_an_error() -> None:
     x = torch.randn(4, 8, requires_grad=True)
-    amp = make(Net(), x, backend="aot_eager")
+    amp = make(ReluNet(), x, backend="aot_eager")
     with pytest.raises(RuntimeError, match="double backward"):
         torch.autograd.grad(amp(x).square().sum(), x, create_graph=True)[0].sum().backward()
 
@@ -415,14 +408,14 @@ def test_second_derivatives_of_a_compiled_model_are_an_error() -> None:
 @pytest.mark.parametrize("backend", BACKENDS[:2])
 def test_activation_checkpointing_around_the_model(backend, reentrant) -> None:
     x = torch.randn(4, 8, requires_grad=True)
-    amp, reference = pair(Net(), x, backend=backend)
+    amp, reference = pair(ReluNet(), x, backend=backend)
     checkpoint(amp, x, use_reentrant=reentrant).square().mean().backward()
     reference(x).square().mean().backward()
     assert_close(gradients(amp), gradients(reference))
 
 
 def test_activation_checkpointing_inside_the_model() -> None:
-    class Checkpointed(Net):
+    class Checkpointed(ReluNet):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.second(checkpoint(lambda x: self.first(x).relu(), x, use_reentrant=False))
 
@@ -434,7 +427,7 @@ def test_activation_checkpointing_inside_the_model() -> None:
 
 
 def test_no_underflow_between_sub_graphs() -> None:
-    class Broken(Net):
+    class Broken(ReluNet):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             h = self.first(x).relu()
             torch._dynamo.graph_break()
@@ -461,7 +454,7 @@ def test_new_scale_compiles_nothing(just_in_time) -> None:
         return torch._dynamo.lookup_backend("aot_eager")(graph_module, inputs)
 
     x = torch.randn(4, 8)
-    amp, reference = pair(Net(), x, backend=backend, just_in_time=just_in_time)
+    amp, reference = pair(ReluNet(), x, backend=backend, just_in_time=just_in_time)
     reference(x).square().mean().backward()
     for scale in (SCALE, 4.0, 512.0, SCALE):
         amp.scaler.update(scale)
@@ -475,7 +468,7 @@ def test_new_scale_compiles_nothing(just_in_time) -> None:
 @pytest.mark.parametrize("just_in_time", [False, True], ids=["ahead", "just-in-time"])
 def test_scale_may_change_before_the_backward(backend, just_in_time) -> None:
     x = torch.randn(4, 8)
-    amp, reference = pair(Net(), x, backend=backend, just_in_time=just_in_time)
+    amp, reference = pair(ReluNet(), x, backend=backend, just_in_time=just_in_time)
     loss = amp(x).square().mean()
     amp.scaler.update(4.0)
     loss.backward()

@@ -14,6 +14,8 @@ import ampgraph
 from ampgraph import DynamicLossScale, Policy
 from ampgraph.training.gradient_flags import MARK
 
+from .models import TwoHeads
+
 INF = float("inf")
 FLOAT16 = Policy(dtype=torch.float16, loss_scale=DynamicLossScale(init_scale=1024.0))
 BACKENDS = pytest.mark.parametrize("backend", ["eager", "aot_eager"])
@@ -36,15 +38,6 @@ def values(*modules: nn.Module) -> list[torch.Tensor]:
 
 def same(before: list[torch.Tensor], after: list[torch.Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
-
-
-class Parts(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(8, 4), nn.Linear(8, 4)
-
-    def forward(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.a(x), self.b(y)
 
 
 # -- where gradients come from -----------------------------------------------------------------------
@@ -103,7 +96,7 @@ def test_autograd_grad_after_a_backward(assign) -> None:
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_hand_made_gradient_of_what_the_backward_left_out(fused) -> None:
-    amp = ampgraph.convert(Parts(), (batch(), batch()), policy=FLOAT16)
+    amp = ampgraph.convert(TwoHeads(), (batch(), batch()), policy=FLOAT16)
     optimizer = torch.optim.SGD(amp.parameters(), lr=0.1, fused=fused)
     amp.scaler.attach(optimizer)
     before = values(amp)
@@ -234,7 +227,7 @@ def test_a_change_between_backward_and_step(backend, how) -> None:
 
 @BACKENDS
 def test_a_gradient_that_is_handed_to_another_parameter(backend) -> None:
-    amp = ampgraph.convert(Parts(), (batch(), batch()), policy=FLOAT16, backend=backend)
+    amp = ampgraph.convert(TwoHeads(), (batch(), batch()), policy=FLOAT16, backend=backend)
     optimizer, before = stepping(amp, amp.scaler), values(amp)
     amp(batch(), batch(bad=True))[1].sum().backward()
     good = amp.b.weight.grad
@@ -275,7 +268,7 @@ def test_autograd_grad_before_a_backward(backend, separate) -> None:
 @BACKENDS
 @pytest.mark.parametrize("warm", [0, 1])
 def test_a_block_whose_output_the_loss_leaves_out(backend, warm) -> None:
-    model = Parts()
+    model = TwoHeads()
     blocks = ampgraph.convert_blocks(model, ("a", "b"), policy=FLOAT16, backend=backend)
     optimizer = stepping(model, blocks.scaler)
     for _ in range(warm):
@@ -414,7 +407,7 @@ def test_the_other_half_of_a_gan() -> None:
 
 
 def test_a_group_added_later() -> None:
-    amp = ampgraph.convert(Parts(), (batch(), batch()), policy=FLOAT16)
+    amp = ampgraph.convert(TwoHeads(), (batch(), batch()), policy=FLOAT16)
     optimizer = torch.optim.SGD(amp.a.parameters(), lr=0.1)
     amp.scaler.attach(optimizer)
     amp(batch(), batch(bad=True))[1].sum().backward()
@@ -438,7 +431,7 @@ def test_a_round_without_gradients_counts_for_nothing() -> None:
 
 def test_true_gradients_of_a_model_whose_inputs_overflow() -> None:
     """Only the gradient of the input is infinite: nothing that the optimizer takes."""
-    amp = ampgraph.convert(Parts(), (batch(), batch()), policy=FLOAT16)
+    amp = ampgraph.convert(TwoHeads(), (batch(), batch()), policy=FLOAT16)
     optimizer = torch.optim.SGD(amp.a.parameters(), lr=0.1)
     amp.scaler.attach(optimizer)
     x, before = batch().requires_grad_(), values(amp.a)
@@ -517,7 +510,7 @@ def test_an_overflow_made_finite_in_place_is_skipped(backend, change, batches) -
 
 
 def test_flags_end_with_gradients_that_are_zeroed_while_others_are_made() -> None:
-    amp = ampgraph.convert(Parts(), (batch(), batch()), policy=FLOAT16)
+    amp = ampgraph.convert(TwoHeads(), (batch(), batch()), policy=FLOAT16)
     optimizer = torch.optim.SGD(amp.parameters(), lr=0.1)
     amp.scaler.attach(optimizer)
     (amp(batch(), batch())[0].sum() * INF).backward()

@@ -14,18 +14,11 @@ from torch import nn
 import ampgraph
 from ampgraph import DynamicLossScale, NoLossScale, Policy
 
+from .models import TwoHeads
+
 NUMBERS = {"init_scale": 2.0**22, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 3}
 ROUNDS = 24
 BACKENDS = pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-
-
-class Two(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(8, 4), nn.Linear(8, 4)
-
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.a(x), self.b(x)
 
 
 class Run(NamedTuple):
@@ -81,7 +74,7 @@ def runs(backend: str = "eager", split: bool = False, fused: bool = False) -> It
     for scale in (DynamicLossScale(**NUMBERS), NoLossScale()):
         torch.manual_seed(0)
         policy = Policy(dtype=torch.float16, loss_scale=scale)
-        amp = ampgraph.convert(Two(), (x_of(0),), policy=policy, backend=backend)
+        amp = ampgraph.convert(TwoHeads(), (x_of(0),), policy=policy, backend=backend)
         parts = [amp.source.a, amp.source.b] if split else [amp.source]
         optimizers = [torch.optim.SGD(m.parameters(), lr=1e-3, momentum=0.9, fused=fused) for m in parts]
         is_ours = amp.scaler.is_enabled()

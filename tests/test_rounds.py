@@ -12,17 +12,10 @@ from torch import nn
 import ampgraph
 from ampgraph import DynamicLossScale, Policy
 
+from .models import TwoHeads
+
 INF = float("inf")
 NUMBERS = {"init_scale": 1024.0, "growth_interval": 1000}
-
-
-class Two(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(8, 4), nn.Linear(8, 4)
-
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.a(x), self.b(x)
 
 
 class Loop:
@@ -31,7 +24,7 @@ class Loop:
     def __init__(self, **options: object) -> None:
         torch.manual_seed(0)
         policy = Policy(dtype=torch.float16, loss_scale=DynamicLossScale(**NUMBERS))
-        self.amp = ampgraph.convert(Two(), (torch.ones(2, 8),), policy=policy)
+        self.amp = ampgraph.convert(TwoHeads(), (torch.ones(2, 8),), policy=policy)
         parts = self.amp.source.a, self.amp.source.b
         self.a, self.b = (torch.optim.SGD(m.parameters(), lr=0.1, **options) for m in parts)
         self.scaler = self.amp.scaler.attach(self.a, self.b)

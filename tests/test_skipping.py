@@ -13,20 +13,13 @@ from torch import nn
 import ampgraph
 from ampgraph import DynamicLossScale, NoLossScale, Policy, StaticLossScale
 
+from .models import ReluNet, TwoHeads
+
 FLOAT16 = Policy(dtype=torch.float16, loss_scale=DynamicLossScale(init_scale=1024.0))
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(8, 16), nn.Linear(16, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.second(self.first(x).relu())
-
-
 def convert(model: nn.Module | None = None, policy: Policy = FLOAT16) -> ampgraph.AmpModule:
-    return ampgraph.convert(model or Net(), (torch.randn(4, 8),), policy=policy)
+    return ampgraph.convert(model or ReluNet(), (torch.randn(4, 8),), policy=policy)
 
 
 def batch(bad: float | None = None) -> torch.Tensor:
@@ -270,15 +263,7 @@ def test_optimizer_that_calls_its_closure_often() -> None:
 
 
 def test_two_optimizers_one_overflow() -> None:
-    class Heads(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = nn.Linear(8, 4), nn.Linear(8, 4)
-
-        def forward(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            return self.a(x), self.b(y)
-
-    amp = ampgraph.convert(Heads(), (batch(), batch()), policy=FLOAT16)
+    amp = ampgraph.convert(TwoHeads(), (batch(), batch()), policy=FLOAT16)
     a = torch.optim.SGD(amp.a.parameters(), lr=0.1)
     b = torch.optim.AdamW(amp.b.parameters(), fused=True)
     amp.scaler.attach(a, b)
@@ -355,7 +340,7 @@ def test_accumulation_keeps_an_early_overflow() -> None:
 @pytest.mark.parametrize("just_in_time", [False, True])
 @pytest.mark.parametrize("fused", [False, True])
 def test_loop_past_the_scaler_is_told_once(just_in_time, fused) -> None:
-    amp = ampgraph.convert(Net(), policy=FLOAT16) if just_in_time else convert()
+    amp = ampgraph.convert(ReluNet(), policy=FLOAT16) if just_in_time else convert()
     amp.first.weight.requires_grad_(False)
     optimizer = torch.optim.AdamW([p for p in amp.parameters() if p.requires_grad], fused=fused)
     with warnings.catch_warnings(record=True) as caught:
@@ -387,7 +372,7 @@ def test_right_loop_is_told_nothing(style) -> None:
 
 
 def test_unscaled_float16_stalls_and_scaled_follows_float32() -> None:
-    source = Net()
+    source = ReluNet()
     data = torch.randn(32, 8)
     target = torch.sin(data[:, :4])
 
@@ -469,7 +454,7 @@ def test_a_joint_optimizer_and_one_of_a_single_model(reverse) -> None:
 
 
 def test_models_that_share_a_parameter_both_adapt() -> None:
-    first, second = Net(), Net()
+    first, second = ReluNet(), ReluNet()
     second.second = first.second
     models, head = (convert(first), convert(second)), convert()
     optimizer = torch.optim.SGD([*head.parameters(), *first.parameters(), *second.first.parameters()], lr=0.1)
@@ -496,7 +481,7 @@ def test_a_step_left_out_after_unscale_backs_off() -> None:
 @pytest.mark.parametrize("fused", [False, True])
 def test_overflow_of_the_forward_is_told_as_such(args, fused, caplog) -> None:
     """Not as one of the gradients, whose last parameter says nothing."""
-    amp = ampgraph.convert(Net(), args, policy=FLOAT16, backend="eager")
+    amp = ampgraph.convert(ReluNet(), args, policy=FLOAT16, backend="eager")
     optimizer = torch.optim.SGD(amp.parameters(), lr=0.1, fused=fused)
     amp.scaler.attach(optimizer)
     with caplog.at_level(logging.WARNING, logger="ampgraph"):

@@ -87,11 +87,11 @@ def _data(picture: Picture) -> dict[str, Any]:
         "legend": [*_numbers(picture), *([] if picture.scale else _legend(picture, nodes, edges))],
         "largest": [
             {
-                "size": view.human_bytes(dear.bytes),
-                "words": dear.words,
-                "nodes": [index[n] for n in dear.casts],
+                "size": view.human_bytes(line.bytes),
+                "words": line.words,
+                "nodes": [index[n] for n in line.casts],
             }
-            for dear in listed
+            for line in listed
         ],
     }
 

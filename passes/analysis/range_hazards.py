@@ -46,7 +46,7 @@ class Values:
 
     @cached_property
     def hazards(self) -> dict[Node, Hazard]:
-        """The ops that must stay float32 for the sake of their values' range, as far as they may run low."""
+        """The ops that may run low but must stay float32 because of the range of their values."""
         facts, limits = self.facts, torch.finfo(self.low_dtype)
         sizes = Sizes(facts, self.low_dtype, self._extents, size_of_op)
         cancelling = find_cancellations(facts, sizes, self.low_dtype)
@@ -63,7 +63,7 @@ class Values:
 def find_range_hazards(
     values: Values, fixed: Mapping[Node, Precision], follows: bool
 ) -> dict[Node, Hazard]:
-    """Returns the nodes that must stay float32 for the sake of their values' range.
+    """Returns the nodes that must stay float32 because of the range of their values.
 
     Args:
         values: What is known of the graph's values.
