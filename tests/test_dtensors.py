@@ -220,6 +220,32 @@ def test_float16_parameters_of_shards_are_told_of() -> None:
     assert "low on arrival: 6 parameters (float16)" in str(ampgraph.explain(blocks["0"]))
 
 
+@pytest.mark.parametrize("capture", ["ahead of time", "just in time"])
+def test_training_on_float16_parameters_of_shards(capture) -> None:
+    """The warning comes once, at the first call with gradients, and points here; an overflow is skipped."""
+    model = nn.Sequential(Feed())
+    blocks = ampgraph.convert_blocks(model, "0", policy=FLOAT16, capture=capture)
+    fully_shard(model[0], mp_policy=MixedPrecisionPolicy(torch.float16, torch.float32))
+    optimizer = torch.optim.SGD(fully_shard(model).parameters(), lr=0.1)
+    blocks.scaler.attach(optimizer)
+    told = []
+    for factor in (1.0, float("inf"), 1.0):
+        optimizer.zero_grad()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            loss = model(X).float().square().mean()
+        told.append([w for w in caught if "arrive in float16" in str(w.message)])
+        (loss * factor).backward()
+        before = [plain(p) for p in model.parameters()]
+        optimizer.step()
+        assert all(map(torch.equal, before, map(plain, model.parameters()))) == (factor > 1)
+    assert [len(of_call) for of_call in told] == [1, 0, 0]
+    assert told[0][0].filename == __file__
+    assert "omit param_dtype" in str(told[0][0].message)
+    assert blocks.scaler.get_scale() == 2.0**15
+    assert "low on arrival: 6 parameters (float16), inputs" in str(ampgraph.explain(blocks["0"]))
+
+
 def test_parameters_that_arrive_whole_keep_small_gradients() -> None:
     model, blocks = low_on_arrival(None)
     with warnings.catch_warnings():

@@ -68,7 +68,7 @@ def waited(args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
     return found
 
 
-def _wrapper() -> type | None:
+def _wrapper() -> Any:
     module = sys.modules.get("torch.distributed._functional_collectives")  # torch imports it at first use
     return None if module is None else module.AsyncCollectiveTensor
 
