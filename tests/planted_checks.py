@@ -111,16 +111,33 @@ def blamed_by_hooks(
     interpreter = _Hooked(graph_module)
     (result,) = interpreter.run(*flat_inputs(graph_module, (x.clone(),)), enable_io_processing=False)
     loss(result).backward()
-    first = interpreter.bad[0]
+    first = _first_made(interpreter.bad, amp)
     names = {n.name for n in (first, *first.all_input_nodes[:1]) if n.name in amp.plan.decisions}
-    waiting = list(first.users)
+    return names | {reader.name for reader in _readers(first, amp) if reader.op != "output"}
+
+
+def _first_made(bad: list[Node], amp: ampgraph.AmpModule) -> Node:
+    """The tensor with a bad gradient, none of whose readers has one, that is read last in the graph.
+
+    Of several readers of one tensor the first counts: the others may have been fine. The order of hooks does
+    not tell: a gradient of a low copy is seen when those of all copies are there.
+    """
+    place = {node: index for index, node in enumerate(bad[0].graph.nodes)}
+    readers = {n: _readers(n, amp) for n in bad}
+    made = [n for n in bad if readers[n] and not any(r in bad for r in readers[n])]
+    return max(made or bad, key=lambda n: min((place[r] for r in readers[n]), default=-1))
+
+
+def _readers(node: Node, amp: ampgraph.AmpModule) -> list[Node]:
+    """The model's own nodes that read a tensor, through casts and the boundary, and the output."""
+    found, waiting = [], list(node.users)
     while waiting:
-        node = waiting.pop()
-        if node.name in amp.plan.decisions:
-            names.add(node.name)
+        user = waiting.pop()
+        if user.name in amp.plan.decisions or user.op == "output":
+            found.append(user)
         else:
-            waiting += node.users
-    return names
+            waiting += user.users
+    return found
 
 
 def scale_of_loop(amp: ampgraph.AmpModule, x: Tensor, loss: Callable[[Tensor], Tensor]) -> float | None:
