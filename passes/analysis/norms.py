@@ -46,6 +46,7 @@ class Norm:
 
 def norm_at(node: Node) -> Norm | None:
     """Returns the norm whose result a node is, or None; all its values are float32."""
+    found: Norm | None
     if node.target in (aten.layer_norm.default, aten.rms_norm.default):
         weight, bias = (argument(node, name) for name in ("weight", "bias"))
         shape = argument(node, "normalized_shape")
@@ -123,7 +124,7 @@ def _is_square(node: Node, x: Node) -> bool:
 
 
 def _is_power(node: Node, exponent: float) -> bool:
-    return node.target is aten.pow.Tensor_Scalar and node.args[1] == exponent
+    return node.target is aten.pow.Tensor_Scalar and bool(node.args[1] == exponent)
 
 
 def _trailing(mean: Node, x: Node) -> int:
