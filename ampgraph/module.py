@@ -20,6 +20,7 @@ from ._compat import (
     is_any_autocast_enabled,
     is_dynamo_error,
     is_exporting,
+    is_plain_call,
     no_ambient_autocast,
     no_global_hooks,
     waited,
@@ -165,6 +166,8 @@ class AmpModule(Converted):
         return forward
 
     def _run(self, args: tuple, kwargs: dict[str, Any]) -> Any:
+        if not torch.compiler.is_dynamo_compiling() and is_plain_call() and not has_global_hooks():
+            return self._call_outside(args, kwargs)
         if is_exporting() or torch.jit.is_tracing():
             return self._run_traced(args, kwargs)
         if torch.compiler.is_dynamo_compiling():
@@ -192,15 +195,23 @@ class AmpModule(Converted):
         )
 
     def _call(self, args: tuple, kwargs: dict[str, Any]) -> Any:
+        if not in_transform():
+            return self._call_outside(args, kwargs)
+        self._check_wrapper()
+        captured = self._graphs.find_known(args, kwargs)
+        if captured.lost:
+            raise self._lost_error(captured)
+        with self._graphs.lock:
+            return captured.run_in_transform(*args, **kwargs)
+
+    def _check_wrapper(self) -> None:
         if MANAGED in vars(self.source) and "_is_of_fsdp2" not in self.__dict__:
             refuse_fsdp1(self.source)
             self.__dict__["_is_of_fsdp2"] = True
-        if in_transform():
-            captured = self._graphs.find_known(args, kwargs)
-            if captured.lost:
-                raise self._lost_error(captured)
-            with self._graphs.lock:
-                return captured.run_in_transform(*args, **kwargs)
+
+    def _call_outside(self, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Runs outside of the transforms of ``torch.func``."""
+        self._check_wrapper()
         if is_distributed():
             args, kwargs = waited(args, kwargs)
         self.scaler.note_wrapper()

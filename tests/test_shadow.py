@@ -285,6 +285,34 @@ def test_a_parameter_replaced_later_is_cast_in_the_graph():
     torch.testing.assert_close(second.detach(), fresh_output(model), rtol=0, atol=0)
 
 
+def test_a_parameter_that_takes_the_address_of_another_is_read():
+    """Python gives the memory of a deleted object to the next one of its size."""
+    model, amp = converted()
+    with torch.no_grad():
+        amp(X)
+        address, values = id(model[3].bias), torch.full((4,), 50.0)
+        del model[3].bias
+        others = [nn.Parameter(values)]
+        while id(others[-1]) != address and len(others) < 10_000:
+            others.append(nn.Parameter(values))
+        model[3].bias = others[-1]
+        assert id(model[3].bias) == address
+        assert (amp(X) - values).abs().max() < 10.0
+
+
+def test_gradients_of_several_forwards_are_summed_in_float32():
+    """A sum in float16 would lose the small gradient next to the large one."""
+    model, amp = converted()
+    bias = model[3].bias
+    for large, small in ((1024.0, 0.25), (0.25, 1024.0)):
+        losses = amp(X[:1]).sum() * large, amp(X[:1]).sum() * small
+        (losses[0] + losses[1]).backward()
+        assert torch.equal(bias.grad, torch.full_like(bias, 1024.25))
+        amp(X[:1]).sum().backward()
+        assert torch.equal(bias.grad, torch.full_like(bias, 1025.25))
+        bias.grad = None
+
+
 @CAPTURES
 @pytest.mark.parametrize("level", ["O1", "O2"])
 @pytest.mark.parametrize("first", ["its own parameters", "others"])

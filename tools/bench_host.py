@@ -3,6 +3,7 @@
     python tools/bench_host.py --output docs/results/host.md
 
 Small tensors, so that the time is that of Python and the dispatcher, as in a network that waits for launches.
+A step is a forward, a backward, and AdamW with ``fused=True``.
 """
 
 from __future__ import annotations
@@ -11,11 +12,12 @@ import argparse
 import statistics
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 from provenance import written_by
+from small_models import MODELS
 from torch import Tensor, nn
 
 import ampgraph
@@ -26,55 +28,32 @@ LOW = torch.bfloat16
 WAYS = ("float32", "autocast", "O1", "O2")
 
 
-class Block(nn.Module):
-    """A transformer block with a pre-norm."""
+class Way:
+    """One way to run a model; all have models with the same weights."""
 
-    def __init__(self, width: int = 32, heads: int = 4) -> None:
-        super().__init__()
-        self.heads = heads
-        self.first, self.second = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+    def __init__(self, name: str, make: Callable[[], nn.Module], x: Tensor) -> None:
+        torch.manual_seed(0)
+        self._model, self._x, self._is_autocast = make(), x, name == "autocast"
+        if name in ("O1", "O2"):
+            self._model = ampgraph.convert(self._model, (x,), policy=name, dtype=LOW, backend="eager")
+        self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=1e-6, fused=True)
 
-    def forward(self, x: Tensor) -> Tensor:
-        batch, length, width = x.shape
-        q, k, v = self.qkv(self.first(x)).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
-        attended = nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2)
-        x = x + self.out(attended.reshape(batch, length, width))
-        return x + self.down(nn.functional.gelu(self.up(self.second(x))))
-
-
-MODELS: dict[str, tuple[Callable[[], nn.Module], Tensor]] = {
-    "3 linears": (lambda: nn.Sequential(*(nn.Linear(16, 16) for _ in range(3))), torch.randn(4, 16)),
-    "30 linears": (lambda: nn.Sequential(*(nn.Linear(16, 16) for _ in range(30))), torch.randn(4, 16)),
-    "300 linears": (lambda: nn.Sequential(*(nn.Linear(16, 16) for _ in range(300))), torch.randn(4, 16)),
-    "12 blocks": (lambda: nn.Sequential(*(Block() for _ in range(12))), torch.randn(1, 8, 32)),
-}
-
-
-def calls(make: Callable[[], nn.Module], x: Tensor) -> dict[str, Callable[[], Tensor]]:
-    """Returns a forward for each of `WAYS`, over models with the same weights."""
-    torch.manual_seed(0)
-    model = make()
-
-    def autocast() -> Tensor:
+    def forward(self) -> Tensor:
+        """Calls the model."""
+        if not self._is_autocast:
+            return self._model(self._x)
         with torch.autocast("cpu", LOW):
-            return model(x)
+            return self._model(self._x)
 
-    found: dict[str, Callable[[], Tensor]] = {"float32": lambda: model(x), "autocast": autocast}
-    for level in ("O1", "O2"):
-        amp = ampgraph.convert(model, (x,), policy=level, dtype=LOW, backend="eager")
-        found[level] = lambda amp=amp: amp(x)  # type: ignore[misc]
-    return found
+    def backward(self) -> None:
+        """Calls the model and goes back from a loss."""
+        self.forward().float().square().mean().backward()
 
-
-def step(forward: Callable[[], Tensor]) -> Callable[[], None]:
-    """Returns forward and backward; gradients are freed."""
-
-    def run() -> None:
-        forward().float().sum().backward()
-
-    return run
+    def step(self) -> None:
+        """Takes a training step."""
+        self.backward()
+        self._optimizer.step()
+        self._optimizer.zero_grad()
 
 
 def microseconds(functions: dict[str, Callable[[], object]]) -> dict[str, float]:
@@ -95,24 +74,33 @@ def microseconds(functions: dict[str, Callable[[], object]]) -> dict[str, float]
     return {name: statistics.median(values) for name, values in found.items()}
 
 
-def rows() -> list[str]:
-    """Measures every model, without gradients and with a backward."""
+def rows(titles: Sequence[str]) -> list[str]:
+    """Measures models: a forward without gradients, a forward with backward, and a step."""
     lines = []
-    for title, (make, x) in MODELS.items():
-        forwards = calls(make, x)
+    ratios: dict[str, list[float]] = {}
+    for title in titles:
+        ways = {name: Way(name, *MODELS[title]) for name in WAYS}
         with torch.no_grad():
-            inference = microseconds(forwards)
-        training = microseconds({name: step(forward) for name, forward in forwards.items()})
-        for kind, found in (("forward, no gradients", inference), ("forward + backward", training)):
-            times = " | ".join(f"{found[way]:,.0f}" for way in WAYS)
-            ratios = f"{found['O1'] / found['autocast']:.2f} | {found['O2'] / found['float32']:.2f}"
-            lines.append(f"| {title} | {kind} | {times} | {ratios} |")
+            found = {"forward, no gradients": microseconds({n: w.forward for n, w in ways.items()})}
+        found["forward + backward"] = microseconds({n: w.backward for n, w in ways.items()})
+        found["step"] = microseconds({n: w.step for n, w in ways.items()})
+        for kind, times in found.items():
+            row = [times[level] / times[base] for base in ("autocast", "float32") for level in ("O1", "O2")]
+            ratios.setdefault(kind, []).append(row[0])
+            cells = [f"{times[way]:,.0f}" for way in WAYS] + [f"{ratio:.2f}" for ratio in row]
+            lines.append(f"| {title} | {kind} | {' | '.join(cells)} |")
             print(lines[-1], flush=True)
+    lines.append("")
+    for kind, values in ratios.items():
+        middle, most = statistics.median(values), max(values)
+        lines.append(f"- {kind}: O1 / autocast {middle:.2f} in the median, {most:.2f} at most")
+        print(lines[-1])
     return lines
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--model", choices=MODELS, action="append", help="all by default")
     parser.add_argument("--output", type=Path, help="the page to write")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -121,12 +109,13 @@ def main() -> None:
         "# Host time of a call",
         "",
         written_by("python tools/bench_host.py --output docs/results/host.md"),
-        f"One thread, microseconds of CPU time a call, medians of {ROUNDS} rounds in turns, bfloat16, "
-        'backend `"eager"`, small tensors.',
+        f"One thread, microseconds of CPU time, medians of {ROUNDS} rounds in turns, bfloat16, backend "
+        '`"eager"`, small tensors. A step is forward, backward, and AdamW with `fused=True`.',
         "",
-        f"| model | what | {' | '.join(WAYS)} | O1 / autocast | O2 / float32 |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- |",
-        *rows(),
+        f"| model | what | {' | '.join(WAYS)} | O1 / autocast | O2 / autocast | O1 / float32 "
+        "| O2 / float32 |",
+        "|" + " --- |" * 10,
+        *rows(options.model or list(MODELS)),
     ]
     if options.output:
         options.output.write_text("\n".join(lines) + "\n", encoding="utf-8")

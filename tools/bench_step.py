@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench_host import Block
 from provenance import written_by
+from small_models import Block
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode

@@ -26,6 +26,8 @@ _SELECTIVE = (_CachingTorchDispatchMode, _CachedTorchDispatchMode)
 _WRAPPED = ("_checkpoint_wrapped_module", "_orig_mod")
 
 is_any_autocast_enabled = torch._C._is_any_autocast_enabled
+_is_tracing = torch._C._is_tracing
+_transforms = torch._C._functorch.peek_interpreter_stack
 
 
 @contextlib.contextmanager
@@ -41,6 +43,11 @@ def no_dispatch_modes() -> contextlib.AbstractContextManager[None]:
     They record or replace the ops of the model; modes of a capture do not count. Modes of tracing stay.
     """
     return _without_modes(lambda mode: not mode.is_infra_mode())
+
+
+def has_dispatch_modes() -> bool:
+    """Whether any dispatch mode is active in this thread."""
+    return bool(torch._C._len_torch_dispatch_stack())
 
 
 def no_selective_checkpoint() -> contextlib.AbstractContextManager[None]:
@@ -109,14 +116,23 @@ def is_exporting() -> bool:
 def _has_modes() -> bool:
     """Whether this thread traces: it has dispatch modes or uses those of the process."""
     pre_dispatch = torch._C.DispatchKey.PreDispatch
-    return bool(
-        torch._C._len_torch_dispatch_stack() or torch._C._dispatch_tls_is_dispatch_key_included(pre_dispatch)
+    return has_dispatch_modes() or torch._C._dispatch_tls_is_dispatch_key_included(pre_dispatch)
+
+
+def is_plain_call() -> bool:
+    """Whether this code runs outside export, tracing, autocast and the transforms of ``torch.func``."""
+    return not (
+        torch.compiler._is_exporting_flag
+        or _is_tracing()
+        or is_any_autocast_enabled()
+        or _transforms() is not None
+        or forward_ad._current_level >= 0
     )
 
 
 def in_transform() -> bool:
     """Whether the code runs inside ``torch.func.grad``, ``vmap``, forward-mode AD or another transform."""
-    return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
+    return _transforms() is not None or forward_ad._current_level >= 0
 
 
 def is_batched(tensor: torch.Tensor) -> bool:

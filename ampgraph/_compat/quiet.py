@@ -100,3 +100,12 @@ def _filtered(loggers: list[logging.Logger], keep: Callable[[logging.LogRecord],
 
 # The base of every custom ``autograd.Function``, and the function that its ``apply`` calls.
 SingleLevelFunction = torch.autograd.function._SingleLevelFunction
+
+
+def native_apply(cls: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """Returns the ``apply`` of a function without the search of each argument for wrappers of ``torch.func``.
+
+    For use outside of the transforms of ``torch.func`` and of tracing.
+    """
+    apply: Callable[..., Any] = super(SingleLevelFunction, cls).apply  # type: ignore[misc]
+    return apply

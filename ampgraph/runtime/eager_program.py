@@ -19,7 +19,9 @@ from torch.utils import _pytree as pytree
 
 from ..ops.bindings import BINDINGS, MOST_POSITIONAL
 from ..passes.analysis.facts import is_cast
+from ..training.gradient_boundary import shadow_weights, shadow_weights_eagerly
 
+_BOUND = {**BINDINGS, shadow_weights: shadow_weights_eagerly}
 _numbers = itertools.count()
 _LITERALS = (int, float, bool, str, type(None))
 
@@ -136,7 +138,7 @@ class _Writer:
             return f"{self._text(node.args[0])}[{node.args[1]}]"
         arguments = [self._text(a) for a in node.args]
         arguments += [f"{name}={self._text(a)}" for name, a in node.kwargs.items()]
-        bound = BINDINGS.get(node.target) if len(node.args) <= MOST_POSITIONAL.get(node.target, 99) else None
+        bound = _BOUND.get(node.target) if len(node.args) <= MOST_POSITIONAL.get(node.target, 99) else None
         return f"{self._bind(bound or node.target)}({', '.join(arguments)})"
 
     def _text(self, value: Any) -> str:

@@ -10,7 +10,9 @@ import contextlib
 import itertools
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from operator import attrgetter, is_
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +20,7 @@ from torch.optim import Optimizer
 
 from .._compat import (
     data_of,
-    keep_versions,
+    has_dispatch_modes,
     no_selective_checkpoint,
     times_asked,
     times_asked_in_all,
@@ -31,21 +33,41 @@ from ..training.optimizer_steps import tell_after_steps
 SHADOW_PREFIX = "amp_shadow_"
 # Keeps threads from reading a copy during a refresh. One lock for all models, which must stay copyable.
 _lock = threading.RLock()
+_version, _shape = attrgetter("_version"), attrgetter("shape")
 
 
 class _Shadow:
-    """One parameter's copy, and the state of the parameter when the copy was made."""
+    """One parameter and its copy. A write to ``alias`` writes the copy and raises no version counter."""
 
-    __slots__ = ("address", "asked", "master", "name", "version")
+    __slots__ = ("alias", "copy", "master", "name")
 
     def __init__(self, master: Tensor, name: str):
         self.master, self.name = weakref.ref(master), name
-        self.version = self.address = self.asked = -1
         watch_data(master)
 
-    def note_copy(self, master: Tensor) -> None:
-        """Records that the copy has the parameter's values."""
-        self.version, self.asked, self.address = master._version, times_asked(master), master.data_ptr()
+    def make(self, master: Tensor, dtype: torch.dtype) -> None:
+        """Makes an empty copy."""
+        self.copy = torch.empty_like(master, dtype=dtype, requires_grad=False)
+        self.alias = self.copy.data
+
+
+class _State(NamedTuple):
+    """What tells that parameters have changed; the lists have an item for each.
+
+    Attributes:
+        versions: Version counters.
+        addresses: Of their memory.
+        asked: How often ``.data`` was asked for.
+    """
+
+    versions: list[int]
+    addresses: list[int]
+    asked: list[int]
+
+    def changed_since(self, other: _State) -> list[int]:
+        """Returns the positions of the items that differ."""
+        pairs = zip(zip(*self, strict=True), zip(*other, strict=True), strict=True)
+        return [i for i, (mine, others) in enumerate(pairs) if mine != others]
 
 
 class ShadowWeights(nn.Module):
@@ -64,20 +86,17 @@ class ShadowWeights(nn.Module):
     """
 
     _model: Callable[[], nn.Module | None]
+    # It has no parameters, and the search for them takes longer than a check of all copies of a small model.
+    __setattr__ = object.__setattr__  # type: ignore[assignment]
 
     def __init__(self, model: nn.Module | None, low_dtype: torch.dtype):
         super().__init__()
-        self.__dict__["_model"] = weakref.ref(model) if model is not None else lambda: None
+        self._model = weakref.ref(model) if model is not None else lambda: None
         self._known = {id(p): weakref.ref(p) for p in all_parameters(model)} if model is not None else None
-        modules = model.modules() if model is not None else ()
-        self._places = [
-            (places, name, id(value))
-            for module in modules
-            for places in (module._parameters, module._modules)
-            for name, value in places.items()
-        ]
+        self._home = _Home(model)
         self._low_dtype = low_dtype
         self._shadows: dict[int, _Shadow] = {}
+        self._seen = _State([], [], [])
         self._numbers = itertools.count()
         self._all_stale = False
         self._asked = -1
@@ -104,22 +123,28 @@ class ShadowWeights(nn.Module):
 
         ``torch.func.functional_call`` replaces them for one call, and ``fully_shard`` for every call.
         """
-        return all(id(places.get(name)) == known for places, name, known in self._places)
+        return self._home.is_same()
 
     def name_of(self, master: Tensor) -> str:
         """Returns the attribute that holds the shadow of a parameter; creates the shadow if needed."""
         with _lock:
             shadow = self._shadows.get(id(master))
             if shadow is None or shadow.master() is not master:
+                masters = [*self._masters(), master]
                 if not self._shadows:
                     tell_after_steps(self)
                 shadow = self._shadows[id(master)] = _Shadow(master, f"weight_{next(self._numbers)}")
-                self._copy([(shadow, master)])
+                self._make(shadow, master)
+                self._seen = _State(*([*field, -1] for field in self._seen))
+                self._asked = -1
+                now = self._state(masters)
+                self._copy(now.changed_since(self._seen), masters, now)
             return shadow.name
 
     def of(self, master: Tensor) -> Tensor:
         """Returns the shadow of a parameter."""
-        return getattr(self, self.name_of(master))
+        copy: Tensor = getattr(self, self.name_of(master))
+        return copy
 
     def refresh(self) -> None:
         """Copies the parameters whose shadows are stale, all at once."""
@@ -129,34 +154,23 @@ class ShadowWeights(nn.Module):
             everything = self._all_stale or mode is not self._mode
             # A hand-written update may follow this call.
             self._all_stale, self._mode = torch.is_grad_enabled() and not self._stepped, mode
-            if stale := self._stale(everything):
-                self._copy(stale)
+            masters = self._masters()
+            now = self._state(masters)
+            if masters and (everything or now != self._seen):
+                stale = range(len(masters)) if everything else now.changed_since(self._seen)
+                self._copy(stale, masters, now)
 
     def pairs(self) -> list[tuple[Tensor, Tensor]]:
         """Returns every copy with its parameter."""
-        found = [(getattr(self, s.name), s.master()) for s in self._shadows.values()]
-        return [(copy, master) for copy, master in found if master is not None]
+        with _lock:
+            masters = self._masters()
+            return [(s.copy, master) for s, master in zip(self._shadows.values(), masters, strict=True)]
 
     def note_fresh(self) -> None:
         """Records that a graph has copied all parameters."""
         with _lock:
             self._all_stale = False
-            for shadow in self._shadows.values():
-                if (master := shadow.master()) is not None:
-                    shadow.note_copy(master)
-
-    def _stale(self, everything: bool) -> list[tuple[_Shadow, Tensor]]:
-        stale = []
-        asked = times_asked_in_all()
-        is_asked, self._asked = asked != self._asked, asked
-        for shadow in self._shadows.values():
-            master = shadow.master()
-            if master is None:
-                continue
-            is_moved = master._version != shadow.version or master.data_ptr() != shadow.address
-            if everything or is_moved or (is_asked and times_asked(master) != shadow.asked):
-                stale.append((shadow, master))
-        return stale
+            self._seen = self._state(self._masters())
 
     def after_step(self, optimizer: Optimizer, parameters: set[int]) -> None:
         """Called after the step of any optimizer."""
@@ -164,19 +178,79 @@ class ShadowWeights(nn.Module):
             if not parameters.isdisjoint(self._shadows):
                 self._all_stale = self._stepped = True
 
-    def _copy(self, stale: list[tuple[_Shadow, Tensor]]) -> None:
-        # A copy made under inference mode could not be saved for a backward.
-        with torch.inference_mode(False), torch.no_grad(), no_selective_checkpoint():
-            for shadow, master in stale:
-                old = getattr(self, shadow.name, None)
-                if old is None or (old.device, old.shape) != (master.device, master.shape):
-                    new = torch.empty_like(master, dtype=self._low_dtype, requires_grad=False)
-                    object.__setattr__(self, shadow.name, new)
-            copies = [getattr(self, shadow.name) for shadow, _ in stale]
-            # The same rule as for parameters: a backward may not follow an update that autograd has
-            # seen, but may follow one that it has not seen.
-            unseen = [c for c, (s, m) in zip(copies, stale, strict=True) if m._version == s.version]
-            with keep_versions(unseen) if unseen else contextlib.nullcontext():
-                torch._foreach_copy_(copies, [master for _, master in stale])
-        for shadow, master in stale:
-            shadow.note_copy(master)
+    def _masters(self) -> list[Tensor]:
+        """Returns the parameters, one for each shadow; drops the shadows of those that are gone."""
+        masters = [shadow.master() for shadow in self._shadows.values()]
+        if any(map(is_, masters, itertools.repeat(None))):
+            kept = [i for i, master in enumerate(masters) if master is not None]
+            items = [*self._shadows.items()]
+            self._shadows = dict(items[i] for i in kept)
+            self._seen = _State(*([field[i] for i in kept] for field in self._seen))
+            masters = [masters[i] for i in kept]
+        return masters  # type: ignore[return-value]
+
+    def _state(self, masters: list[Tensor]) -> _State:
+        in_all = times_asked_in_all()
+        is_asked, self._asked = in_all != self._asked, in_all
+        asked = [*map(times_asked, masters)] if is_asked else self._seen.asked
+        return _State([*map(_version, masters)], [*map(Tensor.data_ptr, masters)], asked)
+
+    def _copy(self, stale: Sequence[int], masters: list[Tensor], now: _State) -> None:
+        """Copies parameters; ``now`` was read before, so that a write by another thread is seen later."""
+        shadows, sources = [*self._shadows.values()], [masters[i] for i in stale]
+        copies = [shadows[i].copy for i in stale]
+        if now.addresses != self._seen.addresses or [*map(_shape, copies)] != [*map(_shape, sources)]:
+            for i, copy, master in zip(stale, copies, sources, strict=True):
+                if (copy.device, copy.shape) != (master.device, master.shape):
+                    self._make(shadows[i], master)
+        # The same rule as for parameters: a backward may not follow an update that autograd has seen, but may
+        # follow one that it has not seen.
+        before, after = self._seen.versions, now.versions
+        targets = [shadows[i].alias if before[i] == after[i] else shadows[i].copy for i in stale]
+        with _plainly():
+            torch._foreach_copy_(targets, sources)
+        self._seen = now
+
+    def _make(self, shadow: _Shadow, master: Tensor) -> None:
+        with _plainly():
+            shadow.make(master, self._low_dtype)
+        object.__setattr__(self, shadow.name, shadow.copy)
+
+
+class _Home:
+    """The places of a model's parameters and submodules, and what they hold at conversion."""
+
+    def __init__(self, model: nn.Module | None) -> None:
+        modules = model.modules() if model is not None else ()
+        self._held = [held for m in modules for held in (m._parameters, m._modules) if held]
+        # Another object may come to the address of one that is gone.
+        self._gone: list[weakref.ref] = []
+        self._known = [
+            (held, name, _nothing if value is None else weakref.ref(value, self._gone.append))
+            for held in self._held
+            for name, value in held.items()
+        ]
+        self._ids = self._ids_now()
+
+    def is_same(self) -> bool:
+        """Whether each place holds what it held. Runs at every call."""
+        if not self._gone and self._ids_now() == self._ids:
+            return True
+        return all(held.get(name) is known() for held, name, known in self._known)
+
+    def _ids_now(self) -> list[int]:
+        return [*map(id, itertools.chain.from_iterable(map(dict.values, self._held)))]
+
+
+def _plainly() -> contextlib.AbstractContextManager[None]:
+    """Returns a context without modes: a copy made under inference mode could not be saved for a backward."""
+    if not (torch.is_inference_mode_enabled() or has_dispatch_modes()):
+        return torch.no_grad()
+    stack = contextlib.ExitStack()
+    for mode in (torch.inference_mode(False), torch.no_grad(), no_selective_checkpoint()):
+        stack.enter_context(mode)
+    return stack
+
+
+def _nothing() -> None:
+    """Stands for a weak reference to None."""
