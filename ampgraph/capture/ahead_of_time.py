@@ -29,6 +29,7 @@ from .batch_norm import with_cumulative_average
 from .distinct import distinct
 from .held_objects import noting_set_attributes
 from .inference_mode import traced_as_no_grad
+from .kept_tensors import KeptTensors
 from .lost import LOST_KEY, noting_lost_backwards
 from .random_numbers import noting_random_numbers
 from .reads import Reads, recorded
@@ -139,7 +140,7 @@ def _exported(
     reads: Reads,
     gradients: bool,
 ) -> ExportedProgram:
-    replaced = Replaced(model)
+    replaced, kept = Replaced(model), KeptTensors(reads.code.places.values())
     try:
         if isinstance(dynamic_shapes, ShapesCollection):  # it identifies tensors by object
             dynamic_shapes = dynamic_shapes.dynamic_shapes(model, args, kwargs)
@@ -147,10 +148,11 @@ def _exported(
         watching, quiet = noting_lost_backwards(model, is_capturing_here), quiet_export(is_capturing_here)
         with (
             capturing(gradients),
+            kept.aging(),
             quiet as set_tensors,
             traced_as_no_grad(is_capturing_here),
             with_cumulative_average(is_capturing_here),
-            _WatchedTensors(reads, replaced),
+            _WatchedTensors(reads, replaced, kept),
             watching as lost,
             without_new_state(model),
             replaced.noted(reads.was_set),
@@ -161,12 +163,15 @@ def _exported(
         ):
             program = torch.export.export(model, args, kwargs, dynamic_shapes=dynamic_shapes, strict=False)
     except Exception as error:
+        kept.remove(reads.records())
         _check_replaced(model, replaced)
         _check_arguments(model, args, kwargs, error)
         raise AheadOfTimeError(_explain(model, error)).because(is_known=bool(_hint(error))) from error
     if refusal := sharded_error(model, [node.meta.get("val") for node in program.graph.nodes]):
         raise refusal
+    kept.remove(reads.records())
     _check_replaced(model, replaced)
+    _check_kept(model, kept)
     _check_written(model, written)
     _check_random_numbers(model, random_numbers)
     reads.note_program(program)
@@ -184,6 +189,16 @@ def _check_replaced(model: nn.Module, replaced: Replaced) -> None:
         raise AheadOfTimeError(
             f"{type(model).__name__}: forward replaces {', '.join(replaced.paths)}, which a graph cannot\n"
             f"Write to buffers in place, {_JUST_IN_TIME}."
+        ).because(is_known=True)
+
+
+def _check_kept(model: nn.Module, kept: KeptTensors) -> None:
+    """Raises an error if forward keeps results of a call for a later one outside of the model."""
+    if kept.depends:
+        raise AheadOfTimeError(
+            f"{type(model).__name__}: forward keeps results in {', '.join(kept.depends)}, "
+            "which a graph cannot\n"
+            f"Return such values, {_JUST_IN_TIME}."
         ).because(is_known=True)
 
 
@@ -225,9 +240,9 @@ class _WatchedTensors(TorchFunctionMode):
 
     _data = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 
-    def __init__(self, reads: Reads, replaced: Replaced) -> None:
+    def __init__(self, reads: Reads, replaced: Replaced, kept: KeptTensors) -> None:
         super().__init__()
-        self._reads, self._replaced = reads, replaced
+        self._reads, self._replaced, self._kept = reads, replaced, kept
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
         # Dynamo, which captures the bodies of torch.cond, cannot compare functions; it sees ``data`` itself.
@@ -237,7 +252,9 @@ class _WatchedTensors(TorchFunctionMode):
             return args[0].detach()
         self._reads.note_call(func)
         self._replaced.note_call(func, args)
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        self._kept.note(func, result, args, kwargs or {})
+        return result
 
 
 @contextlib.contextmanager

@@ -55,6 +55,19 @@ class Place(NamedTuple):
         except (AttributeError, ValueError):  # ValueError: an empty cell
             return GONE
 
+    def put(self, value: Any) -> None:
+        """Sets the value; `GONE` and what a class inherits by deletion."""
+        if isinstance(self.holder, dict):
+            self.holder.pop(self.name, None)
+        elif not isinstance(self.holder, type) or self.name in vars(self.holder):
+            delattr(self.holder, self.name)
+        if self.value() is value:
+            return
+        if isinstance(self.holder, dict):
+            self.holder[self.name] = value
+        else:
+            setattr(self.holder, self.name, value)
+
 
 class Code:
     """The places that the code of a model's modules names.

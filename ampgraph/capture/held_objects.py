@@ -56,7 +56,18 @@ def _objects(model: nn.Module) -> Iterator[tuple[str, dict[str, Any]]]:
     for path, module in model.named_modules():
         for name, value in vars(module).items():
             if name not in OF_EVERY_MODULE:
-                yield from _inside(value, f"{path}.{name}".lstrip("."), _DEPTH, seen)
+                yield from objects_inside(value, f"{path}.{name}".lstrip("."), seen)
+
+
+def objects_inside(value: object, path: str, seen: set[int]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields the attributes of an object and of objects that it holds, as paths and dicts.
+
+    Args:
+        value: Any value.
+        path: Its path.
+        seen: The ``id`` of objects to leave out; gets those that are yielded.
+    """
+    yield from _inside(value, path, _DEPTH, seen)
 
 
 def _inside(value: object, path: str, depth: int, seen: set[int]) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -96,6 +96,10 @@ class Reads:
         moved.attributes = {(id(twins[key]), name): v for (key, name), v in self.attributes.items()}
         return moved
 
+    def records(self) -> tuple[object, ...]:
+        """Returns the containers that hold recorded values."""
+        return self.attributes, self.lost, self.only_set
+
     def was_set(self, module: nn.Module, name: str) -> bool:
         """Whether forward assigned an attribute: ``module.name = value``."""
         return (id(module), name) in self._set

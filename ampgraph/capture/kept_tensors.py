@@ -1,0 +1,197 @@
+"""Tensors of a capture that forward keeps outside of the model: in caches, global variables, other objects.
+
+They hold no data. Left where they are, they would reach the next call of the model that was captured.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from types import FrameType, FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from .code import GONE, Place, is_foreign
+from .held_objects import objects_inside
+
+_CONTAINERS = (dict, list, deque, set, tuple)
+_RANDOM = frozenset(
+    f
+    for name in ("rand", "randn", "randint", "randperm", "normal", "multinomial", "bernoulli")
+    for f in (getattr(torch, name), getattr(torch, f"{name}_like", None), getattr(Tensor, f"{name}_", None))
+    if f is not None
+) | {getattr(Tensor, f"{name}_") for name in ("uniform", "random", "exponential", "cauchy", "log_normal")}
+_DEPTH = 4  # of containers inside containers
+
+
+class KeptTensors:
+    """Finds the tensors that outlive a capture, and removes them from what holds them.
+
+    Args:
+        places: Where forward's code may keep a value: global variables, attributes of classes, closures.
+
+    Attributes:
+        depends: Names of what keeps tensors that depend on inputs, parameters or buffers: state for a later
+            call. Other tensors are tables, which a graph computes in each call.
+    """
+
+    def __init__(self, places: Iterable[Place]) -> None:
+        self.depends: list[str] = []
+        self._made: list[weakref.ref[Tensor]] = []
+        self._constant: dict[int, weakref.ref[Tensor]] = {}
+        self._places = [(place, place.value()) for place in places]
+        seen: set[int] = set()
+        self._objects = [
+            (path, held, dict(held))
+            for place, value in self._places
+            for path, held in objects_inside(value, place.path, seen)
+        ]
+        self._new: set[int] = set()
+
+    @contextlib.contextmanager
+    def aging(self) -> Iterator[None]:
+        """Tells objects of the capture from older ones, which the garbage collector sets apart meanwhile."""
+        if gc.get_freeze_count():  # frozen by the user
+            yield
+            return
+        gc.freeze()
+        try:
+            yield
+        finally:
+            if self._alive():
+                self._new = {id(o) for o in gc.get_objects() if isinstance(o, _CONTAINERS)}
+            gc.unfreeze()
+
+    def note(self, function: Callable, result: Any, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Records the tensors that a function of torch returned to forward."""
+        tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        if not tensors:
+            return
+        read = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        is_constant = function not in _RANDOM and all(map(self._is_constant, read))
+        for tensor in tensors:
+            reference = weakref.ref(tensor)
+            self._made.append(reference)
+            if is_constant:
+                self._constant[id(tensor)] = reference
+            else:
+                self._constant.pop(id(tensor), None)
+
+    def remove(self, ignored: Iterable[object] = ()) -> None:
+        """Restores what forward replaced by tensors of the capture, and takes others out of containers.
+
+        Args:
+            ignored: Containers to leave alone.
+        """
+        if not self._alive():
+            return
+        gc.collect()  # some are alive in reference cycles
+        alive = self._alive()
+        of_capture = {id(tensor) for tensor in alive}
+        holders = [*self._put_back(of_capture)]
+        own = (alive, holders, self._places, self._objects, *ignored)
+        for tensor in alive:
+            holders.extend((name, tensor) for name in _take_out(tensor, self._new, set(map(id, own))))
+        self.depends = list(dict.fromkeys(name for name, value in holders if not self._is_table(value)))
+
+    def _alive(self) -> list[Tensor]:
+        found = {id(tensor): tensor for reference in self._made if (tensor := reference()) is not None}
+        return list(found.values())
+
+    def _is_constant(self, tensor: Tensor) -> bool:
+        reference = self._constant.get(id(tensor))
+        return reference is not None and reference() is tensor
+
+    def _is_table(self, value: object) -> bool:
+        return all(self._is_constant(leaf) for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
+
+    def _put_back(self, of_capture: set[int]) -> Iterator[tuple[str, object]]:
+        """Yields the name and the value of each variable and attribute that it restores."""
+        for place, before in self._places:
+            value = place.value()
+            if value is not before and _holds(value, of_capture):
+                place.put(before)
+                yield place.path, value
+        for path, held, values in self._objects:
+            for name, value in list(held.items()):
+                if value is values.get(name, GONE) or not _holds(value, of_capture):
+                    continue
+                if name in values:
+                    held[name] = values[name]
+                else:
+                    del held[name]
+                yield f"{path}.{name}", value
+
+
+def _holds(value: object, of_capture: set[int]) -> bool:
+    return any(id(leaf) in of_capture for leaf in tree_leaves(value))
+
+
+def _take_out(value: object, new: set[int], ignored: set[int], depth: int = _DEPTH) -> Iterator[str]:
+    """Takes a value out of the containers, caches and objects that hold it; yields their names.
+
+    A container that is newer than the capture goes with what it holds. A dict counts as new where another
+    container holds it: Python's collector sees an empty dict only when it gets its first entry. A variable or
+    attribute whose earlier value is not known becomes None.
+
+    Args:
+        new: What is newer than the capture.
+        ignored: Holders to leave alone.
+        depth: How many new containers around the value to look at.
+    """
+    holders = gc.get_referrers(value)
+    inner = ignored | {id(value), id(holders)}
+    for holder in holders:
+        if id(holder) in ignored or isinstance(holder, FrameType):
+            continue
+        if isinstance(holder, functools._lru_cache_wrapper):
+            holder.cache_clear()
+            yield f"the cache of {holder.__wrapped__.__qualname__}"
+        elif isinstance(holder, dict):
+            is_new = id(holder) in new and depth and not _owner(holder)
+            outer = [*_take_out(holder, new, inner, depth - 1)] if is_new else []
+            yield from outer or _out_of_dict(holder, value, is_named=not isinstance(value, dict))
+        elif id(holder) in new or isinstance(holder, tuple):
+            if depth and isinstance(holder, _CONTAINERS):
+                yield from _take_out(holder, new, inner, depth - 1)
+        elif isinstance(holder, set):
+            holder.discard(value)
+            yield "a set"
+        elif isinstance(holder, (list, deque)):
+            for index in reversed([i for i, held in enumerate(holder) if held is value]):
+                del holder[index]
+            yield f"a {type(holder).__name__}"
+        elif not is_foreign(type(holder)) and hasattr(holder, "__dict__"):
+            for name in [name for name, held in vars(holder).items() if held is value]:
+                setattr(holder, name, None)
+                yield f"{type(holder).__name__}.{name}"
+
+
+def _out_of_dict(holder: dict, value: object, is_named: bool) -> Iterator[str]:
+    """Removes a value from a dict, or sets the attribute to None if ``is_named``."""
+    owner = _owner(holder)
+    for key in [key for key, held in holder.items() if held is value]:
+        if owner is None or isinstance(owner, FunctionType):
+            del holder[key]
+            yield f"a dict (key {key!r})" if owner is None else f"{owner.__qualname__}.{key}"
+        elif is_named:
+            setattr(owner, key, None)
+            yield f"{getattr(owner, '__name__', type(owner).__name__)}.{key}"
+
+
+def _owner(attributes: dict) -> object | None:
+    """Returns the object, class or Python module whose attributes a dict has; None for other dicts."""
+    for owner in gc.get_referrers(attributes):
+        if isinstance(owner, type):
+            if attributes.get("__module__", owner) == owner.__module__ and vars(owner) == attributes:
+                return owner
+        elif getattr(owner, "__dict__", None) is attributes:
+            return owner
+    return None
