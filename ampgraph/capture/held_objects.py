@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Iterator
 from types import FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
@@ -71,6 +72,8 @@ def objects_inside(value: object, path: str, seen: set[int]) -> Iterator[tuple[s
 
 
 def _inside(value: object, path: str, depth: int, seen: set[int]) -> Iterator[tuple[str, dict[str, Any]]]:
+    if type(value) in weakref.ProxyTypes:  # its object may be dead
+        return
     if not depth or id(value) in seen or isinstance(value, _NO_STATE) or not hasattr(value, "__dict__"):
         return
     if is_foreign(type(value)):

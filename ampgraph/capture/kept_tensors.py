@@ -11,7 +11,7 @@ import gc
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from types import FrameType, FunctionType
+from types import CellType, FrameType, FunctionType
 from typing import Any
 
 import torch
@@ -57,17 +57,20 @@ class KeptTensors:
 
     @contextlib.contextmanager
     def aging(self) -> Iterator[None]:
-        """Tells objects of the capture from older ones, which the garbage collector sets apart meanwhile."""
-        if gc.get_freeze_count():  # frozen by the user
-            yield
-            return
-        gc.freeze()
+        """Tells objects of the capture from older ones, which the garbage collector sets apart meanwhile.
+
+        Where the user froze objects, those stay frozen, and what came later counts as new.
+        """
+        is_free = not gc.get_freeze_count()
+        if is_free:
+            gc.freeze()
         try:
             yield
         finally:
             if self._alive():
-                self._new = {id(o) for o in gc.get_objects() if isinstance(o, _CONTAINERS)}
-            gc.unfreeze()
+                self._new = {id(o) for o in gc.get_objects() if issubclass(type(o), _CONTAINERS)}
+            if is_free:
+                gc.unfreeze()
 
     def note(self, function: Callable, result: Any, args: tuple, kwargs: dict[str, Any]) -> None:
         """Records the tensors that a function of torch returned to forward."""
@@ -76,7 +79,10 @@ class KeptTensors:
             return
         read = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         is_constant = function not in _RANDOM and all(map(self._is_constant, read))
+        written = set(map(id, read))
         for tensor in tensors:
+            if id(tensor) in written and not self._is_constant(tensor):
+                continue  # an argument of the model may be written
             reference = weakref.ref(tensor)
             self._made.append(reference)
             if is_constant:
@@ -146,18 +152,18 @@ def _take_out(value: object, new: set[int], ignored: set[int], depth: int = _DEP
         ignored: Holders to leave alone.
         depth: How many new containers around the value to look at.
     """
-    holders = gc.get_referrers(value)
+    holders = _referrers(value)
     inner = ignored | {id(value), id(holders)}
     for holder in holders:
-        if id(holder) in ignored or isinstance(holder, FrameType):
+        if id(holder) in ignored:
             continue
         if isinstance(holder, functools._lru_cache_wrapper):
             holder.cache_clear()
             yield f"the cache of {holder.__wrapped__.__qualname__}"
         elif isinstance(holder, dict):
-            is_new = id(holder) in new and depth and not _owner(holder)
-            outer = [*_take_out(holder, new, inner, depth - 1)] if is_new else []
-            yield from outer or _out_of_dict(holder, value, is_named=not isinstance(value, dict))
+            outer = [*_take_out(holder, new, inner, depth - 1)] if id(holder) in new and depth else []
+            if outer or id(holder) not in new or _has_a_name(holder):
+                yield from outer or _out_of_dict(holder, value, is_named=not isinstance(value, dict))
         elif id(holder) in new or isinstance(holder, tuple):
             if depth and isinstance(holder, _CONTAINERS):
                 yield from _take_out(holder, new, inner, depth - 1)
@@ -186,9 +192,27 @@ def _out_of_dict(holder: dict, value: object, is_named: bool) -> Iterator[str]:
             yield f"{getattr(owner, '__name__', type(owner).__name__)}.{key}"
 
 
+def _referrers(value: object) -> list[Any]:
+    """Returns what holds a value, except running code and proxies, whose object may be dead."""
+    left_out = (FrameType, *weakref.ProxyTypes)
+    return [holder for holder in gc.get_referrers(value) if type(holder) not in left_out]
+
+
+def _has_a_name(holder: dict) -> bool:
+    """Whether a variable, attribute, closure or default argument holds a dict; running code is none."""
+    for outer in _referrers(holder):
+        if isinstance(outer, dict) and _owner(outer) is not None:
+            return True
+        if isinstance(outer, (CellType, FunctionType)) or _owner(holder) is outer:
+            return True
+        if isinstance(outer, tuple) and any(isinstance(o, FunctionType) for o in _referrers(outer)):
+            return True
+    return False
+
+
 def _owner(attributes: dict) -> object | None:
     """Returns the object, class or Python module whose attributes a dict has; None for other dicts."""
-    for owner in gc.get_referrers(attributes):
+    for owner in _referrers(attributes):
         if isinstance(owner, type):
             if attributes.get("__module__", owner) == owner.__module__ and vars(owner) == attributes:
                 return owner
