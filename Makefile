@@ -66,6 +66,7 @@ results: $(VENV)/.dev
 	$(BIN)/python tools/train_curves.py --output docs/results/training.md
 	$(BIN)/python tools/zoo_check.py --output docs/results/zoo.md
 	$(BIN)/python tools/bench_tune.py --output docs/results/tune.md
+	$(BIN)/python tools/numerics_cost.py --output docs/results/numerics-cost.md
 	$(BIN)/python tools/op_accuracy.py --output docs/results/op-accuracy.md
 	$(BIN)/python tools/op_sweep.py --output docs/results/op-sweep.md
 	$(BIN)/python tools/fuzz.py --examples 3000 --records out/fuzz.jsonl --output docs/results/fuzz.md

@@ -228,7 +228,7 @@ class StepGuard:
         """
         if self.has_stepped(optimizer):
             raise LoopError(
-                "amp.scaler.unscale_: this optimizer has already stepped; call unscale_ before step, or "
+                "amp.scaler.unscale_ was called after step of the same optimizer; call it before step, or "
                 "call update first."
             )
         if self._early(optimizer, parameters):
