@@ -14,11 +14,13 @@ from .ranks import Ranks
 # Lightning imports torchvision, and xdist's controller, which reads the workers' warnings, Lightning.
 allow_torchvision()
 
-# Pytest adds handlers to loggers that do not propagate; with one, torch makes a record of every fake tensor.
-logging.getLogger("torch.__trace").propagate = True
-
 # Captures make many small objects: with Python's 700, collections took 8 % of the CPU time of the tests.
 gc.set_threshold(10_000, 20, 20)
+
+
+def pytest_configure() -> None:
+    """Pytest adds handlers to loggers that do not propagate; with one, torch records every fake tensor."""
+    logging.getLogger("torch.__trace").propagate = True
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -9,6 +9,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 import ampgraph
+from ampgraph.capture import kept_tensors
 
 EXACT = {"policy": ampgraph.Policy(ops=ampgraph.OpLists()), "dtype": torch.bfloat16}  # no op runs low
 BATCHES = [torch.randn(n, 4, generator=torch.Generator().manual_seed(n)) for n in (3, 3, 5)]
@@ -17,6 +18,7 @@ BATCHES = [torch.randn(n, 4, generator=torch.Generator().manual_seed(n)) for n i
 @pytest.fixture(autouse=True)
 def unfrozen():
     gc.unfreeze()
+    kept_tensors._seen_frozen.clear()
     yield
     gc.collect()
     gc.freeze()

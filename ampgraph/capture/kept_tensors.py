@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from .._compat import FakeTensor
 from .code import GONE, Place, is_foreign
 from .held_objects import objects_inside
 
@@ -28,6 +29,7 @@ _RANDOM = frozenset(
     for f in (getattr(torch, name), getattr(torch, f"{name}_like", None), getattr(Tensor, f"{name}_", None))
     if f is not None
 ) | {getattr(Tensor, f"{name}_") for name in ("uniform", "random", "exponential", "cauchy", "log_normal")}
+_seen_frozen: set[bool] = set()
 _DEPTH = 4  # of containers inside containers
 
 
@@ -61,7 +63,7 @@ class KeptTensors:
 
         Where the user froze objects, those stay frozen, and what came later counts as new.
         """
-        is_free = not gc.get_freeze_count()
+        is_free = not _is_frozen_by_user()
         if is_free:
             gc.freeze()
         try:
@@ -74,7 +76,8 @@ class KeptTensors:
 
     def note(self, function: Callable, result: Any, args: tuple, kwargs: dict[str, Any]) -> None:
         """Records the tensors that a function of torch returned to forward."""
-        tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        # Getters return tensors of the user, too: the base of a view.
+        tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, FakeTensor)]
         if not tensors:
             return
         read = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
@@ -134,6 +137,13 @@ class KeptTensors:
                 else:
                     del held[name]
                 yield f"{path}.{name}", value
+
+
+def _is_frozen_by_user() -> bool:
+    """Whether ``gc.freeze`` was seen in use. The count walks all frozen objects, so once is enough."""
+    if not _seen_frozen and gc.get_freeze_count():
+        _seen_frozen.add(True)
+    return bool(_seen_frozen)
 
 
 def _holds(value: object, of_capture: set[int]) -> bool:
