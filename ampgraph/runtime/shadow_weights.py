@@ -12,7 +12,7 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from operator import attrgetter, is_
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -222,7 +222,7 @@ class _Home:
 
     def __init__(self, model: nn.Module | None) -> None:
         modules = model.modules() if model is not None else ()
-        self._held = [held for m in modules for held in (m._parameters, m._modules) if held]
+        self._held: list[dict[str, Any]] = [h for m in modules for h in (m._parameters, m._modules) if h]
         # Another object may come to the address of one that is gone.
         self._gone: list[weakref.ref] = []
         self._known = [
@@ -242,7 +242,7 @@ class _Home:
         return [*map(id, itertools.chain.from_iterable(map(dict.values, self._held)))]
 
 
-def _plainly() -> contextlib.AbstractContextManager[None]:
+def _plainly() -> contextlib.AbstractContextManager[Any, bool | None]:
     """Returns a context without modes: a copy made under inference mode could not be saved for a backward."""
     if not (torch.is_inference_mode_enabled() or has_dispatch_modes()):
         return torch.no_grad()
