@@ -88,7 +88,7 @@ class KeptTensors:
         for tensor in tensors:
             if id(tensor) in written and not self._is_constant(tensor):
                 continue  # an argument of the model may be written
-            reference = weakref.ref(tensor)
+            reference: weakref.ref[Tensor] = weakref.ref(tensor)
             self._made.append(reference)
             if is_constant:
                 self._constant[id(tensor)] = reference
