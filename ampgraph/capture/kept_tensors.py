@@ -29,7 +29,7 @@ _RANDOM = frozenset(
     for f in (getattr(torch, name), getattr(torch, f"{name}_like", None), getattr(Tensor, f"{name}_", None))
     if f is not None
 ) | {getattr(Tensor, f"{name}_") for name in ("uniform", "random", "exponential", "cauchy", "log_normal")}
-_seen_frozen: set[bool] = set()
+_seen_frozen: list[int] = []  # the first count of frozen objects that is not 0
 _DEPTH = 4  # of containers inside containers
 
 
@@ -59,9 +59,9 @@ class KeptTensors:
 
     @contextlib.contextmanager
     def aging(self) -> Iterator[None]:
-        """Tells objects of the capture from older ones, which the garbage collector sets apart meanwhile.
+        """Finds out which containers are newer than the capture: the garbage collector freezes older objects.
 
-        Where the user froze objects, those stay frozen, and what came later counts as new.
+        Objects that the user froze stay frozen. Then every later object counts as new.
         """
         is_free = not _is_frozen_by_user()
         if is_free:
@@ -143,8 +143,8 @@ class KeptTensors:
 
 def _is_frozen_by_user() -> bool:
     """Whether ``gc.freeze`` was seen in use. The count walks all frozen objects, so once is enough."""
-    if not _seen_frozen and gc.get_freeze_count():
-        _seen_frozen.add(True)
+    if not _seen_frozen and (count := gc.get_freeze_count()):
+        _seen_frozen.append(count)
     return bool(_seen_frozen)
 
 
@@ -211,11 +211,11 @@ def _referrers(value: object) -> list[Any]:
 
 
 def _has_a_name(holder: dict) -> bool:
-    """Whether a variable, attribute, closure or default argument holds a dict; running code is none."""
+    """Whether a variable, attribute, closure or default argument holds a dict, or it has an owner."""
+    if _owner(holder) is not None:
+        return True
     for outer in _referrers(holder):
-        if isinstance(outer, dict) and _owner(outer) is not None:
-            return True
-        if isinstance(outer, (CellType, FunctionType)) or _owner(holder) is outer:
+        if isinstance(outer, CellType) or (isinstance(outer, dict) and _owner(outer) is not None):
             return True
         if isinstance(outer, tuple) and any(isinstance(o, FunctionType) for o in _referrers(outer)):
             return True
@@ -225,8 +225,8 @@ def _has_a_name(holder: dict) -> bool:
 def _owner(attributes: dict) -> object | None:
     """Returns the object, class or Python module whose attributes a dict has; None for other dicts."""
     for owner in _referrers(attributes):
-        if isinstance(owner, type):
-            if attributes.get("__module__", owner) == owner.__module__ and vars(owner) == attributes:
+        if isinstance(owner, type):  # its __dict__ is a view of the dict
+            if all(vars(owner).get(name) is value for name, value in attributes.items()):
                 return owner
         elif getattr(owner, "__dict__", None) is attributes:
             return owner
