@@ -105,6 +105,26 @@ def _mixer(
     return make
 
 
+def _poolformer() -> Made:
+    """Returns `poolformer_s12` with one block a stage; timm's own maker fixes the depth."""
+    from timm import layers
+    from timm.models.metaformer import MetaFormer
+
+    model = MetaFormer(
+        depths=(1, 1, 1, 1),
+        dims=(64, 128, 320, 512),
+        downsample_norm=None,
+        mlp_act=nn.GELU,
+        mlp_bias=True,
+        norm_layers=layers.GroupNorm1,
+        layer_scale_init_values=1e-5,
+        res_scale_init_values=None,
+        use_mlp_head=False,
+        num_classes=TOKENS,
+    )
+    return WithLoss(model), (torch.randn(8, 3, 224, 224), torch.randint(0, TOKENS, (8,)))
+
+
 def _tokens(model: nn.Module, **options: Any) -> Made:
     ids = torch.randint(0, TOKENS, (8, 256))
     return WithLoss(model, tokens=True, **options), (ids, torch.randint(0, TOKENS, (8, 256)))
@@ -154,12 +174,12 @@ MODELS: dict[str, Callable[[], Made]] = {
         "swin_tiny_patch4_window7_224", batch=8, depths=(1, 2), num_heads=(3, 6), drop_path_rate=0.0
     ),
     "resnet26": _images("resnet26"),
-    "resnetv2_gn": _images("resnetv2_50", batch=8, layers=(1, 1, 1, 1)),
+    "resnetv2_gn": _images("resnetv2_50d_gn", batch=8, layers=(1, 1, 1, 1)),
     "cait": _images("cait_xxs24_224", batch=8, depth=2),
     "deit3": _images("deit3_small_patch16_224", depth=2),
     "resmlp": _mixer("ResBlock", norm="Affine", embed_dim=384, mlp_ratio=4),
     "gmlp": _mixer("SpatialGatingBlock", mlp="GatedMlp", embed_dim=256, mlp_ratio=6),
-    "poolformer": _images("poolformer_s12", batch=8, layers=(1, 1, 1, 1)),
+    "poolformer": _poolformer,
 }
 
 
