@@ -14,7 +14,6 @@ import torch
 from torch import fx, nn
 from torch.export import ExportedProgram, ShapesCollection
 from torch.fx import traceback as fx_traceback
-from torch.overrides import TorchFunctionMode
 
 from .._compat import (
     errors_raised_not_logged,
@@ -36,6 +35,7 @@ from .reads import Reads, recorded
 from .replaced import Replaced
 from .side_effects import noting_written_containers, without_new_state
 from .user_code import user_line
+from .watched_calls import WatchedCalls
 
 # torch.fx.traceback keeps its state in globals.
 capture_lock = threading.RLock()
@@ -152,13 +152,13 @@ def _exported(
             quiet as set_tensors,
             traced_as_no_grad(is_capturing_here),
             with_cumulative_average(is_capturing_here),
-            _WatchedTensors(reads, replaced, kept),
             watching as lost,
             without_new_state(model),
             replaced.noted(reads.was_set),
             noting_set_attributes(model) as set_attributes,
             noting_written_containers(model) as written,
             noting_random_numbers(model, reads.code, is_capturing_here) as random_numbers,
+            WatchedCalls(reads, replaced, kept, lost, random_numbers),
             recorded(reads, is_capturing_here),
         ):
             program = torch.export.export(model, args, kwargs, dynamic_shapes=dynamic_shapes, strict=False)
@@ -173,10 +173,10 @@ def _exported(
     _check_replaced(model, replaced)
     _check_kept(model, kept)
     _check_written(model, written)
-    _check_random_numbers(model, random_numbers)
+    _check_random_numbers(model, random_numbers.found)
     reads.note_program(program)
     reads.note_only_set(set_tensors, set_attributes)
-    program.graph_module.meta[LOST_KEY] = tuple(lost)
+    program.graph_module.meta[LOST_KEY] = tuple(lost.found)
     for module in program.graph_module.modules():
         if isinstance(module, fx.GraphModule):
             _complete_users(module.graph)
@@ -230,31 +230,6 @@ def _complete_users(graph: fx.Graph) -> None:
     for node in graph.nodes:
         for source in node.all_input_nodes:
             source.users.setdefault(node)
-
-
-class _WatchedTensors(TorchFunctionMode):
-    """Captures ``x.data``, which tracing does not see, as ``x.detach()``: the same memory, no gradients.
-
-    Records reads of values that a graph does not compute: the state of autograd, the memory layout.
-    """
-
-    _data = torch.Tensor.data.__get__  # type: ignore[attr-defined]
-
-    def __init__(self, reads: Reads, replaced: Replaced, kept: KeptTensors) -> None:
-        super().__init__()
-        self._reads, self._replaced, self._kept = reads, replaced, kept
-
-    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
-        # Dynamo, which captures the bodies of torch.cond, cannot compare functions; it sees ``data`` itself.
-        if torch.compiler.is_dynamo_compiling():
-            return func(*args, **(kwargs or {}))
-        if func == self._data:
-            return args[0].detach()
-        self._reads.note_call(func)
-        self._replaced.note_call(func, args)
-        result = func(*args, **(kwargs or {}))
-        self._kept.note(func, result, args, kwargs or {})
-        return result
 
 
 @contextlib.contextmanager

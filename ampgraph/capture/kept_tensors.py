@@ -76,8 +76,8 @@ class KeptTensors:
 
     def note(self, function: Callable, result: Any, args: tuple, kwargs: dict[str, Any]) -> None:
         """Records the tensors that a function of torch returned to forward."""
-        if not isinstance(result, (FakeTensor, tuple, list)):  # sizes and dtypes, most often
-            return
+        if type(result) is torch.Size or not isinstance(result, (FakeTensor, tuple, list)):
+            return  # sizes and dtypes, most often
         # Getters return tensors of the user, too: the base of a view.
         tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, FakeTensor)]
         if not tensors:

@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointFunction
 
@@ -28,12 +26,13 @@ LOST_KEY = "ampgraph_lost"
 
 # Functions that torch applies while it traces; those of the model's own layers are elsewhere.
 _TRACING = ("torch._", "torch.fx.", "torch.export.", "torch.utils.checkpoint")
+_BETWEEN = ("watched", "__torch_function__")
 _TENSOR_HOOKS = ("register_hook", "register_post_accumulate_grad_hook")
 
 
 @contextlib.contextmanager
-def noting_lost_backwards(model: nn.Module, is_capturing: Callable[[], bool]) -> Iterator[list[str]]:
-    """Yields a list that collects the parts of the model's backward that the capture inside loses.
+def noting_lost_backwards(model: nn.Module, is_capturing: Callable[[], bool]) -> Iterator[LostBackwards]:
+    """Yields what collects the parts of the model's backward that the capture inside loses.
 
     A reentrant checkpoint runs its forward without gradients, so its ops are inlined instead.
     """
@@ -74,27 +73,22 @@ def noting_lost_backwards(model: nn.Module, is_capturing: Callable[[], bool]) ->
         for name in _TENSOR_HOOKS:
             stack.enter_context(_patched(torch.Tensor, name, hooked))
         stack.enter_context(_patched(saved_tensors_hooks, "__enter__", entered))
-        stack.enter_context(_WatchedNodes(note))
-        yield found
+        yield LostBackwards(found, note)
 
 
-class _WatchedNodes(TorchFunctionMode):
-    """Returns ``x.grad_fn`` in a form that records hooks on it."""
+class LostBackwards:
+    """Collects the lost parts of a backward, in words."""
 
-    _read = inspect.getattr_static(torch.Tensor, "grad_fn").__get__
+    def __init__(self, found: list[str], note: Callable[[str], None]) -> None:
+        self.found, self._note = found, note
 
-    def __init__(self, note: Callable[[str], None]) -> None:
-        super().__init__()
-        self._note = note
-
-    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
-        value = func(*args, **(kwargs or {}))
-        # Dynamo, which captures the bodies of torch.cond, cannot compare functions.
-        if value is None or torch.compiler.is_dynamo_compiling() or func != self._read:
-            return value
+    def watched(self, node: Any) -> Any:
+        """Returns a ``grad_fn`` that the model's code reads in a form that records hooks on it."""
+        if node is None:
+            return None
         # torch may have other modes on top.
-        reader = next(f for f in frames() if f.f_code.co_name != "__torch_function__")
-        return _WatchedNode(value, self._note) if is_users(reader.f_code.co_filename) else value
+        reader = next(f for f in frames() if f.f_code.co_name not in _BETWEEN)
+        return _WatchedNode(node, self._note) if is_users(reader.f_code.co_filename) else node
 
 
 class _WatchedNode:

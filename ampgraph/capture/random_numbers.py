@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
 
 from .code import Code, is_foreign
 from .containers import has_plain_leaves
@@ -32,8 +31,8 @@ _DYNAMO = "/torch/_dynamo/"
 @contextlib.contextmanager
 def noting_random_numbers(
     model: nn.Module, code: Code, is_capturing: Callable[[], bool]
-) -> Iterator[list[str]]:
-    """Yields a list that fills with what forward does to generators, in words; sets them back."""
+) -> Iterator[RandomNumbers]:
+    """Yields what collects forward's use of generators; sets them back."""
     found: list[str] = []
 
     def note(what: str) -> None:
@@ -47,8 +46,7 @@ def noting_random_numbers(
     torch.random.default_generator = _WatchedSeeds(seeded, note)  # type: ignore[assignment]
     names = {id(value): name for value, name in reversed(held)}
     try:
-        with _WatchedDraws(names, note):
-            yield found
+        yield RandomNumbers(found, names, note)
     finally:
         torch.random.default_generator = seeded
         for generator, state in before:
@@ -134,19 +132,16 @@ def _listed(state: Any) -> tuple:
     return name, key.tolist(), *rest
 
 
-class _WatchedDraws(TorchFunctionMode):
-    """Records calls of torch with a ``torch.Generator``."""
+class RandomNumbers:
+    """Collects what forward does to generators, in words."""
 
-    def __init__(self, names: dict[int, str], note: Callable[[str], None]) -> None:
-        super().__init__()
-        self._names, self._note = names, note
+    def __init__(self, found: list[str], names: dict[int, str], note: Callable[[str], None]) -> None:
+        self.found, self._names, self._note = found, names, note
 
-    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
-        generator = (kwargs or {}).get("generator")
-        if generator is not None:
-            name = self._names.get(id(generator), "a generator")
-            self._note(f"draws from {name} (torch.Generator{_line(frames())})")
-        return func(*args, **(kwargs or {}))
+    def note_draw(self, generator: object) -> None:
+        """Records a call of torch with a ``torch.Generator``."""
+        name = self._names.get(id(generator), "a generator")
+        self._note(f"draws from {name} (torch.Generator{_line(frames())})")
 
 
 class _WatchedSeeds:

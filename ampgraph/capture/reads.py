@@ -43,6 +43,8 @@ _COPY_OR_NOT = frozenset(
     for f in (getattr(torch.Tensor, name), getattr(torch, name, None))
     if f is not None
 )
+# The calls that `Reads.note_call` looks at.
+STATE_READERS = _OF_AUTOGRAD | _OF_LAYOUT | _COPY_OR_NOT | {torch.Tensor.storage_offset}
 
 
 class Reads:

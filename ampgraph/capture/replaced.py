@@ -13,7 +13,7 @@ from torch import nn
 from ..proxy.module_proxy import source_of
 
 _TABLES = ("_parameters", "_buffers", "_modules")  # a TorchScript module has others
-_SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 
 class Replaced:
@@ -64,7 +64,7 @@ class Replaced:
 
     def note_call(self, function: Any, args: tuple) -> None:
         """Records ``tensor.data = new`` in forward, which tracing does not see."""
-        if function != _SET_DATA:
+        if function != SET_DATA:
             return
         for (path, _), entries in zip(self._sources.items(), self._state(), strict=True):
             self._add(path, [f"{name}.data" for name, value in entries.items() if value is args[0]])

@@ -1,0 +1,57 @@
+"""Shows every call of torch in forward to what watches it during a capture."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from .kept_tensors import KeptTensors
+from .lost import LostBackwards
+from .random_numbers import RandomNumbers
+from .reads import STATE_READERS, Reads
+from .replaced import SET_DATA, Replaced
+
+_DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
+_GRAD_FN = inspect.getattr_static(torch.Tensor, "grad_fn").__get__
+# Most calls read shapes, dtypes and devices: one look-up sorts these out.
+_WATCHED = STATE_READERS | {_DATA, SET_DATA, _GRAD_FN}
+
+
+class WatchedCalls(TorchFunctionMode):
+    """Captures ``x.data``, which tracing does not see, as ``x.detach()``: the same memory, no gradients.
+
+    Records what a graph does not compute: the state of autograd, the memory layout, draws from generators.
+    One mode for all of it: a capture of three layers makes 700 calls, and each pays for each mode.
+    """
+
+    def __init__(
+        self,
+        reads: Reads,
+        replaced: Replaced,
+        kept: KeptTensors,
+        lost: LostBackwards,
+        random_numbers: RandomNumbers,
+    ) -> None:
+        super().__init__()
+        self._reads, self._replaced, self._kept = reads, replaced, kept
+        self._lost, self._random_numbers = lost, random_numbers
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if kwargs.get("generator") is not None:
+            self._random_numbers.note_draw(kwargs["generator"])
+        # Dynamo, which captures the bodies of torch.cond, cannot compare functions; it sees ``data`` itself.
+        if torch.compiler.is_dynamo_compiling():
+            return func(*args, **kwargs)
+        is_watched = func in _WATCHED
+        if is_watched:
+            if func == _DATA:
+                return args[0].detach()
+            self._reads.note_call(func)
+            self._replaced.note_call(func, args)
+        result = func(*args, **kwargs)
+        self._kept.note(func, result, args, kwargs)
+        return self._lost.watched(result) if is_watched and func == _GRAD_FN else result
