@@ -25,7 +25,7 @@ from .fake_tensors import (
     result_dtypes,
     with_dtypes,
 )
-from .global_hooks import has_global_hooks, no_global_hooks
+from .global_hooks import has_global_hooks, no_global_hooks, optimizer_hooks
 from .grad_scaler import is_scaled_by_grad_scaler
 from .graphs import (
     all_op_names,
@@ -133,6 +133,7 @@ __all__ = [
     "no_global_hooks",
     "no_saved_tensor_hooks",
     "no_selective_checkpoint",
+    "optimizer_hooks",
     "outside_tracing",
     "outside_transforms",
     "path_inside_wrappers",

@@ -1,4 +1,4 @@
-"""Hooks for all modules of the process. Tried on torch 2.11 and 2.13."""
+"""Hooks for all modules, or for all optimizers, of the process. Tried on torch 2.11 and 2.13."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from torch.nn.modules import module
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 _HOOKS: tuple[dict[int, Any], ...] = (
     module._global_forward_pre_hooks,
@@ -23,6 +24,11 @@ _inside = 0
 def has_global_hooks() -> bool:
     """Whether any hook is registered for all modules of the process."""
     return any(_HOOKS)
+
+
+def optimizer_hooks() -> list[Any]:
+    """Returns the hooks for the steps of all optimizers."""
+    return [*_global_optimizer_pre_hooks.values(), *_global_optimizer_post_hooks.values()]
 
 
 @contextlib.contextmanager

@@ -30,7 +30,7 @@ from .held_objects import noting_set_attributes
 from .inference_mode import traced_as_no_grad
 from .kept_tensors import KeptTensors
 from .lost import LOST_KEY, noting_lost_backwards
-from .random_numbers import noting_random_numbers
+from .random_numbers import noting_random_numbers, values_named
 from .reads import Reads, recorded
 from .replaced import Replaced
 from .side_effects import noting_written_containers, without_new_state
@@ -157,7 +157,7 @@ def _exported(
             replaced.noted(reads.was_set),
             noting_set_attributes(model) as set_attributes,
             noting_written_containers(model) as written,
-            noting_random_numbers(model, reads.code, is_capturing_here) as random_numbers,
+            noting_random_numbers(values_named(model, reads.code), is_capturing_here) as random_numbers,
             WatchedCalls(reads, replaced, kept, lost, random_numbers),
             recorded(reads, is_capturing_here),
         ):

@@ -1,4 +1,4 @@
-"""`Code`: what the code of a model reads outside of its modules' attributes.
+"""`Code`: what the code of a model, or a function, reads outside of its modules' attributes.
 
 That is globals, what functions close over, attributes of Python modules and of classes. A function that is
 replaced counts, too: another ``forward`` of a class, another ``torch.nn.functional.gelu``.
@@ -70,32 +70,45 @@ class Place(NamedTuple):
 
 
 class Code:
-    """The places that the code of a model's modules names.
+    """The places that the code of a model's modules, or of a function, names.
 
     Code says names alone, so that too much is found rather than too little: every attribute name is looked up
     in every class and Python module that the code can reach. What torch, Python and ampgraph read is left
     out, but for the methods of torch's layers.
 
+    Args:
+        roots: Modules, whose submodules count too, functions and callable objects.
+
     Attributes:
         names: All names in the code.
+        strings: The strings in the code that may be names: ``getattr(config, "scale")``.
         places: The reads that were found, in order.
     """
 
-    def __init__(self, source: nn.Module) -> None:
+    def __init__(self, *roots: Any) -> None:
         self.names: set[str] = set()
+        self.strings: set[str] = set()
         self.places: dict[tuple[int, str], Place] = {}
         self._functions: list[FunctionType] = []
         self._seen: set[int] = set()
         self._holders: dict[int, tuple[Any, str]] = {}
         self._looked_up: dict[int, set[str]] = {}
-        for module in source.modules():
-            self._follow(class_behind(type(module)))
-            for held in (vars(module), module._forward_hooks, module._forward_pre_hooks):
-                for value in held.values():
-                    self._follow(value)
-        self._read()
+        self.follow(*roots)
         values = {key: place.value() for key, place in self.places.items()}
         self._before = {key: copied(value) for key, value in values.items() if has_plain_leaves(value)}
+
+    def follow(self, *roots: Any) -> None:
+        """Reads the code of more modules, functions and callable objects."""
+        for root in roots:
+            if not isinstance(root, nn.Module):
+                self._follow(root)
+                continue
+            for module in root.modules():
+                self._follow(class_behind(type(module)))
+                for held in (vars(module), module._forward_hooks, module._forward_pre_hooks):
+                    for value in held.values():
+                        self._follow(value)
+        self._read()
 
     def changed(self) -> list[Place]:
         """Returns the places whose plain values are others than when this was made."""
@@ -121,8 +134,11 @@ class Code:
                 self._look_up(holder, path, new)
 
     def _read_function(self, function: FunctionType) -> None:
-        names = set(_names(function.__code__))
+        codes = [*_codes(function.__code__)]
+        names = {name for code in codes for name in code.co_names}
         self.names |= names
+        constants = [constant for code in codes for constant in code.co_consts]
+        self.strings |= {c for c in constants if isinstance(c, str) and c.isidentifier()}
         module = function.__module__ or ""
         for name in names & function.__globals__.keys():
             self._add(function.__globals__, name, f"{module}.{name}")
@@ -184,12 +200,12 @@ def _inside(value: Any) -> Iterator[Any]:
         yield type(value)
 
 
-def _names(code: CodeType) -> Iterator[str]:
-    """Yields the names of globals and attributes in a function and those inside it."""
-    yield from code.co_names
+def _codes(code: CodeType) -> Iterator[CodeType]:
+    """Yields the code of a function and of those inside it."""
+    yield code
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            yield from _names(constant)
+            yield from _codes(constant)
 
 
 def _is_read(filename: str) -> bool:

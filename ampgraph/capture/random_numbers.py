@@ -30,16 +30,22 @@ _DYNAMO = "/torch/_dynamo/"
 
 @contextlib.contextmanager
 def noting_random_numbers(
-    model: nn.Module, code: Code, is_capturing: Callable[[], bool]
+    places: Iterable[tuple[Any, str]], is_capturing: Callable[[], bool]
 ) -> Iterator[RandomNumbers]:
-    """Yields what collects forward's use of generators; sets them back."""
+    """Yields what collects the use of generators by the code inside; sets them back.
+
+    Args:
+        places: Values that may be or hold generators, with their names.
+        is_capturing: Whether what happens now counts.
+    """
     found: list[str] = []
 
     def note(what: str) -> None:
         if is_capturing() and what not in found:
             found.append(what)
 
-    held = [*_held(model, code)]
+    seen = {id(generator) for generator in _global_generators()}
+    held = [part for value, name in places for part in _with_parts(value, name, _DEEP, seen)]
     generators = [*_generators(), *(_Generator.of(value, name) for value, name in held)]
     before = [(each, each.get()) for each in generators if each is not None]
     seeded = torch.random.default_generator
@@ -87,15 +93,14 @@ def _generators() -> Iterator[_Generator]:
         yield _Generator("numpy.random", lambda: _listed(state.get_state()), state.set_state)
 
 
-def _held(model: nn.Module, code: Code) -> Iterator[tuple[Any, str]]:
-    """Yields what modules hold and forward's code names, and what lies in it, with its name."""
-    seen = {id(generator) for generator in _global_generators()}
+def values_named(model: nn.Module, code: Code) -> Iterator[tuple[Any, str]]:
+    """Yields what modules hold and forward's code names, with its name."""
     for path, module in model.named_modules():
         for name, value in vars(module).items():
             if name not in OF_EVERY_MODULE:
-                yield from _with_parts(value, f"{path}.{name}".lstrip("."), _DEEP, seen)
+                yield value, f"{path}.{name}".lstrip(".")
     for place in code.places.values():
-        yield from _with_parts(place.value(), place.path, _DEEP, seen)
+        yield place.value(), place.path
 
 
 def _global_generators() -> Iterator[object]:

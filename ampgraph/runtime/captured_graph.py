@@ -96,7 +96,12 @@ class CapturedGraph:
 
     def __post_init__(self) -> None:
         self.lost = self.lost or self.graph_module.meta.get(LOST_KEY, ())
-        self._code_of_graph = type(self.graph_module).forward
+        self._code_of_graph = self.code_of_graph
+
+    @property
+    def code_of_graph(self) -> Callable:
+        """The code of `graph_module`, which is another after an edit."""
+        return type(self.graph_module).forward
 
     def fits(self, args: tuple, kwargs: dict[str, Any]) -> bool:
         """Whether the model is unchanged since the capture and the arguments share memory as at capture."""
@@ -107,7 +112,7 @@ class CapturedGraph:
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the graph; with gradients enabled, the graph with the boundary."""
         training = torch.is_grad_enabled()
-        if type(self.graph_module).forward is not self._code_of_graph:
+        if self.code_of_graph is not self._code_of_graph:
             self._derive_again()
         if training and self.scaler.is_enabled():
             self.scaler.check_loop()
@@ -138,7 +143,7 @@ class CapturedGraph:
         with self._lock:
             self._graphs, self._runners, self._kept = {}, {}, {}
             self._explicit, self.code, self.aot = None, None, AotGraphs()
-            self._code_of_graph = type(self.graph_module).forward
+            self._code_of_graph = self.code_of_graph
 
     def run_by(self, run: Runner | None) -> None:
         """Lets ``run(graph_module, *args, **kwargs)`` run the graph, and not the backend; None: no more."""

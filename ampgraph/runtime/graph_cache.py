@@ -104,6 +104,11 @@ class GraphCache:
             captured.run_by(run)
 
     @property
+    def structure(self) -> Structure:
+        """The model's parts at the last call; another object after a change."""
+        return self._structure
+
+    @property
     def current(self) -> CapturedGraph:
         """The graph that ran or was captured last, preferably in the current training mode.
 

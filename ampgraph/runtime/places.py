@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from operator import attrgetter, is_, itemgetter
 from types import BuiltinFunctionType, FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from ..capture.code import GONE, Place, is_foreign
 from ..capture.containers import copied, has_plain_leaves, is_container, is_small, items_of, same
@@ -27,9 +28,13 @@ class Places:
 
     Plain values are compared, of everything else it counts whether it is the same object. Objects are looked
     into as far as they may be settings: configurations, namespaces, dataclasses, also inside containers.
+
+    Args:
+        names: The attributes of objects that count; None: all.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, names: Collection[str] | None = None) -> None:
+        self._names = names
         self._known: dict[tuple[int, str], Place] = {}
         self._plain: list[Place] = []
         self._objects: list[Place] = []
@@ -89,6 +94,12 @@ class Places:
         """Returns the places that hold something else now, as a user writes them."""
         return [place.path for place, seen in self._pairs() if not same(place.value(), seen)]
 
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """Yields the tensors, except parameters, that must stay the same objects."""
+        for value in [*self._seen_objects, *tree_leaves([seen for _, seen in self._containers])]:
+            if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter):
+                yield value
+
     def seen(self) -> list[Any]:
         """Returns all places with what they held, to compare with those of another model."""
         return [[(place.path, value) for place, value in self._pairs()], self._seen_sizes]
@@ -99,6 +110,7 @@ class Places:
 
     def _add_container(self, place: Place, value: Any, depth: int) -> None:
         if not is_small(value):
+            self._objects.append(place)  # a table: its content does not count
             return
         self._containers.append((place, copied(value)))
         for key, item in items_of(value):
@@ -119,11 +131,14 @@ class Places:
             return
         if held:
             self._sizes.append(held)
-        for name in [name for name, inner in held.items() if _may_be_setting(inner)]:
+        for name in [name for name, inner in held.items() if self._counts(name) and _may_be_setting(inner)]:
             self.add(Place(held, name, f"{path}.{name}"), depth - 1)
         for name in _settings_of_class(type(value)):
-            if name not in held:
+            if name not in held and self._counts(name):
                 self.add(Place(value, name, f"{path}.{name}"), depth - 1)
+
+    def _counts(self, name: str) -> bool:
+        return self._names is None or name in self._names
 
 
 def _may_be_setting(value: object) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,14 +14,16 @@ from torch.utils._pytree import tree_map_only
 
 from ..errors import AmpGraphError, PolicyError, warn_user
 from ..module import AmpModule
-from .fit import key_of, loss_of, reason_for_the_loop, values_of
+from .fit import key_of, loss_of, reason_for_the_loop
 from .trace_step import trace_step
 from .whole_step import WholeStep
 
 log = logging.getLogger("ampgraph")
 
-# Each kind of arguments and of settings has a graph.
+# Each kind of arguments and of settings has a graph, and a kind has one for each set of Python values.
 MANY_GRAPHS = 8
+# Settings that change from step to step make a kind a step: those before are forgotten.
+MOST_KINDS = 64
 
 
 def compile_step(
@@ -38,14 +41,15 @@ def compile_step(
     scale, and the optimizer's fused kernels run after it.
 
     The first step with new sizes or settings runs the plain loop and captures the model. Learning rates may
-    change at any time. A change of other settings of the optimizer, of sizes, or of the numbers and strings
-    that ``loss_fn`` refers to by name creates another graph. Other Python code in ``loss_fn`` (prints,
-    random choices) runs only when a graph is created.
+    change at any time. A change of other settings of the optimizer, of sizes, or of the Python values that
+    ``loss_fn`` refers to by name (variables, attributes of objects, and of modules such as a criterion or a
+    teacher) creates another graph. Prints in ``loss_fn`` run only when a graph is created.
 
     An optimizer takes part if torch has a fused form: ``AdamW``, ``Adam``, ``SGD`` and ``Adagrad``
-    with ``fused=True``. With other optimizers, with models captured just in time and with several processes,
-    a step runs the plain loop with the converted model. `CompiledStep.reason` holds the reason, and a warning
-    states it once.
+    with ``fused=True``. A step runs the plain loop with the converted model if the optimizer is another, if
+    the model is captured just in time, with several processes, and if ``loss_fn`` changes variables, writes
+    to tensors that are no arguments, or draws random numbers of Python or numpy. `CompiledStep.reason` holds
+    the reason, and a warning states it once.
 
     Args:
         amp: A model that `ampgraph.convert` captured with example inputs.
@@ -79,6 +83,21 @@ def compile_step(
     return CompiledStep(amp, optimizer, loss_fn, clip_norm)
 
 
+@dataclass
+class _Kind:
+    """The graphs of one kind of arguments and settings.
+
+    Attributes:
+        steps: One for each set of Python values that model and loss have read.
+        reason: Why steps of this kind run the plain loop.
+        has_run: Whether the last step of this kind ran the loop, so that this one may be traced.
+    """
+
+    steps: list[WholeStep] = field(default_factory=list)
+    reason: str | None = None
+    has_run: bool = False
+
+
 class CompiledStep:
     """A compiled training step; `compile_step` returns it.
 
@@ -91,14 +110,13 @@ class CompiledStep:
     ) -> None:
         self.reason: str | None = None
         self._amp, self._optimizer, self._loss_fn, self._clip_norm = amp, optimizer, loss_fn, clip_norm
-        self._graphs: dict[Hashable, WholeStep | str | None] = {}
-        self._alive: list[object] = []  # what keys know by identity
+        self._kinds: dict[Hashable, _Kind] = {}
         self._told: set[str] = set()
 
     @property
     def graph_modules(self) -> list[torch.fx.GraphModule]:
-        """The graphs so far, one for each kind of arguments and settings."""
-        return [found.graph_module for found in self._graphs.values() if isinstance(found, WholeStep)]
+        """The graphs so far, one for each kind of arguments and settings and each set of Python values."""
+        return [step.graph_module for kind in self._kinds.values() for step in kind.steps]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Takes a step."""
@@ -109,27 +127,61 @@ class CompiledStep:
             return self._loop(reason, args, kwargs)
         if any(p.grad is not None for group in optimizer.param_groups for p in group["params"]):
             return self._loop("gradients are there already, which this step takes too", args, kwargs)
-        key = key_of(amp, optimizer, self._loss_fn, args, kwargs)
-        if key not in self._graphs:
-            self._graphs[key] = None
-            self._alive += [value for _, value in values_of(self._loss_fn)]
-            self._warn_if_many()
-            return self._loop("the first step of its kind captures the model", args, kwargs)
-        found = self._graphs[key]
-        if isinstance(found, WholeStep) and not found.is_valid():
-            self._graphs[key] = None
-            return self._loop("the model reads other Python values now", args, kwargs)
-        if found is None:
-            found = self._graphs[key] = self._trace(args, kwargs)
+        found = self._find(args, kwargs)
         if isinstance(found, str):
-            self._tell(found)
             return self._loop(found, args, kwargs)
         self.reason = None
         return found(args, kwargs)
 
+    def _find(self, args: tuple, kwargs: dict[str, Any]) -> WholeStep | str:
+        """Returns the graph of a call, or why the plain loop runs."""
+        kind = self._kind(key_of(self._amp, self._optimizer, args, kwargs))
+        if kind.reason is not None:
+            return kind.reason
+        if not all(step.is_current() for step in kind.steps):
+            kind.steps = [step for step in kind.steps if step.is_current()]
+            kind.has_run = False
+        for step in kind.steps:
+            if step.is_valid():
+                return step
+        if not kind.has_run:
+            kind.has_run = True
+            return self._why_new(kind)
+        kind.has_run = False
+        found = self._trace(args, kwargs)
+        if isinstance(found, str):
+            kind.reason = found
+            self._tell(found)
+        else:
+            kind.steps.append(found)
+        return found
+
+    def _kind(self, key: Hashable) -> _Kind:
+        if key not in self._kinds:
+            if len(self._kinds) >= MOST_KINDS:
+                self._kinds.clear()
+            self._kinds[key] = _Kind()
+            self._warn_if_many()
+        return self._kinds[key]
+
+    def _why_new(self, kind: _Kind) -> str:
+        if not kind.steps:
+            return "the first step of its kind captures the model"
+        changed = kind.steps[-1].changed()
+        if len(kind.steps) < MANY_GRAPHS:
+            return f"the model or loss_fn reads other Python values now ({changed})"
+        kind.reason = (
+            f"the model or loss_fn reads Python values that change again and again ({changed}); pass them as "
+            "tensors"
+        )
+        self._tell(kind.reason)
+        return kind.reason
+
     def _trace(self, args: tuple, kwargs: dict[str, Any]) -> WholeStep | str:
         try:
             return trace_step(self._amp, self._optimizer, self._loss_fn, self._clip_norm, args, kwargs)
+        except AmpGraphError as error:
+            return str(error)
         except Exception as error:  # user code and torch's tracing may raise anything; the loop is as right
             log.info("compile_step", exc_info=error)
             first = (str(error).strip().splitlines() or [""])[0]
@@ -159,9 +211,9 @@ class CompiledStep:
             warn_user(f"ampgraph.compile_step runs the plain loop: {reason}.")
 
     def _warn_if_many(self) -> None:
-        if len(self._graphs) == MANY_GRAPHS:
+        if len(self._kinds) == MANY_GRAPHS:
             log.warning(
-                "compile_step has %d graphs, one for each combination of sizes, values and settings; keep "
-                "sizes constant, and pass numbers that change as tensors.",
+                "compile_step has seen %d combinations of sizes, arguments and settings and creates a graph "
+                "for each; keep sizes and settings constant, and pass numbers that change as tensors.",
                 MANY_GRAPHS,
             )

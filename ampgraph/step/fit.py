@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Hashable
+from types import CodeType
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.optim import Optimizer, lr_scheduler
 from torch.utils._pytree import tree_leaves
 
-from .._compat import is_any_autocast_enabled, storage_key
+from .._compat import has_global_hooks, is_any_autocast_enabled, storage_key
 from ..errors import PolicyError
 from ..module import AmpModule
 from ..proxy.all_parameters import all_parameters
 from ..runtime.signature import signature_of
+from ..training import optimizer_step
 from ..training.distributed import is_distributed
 from ..training.optimizer_step import parameters_of
+from ..training.optimizer_steps import has_other_hooks
 from ..training.untaken_gradients import has_hooks
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+# The code of a converted model's ``forward``.
+_FORWARD = next(c for c in AmpModule._make_forward.__code__.co_consts if isinstance(c, CodeType))
+# The code of what wraps ``Optimizer.step`` and keeps what it does.
+_WRAPPERS = (lr_scheduler.__file__, optimizer_step.__file__)
 
 
 def reason_for_the_loop(
@@ -37,12 +42,18 @@ def reason_for_the_loop(
         return f"{name} is not an optimizer of torch"
     if not all(group.get("fused") for group in optimizer.param_groups):
         return f"{name} is not fused; where torch has a fused form of it, pass fused=True"
-    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks or has_other_hooks():
         return f"{name} has hooks"
+    if not _is_own_step(optimizer):
+        return f"the step of this {name} is replaced"
     if is_any_autocast_enabled() or not torch.is_grad_enabled():
         return "it is called under torch.autocast, or without gradients"
     if amp._forward_hooks or amp._forward_pre_hooks or amp._backward_hooks or amp._backward_pre_hooks:
         return "the converted model has hooks"
+    if has_global_hooks():
+        return "there are hooks for all modules of the process"
+    if getattr(vars(amp)["forward"], "__code__", None) is not _FORWARD:
+        return "forward of the converted model is replaced, as ampgraph.watch does"
     held = parameters_of(optimizer)
     trained = [p for p in all_parameters(amp.source) if p.requires_grad]
     if {id(p) for p in held if p.requires_grad} != {id(p) for p in trained}:
@@ -51,17 +62,36 @@ def reason_for_the_loop(
         return "a parameter has hooks"
     if any(type(p.data) is not Tensor for p in held):
         return "a parameter is a subclass of Tensor"
-    tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-    if any(x.requires_grad or type(x) is not Tensor for x in tensors):
-        return "an argument requires gradients or is a subclass of Tensor"
+    for leaf in tree_leaves((args, kwargs)):
+        if isinstance(leaf, Tensor):
+            if leaf.requires_grad or type(leaf) is not Tensor:
+                return "an argument requires gradients or is a subclass of Tensor"
+        elif not isinstance(leaf, _PLAIN):
+            return (
+                f"an argument is a {type(leaf).__name__}, whose content a graph cannot follow; pass tensors "
+                "and numbers, also in lists, tuples and dicts"
+            )
     return None
 
 
-def key_of(
-    amp: AmpModule, optimizer: Optimizer, loss_fn: Callable, args: tuple, kwargs: dict[str, Any]
-) -> Hashable:
+def _is_own_step(optimizer: Optimizer) -> bool:
+    """Whether ``step`` is that of the class, also inside what a scheduler and `attach` put around it."""
+    step = vars(optimizer).get("step")
+    while step is not None:
+        step = getattr(step, "__func__", step)
+        if step is type(optimizer).step:
+            return True
+        if getattr(getattr(step, "__code__", None), "co_filename", "") not in _WRAPPERS:
+            return False
+        step = getattr(step, "__wrapped__", None)
+    return "step" not in vars(optimizer)
+
+
+def key_of(amp: AmpModule, optimizer: Optimizer, args: tuple, kwargs: dict[str, Any]) -> Hashable:
     """Returns what must be the same for two steps that run one graph. Runs at every step."""
     tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+    parameters = [*all_parameters(amp.source)]
+    held = [*parameters, *amp.source.buffers()]
     first: dict[object, int] = {}
     sharing = tuple(first.setdefault(storage_key(x), i) for i, x in enumerate(tensors))
     return (
@@ -70,11 +100,10 @@ def key_of(
         sharing,
         amp._graphs.modes(),
         amp.scaler.config,
-        tuple((id(p), p.requires_grad, p.dtype, p.device) for p in all_parameters(amp.source)),
-        tuple(map(id, amp.source.buffers())),
+        tuple([p.requires_grad for p in parameters]),
+        tuple([(id(t), t.dtype, t.device, t.shape, t.stride()) for t in held]),
         tuple(_settings(group) for group in optimizer.param_groups),
         tuple(id(x) for p in parameters_of(optimizer) for x in optimizer.state.get(p, {}).values()),
-        tuple(_identity(name, value) for name, value in values_of(loss_fn)),
         torch.get_default_dtype(),
         torch.are_deterministic_algorithms_enabled(),
     )
@@ -100,47 +129,6 @@ def _is_hashable(value: object) -> bool:
     except TypeError:
         return False
     return True
-
-
-def values_of(function: Any) -> Iterator[tuple[str, object]]:
-    """Yields what a function refers to by name, but for builtins."""
-    while isinstance(function, functools.partial):
-        yield from _numbered(function.args)
-        yield from function.keywords.items()
-        function = function.func
-    if inspect.ismethod(function):
-        yield from getattr(function.__self__, "__dict__", {}).items()
-        function = function.__func__
-    elif not inspect.isfunction(function):  # a module or another object that is called
-        yield from getattr(function, "__dict__", {}).items()
-        function = getattr(type(function), "forward", None) or type(function).__call__
-    code = getattr(function, "__code__", None)
-    if code is None:
-        return
-    yield from _numbered(function.__defaults__ or ())
-    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
-        yield name, _content(cell)
-    for name in code.co_names:
-        if name in function.__globals__:
-            yield name, function.__globals__[name]
-
-
-def _numbered(values: tuple) -> Iterator[tuple[str, object]]:
-    """Yields values with their position as name."""
-    for index, value in enumerate(values):
-        yield str(index), value
-
-
-def _content(cell: Any) -> object:
-    try:
-        return cell.cell_contents
-    except ValueError:  # not bound yet
-        return None
-
-
-def _identity(name: str, value: object) -> Hashable:
-    """Returns a value that a graph would hold; of an object, its identity."""
-    return (name, type(value), value) if isinstance(value, _PLAIN) else (name, id(value))
 
 
 def loss_of(result: Any) -> Tensor:

@@ -23,7 +23,9 @@ from ..training.gradient_boundary import non_finite
 from ..training.optimizer_step import parameters_of
 from ..training.overflow import bad_outputs
 from ..training.scale_state import CHECKED
+from .effects import RefusedOutside, without_effects
 from .fit import loss_of
+from .surroundings import Surroundings
 from .whole_step import Rates, Traced, WholeStep, scale_inputs, take
 
 # Attributes of the graph that hold live tensors have this prefix.
@@ -43,6 +45,9 @@ def trace_step(
     Raises:
         AmpGraphError: The step cannot be one graph.
     """
+    surroundings = Surroundings(loss_fn, amp)
+    if surroundings.reason is not None:
+        raise AmpGraphError(surroundings.reason)
     tracer = _Tracer(amp, optimizer, loss_fn, clip_norm)
     flat, spec = pytree.tree_flatten((args, kwargs))
     rates = Rates(optimizer)()
@@ -57,10 +62,12 @@ def trace_step(
         return tracer.trace(fakes, tensors[len(live) : len(live) + len(rates)], scale, leaves, spec)
 
     amp.scaler.guard.overflows.looks = False  # a trace has no values
-    with amp._graphs.lock.alone():
+    with amp._graphs.lock.alone(), without_effects(surroundings) as effects:
         graph_module = make_fx(whole, tracing_mode="fake", _allow_non_fake_inputs=True)(*live, *inputs)
-    _hold(graph_module, live)
-    return WholeStep(amp, optimizer, tracer.traced, graph_module)
+    if effects:
+        raise AmpGraphError(f"loss_fn {', '.join(effects)}")
+    _hold(graph_module, live, surroundings)
+    return WholeStep(amp, optimizer, tracer.traced, graph_module, surroundings)
 
 
 def _count(flat: Sequence[object]) -> int:
@@ -84,8 +91,12 @@ def _live_tensors(amp: AmpModule, optimizer: Optimizer) -> dict[int, Tensor]:
     return {id(tensor): tensor for tensor in found}
 
 
-def _hold(graph_module: fx.GraphModule, live: Sequence[Tensor]) -> None:
-    """Turns the first inputs of a graph into attributes, so that the graph reads and writes them in place."""
+def _hold(graph_module: fx.GraphModule, live: Sequence[Tensor], surroundings: Surroundings) -> None:
+    """Turns the first inputs of a graph into attributes, so that the graph reads and writes them in place.
+
+    Raises:
+        AmpGraphError: The graph holds another tensor for which the next step may have another.
+    """
     graph = graph_module.graph
     placeholders = graph.find_nodes(op="placeholder")
     for index, (node, tensor) in enumerate(zip(placeholders, live, strict=False)):
@@ -104,12 +115,23 @@ def _hold(graph_module: fx.GraphModule, live: Sequence[Tensor]) -> None:
         if str(node.target).startswith(LIVE):
             continue
         value = getattr(graph_module, str(node.target), None)
-        if isinstance(value, Tensor) and value.requires_grad:
+        if not isinstance(value, Tensor):
+            continue
+        if value.requires_grad:
             raise AmpGraphError(
                 "loss_fn reads a tensor that requires gradients and is not a parameter of the optimizer"
             )
+        if not (surroundings.holds(value) or all(user.target in _LIFTED for user in node.users)):
+            raise AmpGraphError(
+                f"loss_fn reads a tensor of the sizes {tuple(value.shape)} that is neither an argument nor "
+                "in a variable or attribute that it names"
+            )
     graph.eliminate_dead_code(_is_impure)
     graph_module.recompile()
+
+
+# Read the numbers of ``torch.tensor(1.0)``.
+_LIFTED = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default)
 
 
 def _is_impure(node: fx.Node) -> bool:
@@ -149,7 +171,8 @@ class _Tracer:
             setattr(fakes[id(state.probe)], CHECKED, checked)
         args, kwargs = pytree.tree_unflatten(leaves, spec)
         with _in_place_of(self._amp, fakes), self._forward():
-            result = self._loss_fn(self._amp, *args, **kwargs)
+            with RefusedOutside():
+                result = self._loss_fn(self._amp, *args, **kwargs)
             gradients, flags = self._gradients(loss_of(result), checked, bool(scale))
             with torch.no_grad():
                 found = None if flags is None else (flags > 0).any().to(torch.float32)
@@ -172,7 +195,7 @@ class _Tracer:
         wanted = [self._fakes[id(p)] for p in reals]
         probe = [self._fakes[id(state.probe)]] if is_scaled else []
         found = torch.autograd.grad(loss, [*wanted, *probe], allow_unused=True)
-        pairs = [(p, g) for p, g in zip(wanted, found, strict=False) if g is not None]
+        pairs = [(p, _laid_out(g, p)) for p, g in zip(wanted, found, strict=False) if g is not None]
         if not is_scaled:
             return pairs, None
         size = probe[0].shape[0]
@@ -256,6 +279,23 @@ class _Tracer:
                 values[node] = node.target(*inner[0], **inner[1])
         self._outputs = [x.detach() for x in pytree.tree_leaves(outputs) if isinstance(x, Tensor)]
         return graph_module.graph.process_outputs(outputs)
+
+
+def _laid_out(gradient: Tensor, parameter: Tensor) -> Tensor:
+    """Returns a gradient in the layout of its parameter, as ``backward`` does; fused kernels need it."""
+    if gradient.stride() == parameter.stride() or not _is_dense(parameter):
+        return gradient
+    return torch.empty_like(parameter, dtype=gradient.dtype, requires_grad=False).copy_(gradient)
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether the elements fill their memory, none of it twice."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride != expected:
+            return False
+        expected *= size
+    return True
 
 
 class _Checked:

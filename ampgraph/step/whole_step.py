@@ -16,6 +16,7 @@ from ..module import AmpModule
 from ..runtime.captured_graph import CapturedGraph
 from ..training.nested_optimizers import Inside
 from ..training.optimizer_steps import tell_of_step
+from .surroundings import Surroundings
 
 # The number of tensors that `LossScaler.take_step` takes.
 SCALED = 6
@@ -50,8 +51,17 @@ class WholeStep:
             kernels run after it.
     """
 
-    def __init__(self, amp: AmpModule, optimizer: Optimizer, traced: Traced, graph_module: fx.GraphModule):
+    def __init__(
+        self,
+        amp: AmpModule,
+        optimizer: Optimizer,
+        traced: Traced,
+        graph_module: fx.GraphModule,
+        surroundings: Surroundings,
+    ) -> None:
         self.graph_module = graph_module
+        self._surroundings, self._structure = surroundings, amp._graphs.structure
+        self._code = [captured.code_of_graph for captured in traced.used]
         self._amp, self._optimizer = amp, optimizer
         self._used, self._spec, self._parts = traced.used, traced.spec, traced.parts
         self._trained = traced.trained
@@ -62,9 +72,20 @@ class WholeStep:
                 graph_module, amp.options.backend, mode=amp.options.mode, fullgraph=True
             )
 
+    def is_current(self) -> bool:
+        """Whether the model has the same parts and graphs, which do not come back. Runs at every step."""
+        if self._amp._graphs.structure is not self._structure:
+            return False
+        return all(c.code_of_graph is code for c, code in zip(self._used, self._code, strict=True))
+
     def is_valid(self) -> bool:
-        """Whether the model would read the same Python values. Runs at every step."""
-        return all(c.state is None or c.state.is_same() for c in self._used)
+        """Whether model and loss would read the same Python values. Runs at every step."""
+        return self._surroundings.is_same() and all(c.state is None or c.state.is_same() for c in self._used)
+
+    def changed(self) -> str:
+        """Returns the Python values that are others now, as a user writes them."""
+        paths = [path for c in self._used if c.state is not None for path in c.state.changed()]
+        return ", ".join(paths[:3]) or self._surroundings.changed()
 
     def __call__(self, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Takes the step."""

@@ -64,7 +64,7 @@ def attached_step(optimizer: Optimizer, scalers_of: Callable[[Optimizer], Sequen
         return result
 
     # A bound method, with the marks of what it wraps: learning rate schedulers look for both.
-    step.__dict__.update(getattr(original, "__dict__", {}))
+    step.__dict__.update(getattr(original, "__dict__", {}), __wrapped__=original)
     return types.MethodType(step, optimizer)
 
 

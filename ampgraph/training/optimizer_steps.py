@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from .._compat import optimizer_hooks
 from .weak_registry import WeakRegistry
 
 
@@ -34,6 +35,11 @@ def tell_after_steps(listener: Listener) -> None:
     """Calls ``listener.after_step`` after every optimizer step, as long as the listener lives."""
     _install()
     _listeners.add(listener)
+
+
+def has_other_hooks() -> bool:
+    """Whether there are hooks for the steps of all optimizers besides the one of this file."""
+    return any(hook is not _after_step for hook in optimizer_hooks())
 
 
 def _after_step(optimizer: Optimizer, args: tuple, kwargs: dict[str, Any]) -> None:

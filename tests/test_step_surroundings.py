@@ -1,0 +1,460 @@
+"""`compile_step` beside the plain loop: what changes between steps, outside of the arguments."""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections import UserDict
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+import ampgraph
+
+X = torch.randn(6, 8, generator=torch.Generator().manual_seed(0))
+Y = torch.tensor([0, 1, 2, 3, 0, 1])
+FACTOR = 1.0
+SETTINGS = {"factor": 1.0, "deep": [SimpleNamespace(power=1.0)]}
+
+pytestmark = pytest.mark.filterwarnings("ignore:ampgraph.compile_step runs the plain loop")
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4))
+
+
+def layer() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 4))
+
+
+class Run:
+    """A model that trains by a compiled step, or by the plain loop; ``reasons`` has those of all steps."""
+
+    def __init__(self, is_whole: bool, loss_of: Callable[[Run], Callable], model: nn.Module) -> None:
+        self.model, self.is_whole = model, is_whole
+        self.amp = ampgraph.convert(model, (X,), policy="O2", dtype=torch.float16, backend="eager")
+        self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+        self.loss_fn = loss_of(self)
+        self.step = ampgraph.compile_step(self.amp, self.optimizer, self.loss_fn)
+        self.losses: list[float] = []
+        self.reasons: list[str | None] = []
+        if not is_whole:
+            self.amp.scaler.attach(self.optimizer)
+        torch.manual_seed(1)
+
+    def train(self, steps: int = 3) -> None:
+        for i in range(steps):
+            self.take(X + i / 50, Y)
+
+    def take(self, *args: Any) -> None:
+        if self.is_whole:
+            loss = self.step(*args)
+            self.reasons.append(self.step.reason)
+        else:
+            loss = self.loss_fn(self.amp, *args)
+            loss.backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        self.losses.append(loss.item())
+
+
+def plain_loss(run: Run) -> Callable:
+    return lambda amp, x, y: F.cross_entropy(amp(x), y)
+
+
+def both(
+    change: Callable[[Run], object],
+    loss_of: Callable[[Run], Callable] = plain_loss,
+    model: Callable[[], nn.Module] = layer,
+) -> Run:
+    """Runs ``change`` on a compiled step and on the loop; returns the former if both trained alike."""
+    runs = []
+    for is_whole in (True, False):
+        run = Run(is_whole, loss_of, model())
+        change(run)
+        runs.append(run)
+    whole, plain = runs
+    assert whole.losses == plain.losses
+    for mine, theirs in zip(
+        whole.model.state_dict().values(), plain.model.state_dict().values(), strict=True
+    ):
+        assert torch.equal(mine, theirs)
+    return whole
+
+
+# -- changes of the model and the optimizer ------------------------------------------------------------------
+
+
+def another_activation(run: Run) -> None:
+    run.model[1] = nn.ReLU()
+
+
+def a_hook(run: Run) -> None:
+    run.model[0].register_forward_hook(lambda module, args, out: out * 2)
+
+
+def an_edited_graph(run: Run) -> None:
+    graph_module = run.amp.graph_module
+    for node in graph_module.graph.find_nodes(op="call_function", target=torch.ops.aten.gelu.default):
+        node.target, node.kwargs = torch.ops.aten.relu.default, {}
+    graph_module.recompile()
+
+
+def other_strides(run: Run) -> None:
+    weight = run.model[0].weight
+    weight.data = weight.data.t().contiguous().t()
+
+
+def frozen(run: Run) -> None:
+    run.model[0].requires_grad_(False)
+
+
+def a_tensor_as_rate(run: Run) -> None:
+    run.optimizer.param_groups[0]["lr"] = torch.tensor(0.3)
+
+
+CHANGES = (a_tensor_as_rate, other_strides, an_edited_graph, another_activation, a_hook, frozen)
+
+
+def test_changes_of_model_and_optimizer_between_steps() -> None:
+    def story(run: Run) -> None:
+        run.train()
+        for change in CHANGES:
+            change(run)
+            run.train()
+
+    assert both(story, model=net).reasons[2::3] == [None] * (1 + len(CHANGES))
+
+
+def test_gradients_have_the_strides_of_their_parameters() -> None:
+    class Conv(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.first, self.last = nn.Conv2d(2, 4, 2, padding=1), nn.Linear(36, 4)
+            self.to(memory_format=torch.channels_last)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(self.first(x.view(6, 2, 2, 2)).relu().flatten(1))
+
+    assert both(lambda run: run.train(6), model=Conv).reasons[-1] is None
+
+
+def test_what_replaces_steps_and_forwards_runs() -> None:
+    run = Run(True, plain_loss, layer())
+    run.train()
+    calls: list[int] = []
+    original = run.optimizer.step
+    run.optimizer.step = lambda *args: (calls.append(1), original(*args))  # type: ignore[assignment]
+    run.train(2)
+    assert (len(calls), run.reasons[-1]) == (2, "the step of this AdamW is replaced")
+    del run.optimizer.step
+    run.amp.scaler.attach(run.optimizer)
+    schedule = torch.optim.lr_scheduler.StepLR(run.optimizer, 2)
+    run.train()
+    schedule.step()
+    assert run.reasons[-1] is None
+    with ampgraph.watch(run.amp):
+        run.train(1)
+    assert "as ampgraph.watch does" in str(run.reasons[-1])
+    with register_optimizer_step_pre_hook(lambda *args: calls.append(1)):
+        run.train(2)
+    assert (len(calls), run.reasons[-1]) == (4, "AdamW has hooks")
+    with nn.modules.module.register_module_forward_hook(lambda *args: calls.append(1)):
+        run.train(1)
+    assert len(calls) > 4
+    assert "hooks for all modules" in str(run.reasons[-1])
+
+
+# -- changes of what the loss reads --------------------------------------------------------------------------
+
+
+def scaled(loss: Tensor) -> Tensor:
+    return loss * FACTOR
+
+
+class Trainer:
+    """A trainer whose method is the loss."""
+
+    alpha = 1.0
+
+    def __init__(self) -> None:
+        self.beta, self.steps, self.config = 1.0, 0, SimpleNamespace(inner=SimpleNamespace(gamma=1.0))
+
+    def factor(self) -> float:
+        return self.alpha * self.beta * self.config.inner.gamma * getattr(self, "late", 1.0)
+
+    def loss(self, amp: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(amp(x), y) * self.factor()
+
+
+class Loss(nn.Module):
+    """A loss with a setting."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor, self.inner = 1.0, nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 3.0, 4.0]))
+
+    def forward(self, amp: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        return self.inner(amp(x), y) * self.factor
+
+
+def test_python_values_that_the_loss_reads_from_afar(monkeypatch: pytest.MonkeyPatch) -> None:
+    def loss_of(run: Run) -> Callable:
+        weights = [1.0, 2.0]
+        run.weights = weights  # type: ignore[attr-defined]
+
+        def loss(amp: nn.Module, x: Tensor, y: Tensor, *, power: dict[str, float]) -> Tensor:
+            losses = [F.cross_entropy(amp(x), y) * w * power["by"] for w in weights]
+            inner: Any = SETTINGS["deep"]
+            return scaled(sum(losses) * SETTINGS["factor"] * inner[0].power)  # type: ignore[arg-type]
+
+        run.power = {"by": 1.0}  # type: ignore[attr-defined]
+        return functools.partial(loss, power=run.power)  # type: ignore[attr-defined]
+
+    def story(run: Any) -> None:
+        with monkeypatch.context() as patched:
+            run.train()
+            patched.setitem(globals(), "FACTOR", 3.0)
+            run.train()
+            patched.setitem(SETTINGS, "factor", 0.5)
+            run.train()
+            patched.setattr(SETTINGS["deep"][0], "power", 0.25)  # type: ignore[index]
+            run.train()
+            run.weights[0] = 5.0
+            run.train()
+            run.power["by"] = 0.1
+            run.train()
+
+    whole = both(story, loss_of)
+    assert whole.reasons[2::3] == [None] * 6
+    assert "other Python values now" in str(whole.reasons[3])
+
+
+def test_attributes_of_the_object_whose_method_is_the_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    def loss_of(run: Any) -> Callable:
+        run.trainer = Trainer()
+        return run.trainer.loss
+
+    def story(run: Any) -> None:
+        trainer = run.trainer
+        with monkeypatch.context() as patched:
+            for change in (
+                lambda: None,
+                lambda: setattr(trainer, "beta", 2.0),
+                lambda: patched.setattr(Trainer, "alpha", 3.0),
+                lambda: setattr(trainer.config.inner, "gamma", 0.5),
+                lambda: setattr(trainer, "late", 2.0),
+            ):
+                change()
+                for _ in range(3):
+                    run.train(1)
+                    trainer.steps += 1  # the loss does not read it
+
+    assert both(story, loss_of).reasons[2::3] == [None] * 5
+
+
+def test_settings_tensors_and_parts_of_a_loss_module() -> None:
+    def story(run: Any) -> None:
+        loss = run.loss_fn
+        for change in (
+            lambda: None,
+            lambda: setattr(loss, "factor", 2.0),
+            lambda: setattr(loss.inner, "label_smoothing", 0.2),
+            lambda: loss.inner.weight.fill_(2.0),
+            lambda: setattr(loss.inner, "weight", torch.ones(4)),
+            lambda: setattr(loss, "inner", nn.MultiMarginLoss()),
+        ):
+            change()
+            run.train()
+
+    whole = both(story, lambda run: Loss())
+    assert whole.reasons[2::3] == [None] * 6
+    assert whole.reasons[9] is None  # values in place need no other graph
+
+
+def test_a_teacher() -> None:
+    def loss_of(run: Any) -> Callable:
+        run.teacher = teacher = (
+            nn.Sequential(nn.Sequential(layer(), nn.GELU()), nn.Dropout(0.5)).requires_grad_(False).eval()
+        )
+
+        def loss(amp: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+            return F.mse_loss(amp(x), teacher(x))
+
+        return loss
+
+    def story(run: Any) -> None:
+        run.train()
+        for mine, theirs in zip(run.model.parameters(), run.teacher.parameters(), strict=True):
+            theirs.lerp_(mine.detach(), 0.5)
+            theirs.data = theirs.data * 0.9
+        run.train(1)
+        run.teacher[1].train()
+        run.train()
+        run.teacher[0][1] = nn.ReLU()
+        run.train()
+
+    whole = both(story, loss_of)
+    assert [whole.reasons[i] for i in (2, 3, 6, 9)] == [None] * 4
+
+
+def test_values_that_go_and_come_back_have_a_graph_each() -> None:
+    def story(run: Any) -> None:
+        for _ in range(3):
+            for factor in (1.0, 2.0):
+                run.loss_fn.factor = factor
+                run.train(2)
+
+    whole = both(story, lambda run: Loss())
+    assert whole.reasons[-4:] == [None] * 4
+    assert len(whole.step.graph_modules) == 2
+
+
+def test_values_that_change_at_every_step_end_in_the_loop() -> None:
+    def story(run: Any) -> None:
+        for i in range(20):
+            run.loss_fn.factor = float(i)
+            run.train(1)
+
+    whole = both(story, lambda run: Loss())
+    assert "change again and again (loss_fn.factor)" in str(whole.reasons[-1])
+
+
+# -- what no graph can repeat --------------------------------------------------------------------------------
+
+
+def a_counter(run: Any) -> Callable:
+    run.count = 0
+
+    def loss(amp: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        run.count += 1
+        return F.cross_entropy(amp(x), y) * run.count
+
+    return loss
+
+
+def a_history(run: Any) -> Callable:
+    run.history = []
+
+    def loss(amp: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        run.history.append(F.cross_entropy(amp(x), y))
+        return run.history[-1]
+
+    return loss
+
+
+def a_variable(run: Any) -> Callable:
+    last: Tensor | float = 0.0
+
+    def loss(amp: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        nonlocal last
+        new = F.cross_entropy(amp(x), y) + 0.1 * last
+        last = new.detach()
+        return new
+
+    return loss
+
+
+def a_mean_in_place(run: Any) -> Callable:
+    mean = torch.zeros(())
+
+    def loss(amp: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        new = F.cross_entropy(amp(x), y)
+        mean.mul_(0.9).add_(new.detach(), alpha=0.1)
+        return new / (1 + mean)
+
+    return loss
+
+
+def a_number_of_a_tensor(run: Any) -> Callable:
+    weight = torch.tensor(2.0)
+    return lambda amp, x, y: F.cross_entropy(amp(x), y) * float(weight)
+
+
+def random_numbers_of_python(run: Any) -> Callable:
+    random.seed(0)
+    return lambda amp, x, y: F.cross_entropy(amp(x), y) * random.random()
+
+
+def random_numbers_of_numpy(run: Any) -> Callable:
+    draw = np.random.default_rng(0)
+    return lambda amp, x, y: F.cross_entropy(amp(x), y) * float(draw.beta(0.2, 0.2))
+
+
+def batches(run: Any) -> Callable:
+    def many() -> Iterator[Tensor]:
+        for i in range(100):
+            yield X + i / 50
+
+    them = many()
+    return lambda amp, x, y: F.cross_entropy(amp(next(them)), y)
+
+
+def an_array(run: Any) -> Callable:
+    weight = np.ones(4, dtype=np.float32)
+    return lambda amp, x, y: F.cross_entropy(amp(x), y, weight=torch.from_numpy(weight))
+
+
+def the_optimizer(run: Any) -> Callable:
+    return lambda amp, x, y: F.cross_entropy(amp(x), y) * run.optimizer.param_groups[0]["lr"]
+
+
+def another_converted_model(run: Any) -> Callable:
+    teacher = layer().requires_grad_(False).eval()
+    other = ampgraph.convert(teacher, (X,), policy="O2", dtype=torch.float16)
+    return lambda amp, x, y: F.mse_loss(amp(x), other(x))
+
+
+def a_part_of_a_table(run: Any) -> Callable:
+    table = [X + i / 50 for i in range(300)]
+    return lambda amp, x, y: F.cross_entropy(amp(table[7]), y)
+
+
+REFUSED = {
+    a_counter: "loss_fn changes",
+    a_history: "loss_fn changes",
+    a_variable: "loss_fn changes",
+    a_mean_in_place: r"loss_fn writes to a tensor that is no argument \(.*test_step_surroundings",
+    a_number_of_a_tensor: r"loss_fn reads the value of a tensor that is no argument \(",
+    random_numbers_of_python: "loss_fn draws from random",
+    random_numbers_of_numpy: "loss_fn draws from .*draw",
+    batches: "them, an iterator; pass its items as arguments",
+    an_array: "weight, an array; pass it as a tensor",
+    the_optimizer: "run.optimizer, whose numbers change",
+    another_converted_model: "other, another converted model",
+    a_part_of_a_table: r"sizes \(6, 8\) that is neither an argument nor in a variable",
+}
+
+
+@pytest.mark.parametrize("loss_of", REFUSED, ids=lambda loss_of: loss_of.__name__)
+def test_losses_that_no_graph_can_repeat_run_the_loop(loss_of: Callable[[Run], Callable]) -> None:
+    with pytest.warns(UserWarning, match=REFUSED[loss_of]):
+        whole = both(lambda run: run.train(4), loss_of)
+    assert whole.step.reason is not None
+
+
+def test_arguments_whose_content_no_key_holds() -> None:
+    def loss_of(run: Run) -> Callable:
+        return lambda amp, batch: F.cross_entropy(amp(torch.as_tensor(batch["x"])), batch["y"])
+
+    def story(run: Run) -> None:
+        for i in range(8):
+            run.take(UserDict(x=X + i / 9, y=Y))
+
+    assert "an argument is a UserDict" in str(both(story, loss_of).reasons[-1])
+
+    def arrays(run: Run) -> None:
+        for i in range(8):
+            run.take({"x": (X + i / 9).numpy(), "y": Y})
+
+    assert "an argument is a ndarray" in str(both(arrays, loss_of).reasons[-1])
