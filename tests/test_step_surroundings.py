@@ -169,7 +169,8 @@ def test_what_replaces_steps_and_forwards_runs() -> None:
     with register_optimizer_step_pre_hook(lambda *args: calls.append(1)):
         run.train(2)
     assert (len(calls), run.reasons[-1]) == (4, "AdamW has hooks")
-    with nn.modules.module.register_module_forward_hook(lambda *args: calls.append(1)):
+    is_told = pytest.warns(UserWarning, match="hooks for all modules")
+    with is_told, nn.modules.module.register_module_forward_hook(lambda *args: calls.append(1)):
         run.train(1)
     assert len(calls) > 4
     assert "hooks for all modules" in str(run.reasons[-1])

@@ -234,7 +234,8 @@ def _fused_name(label: str) -> str:
 
 
 def page(records: dict[str, Record], failed: dict[str, str], command: str, at: str) -> str:
-    """Returns the page."""
+    """Returns the page; models are in the order of their file."""
+    records = {name: records[name] for name in MODELS if name in records}
     missing = [name for name in MODELS if name not in records and name not in failed]
     parts = [
         "# Bytes of a training step",
