@@ -209,6 +209,18 @@ def table(records: dict[str, Record], columns: tuple[Column, ...], backend: str)
     return "\n".join(lines)
 
 
+def above(records: dict[str, Record], columns: tuple[Column, ...], backend: str) -> str:
+    """Returns the ratios that are above their goal for the highest, with all digits that matter."""
+    found = [
+        f"{name}, {title}: {ratio:.5f}"
+        for name, record in records.items()
+        for title, count, label, _, most in columns
+        if most is not None
+        and (ratio := count(record, label, backend) / count(record, "autocast", backend)) > most
+    ]
+    return f"Above 1: {'; '.join(found)}." if found else "No model is above 1."
+
+
 def _cell(ratio: float | None) -> str:
     return "" if ratio is None else f"{ratio:.3f}"
 
@@ -250,10 +262,12 @@ def page(records: dict[str, Record], failed: dict[str, str], command: str, at: s
         "keeps for the backward, without inputs, parameters and low copies. Casts of weights count as saved "
         "under the rule of `torch.autocast`; *saved + copies* counts the low copies beside them.",
         table(records, FUSED, "fused"),
+        above(records, FUSED, "fused"),
         "## Eager",
         "Forward and backward, op by op; each cast of an activation counts at each use under the rule of "
         "`torch.autocast`. The refresh is included.",
         table(records, EAGER, "eager"),
+        above(records, EAGER, "eager"),
         "## Shares",
         "Geometric means of the factors from the rule of `torch.autocast` to O1.",
         shares(records),
