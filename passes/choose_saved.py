@@ -11,6 +11,7 @@ from ampgraph.plan import Decision, Plan
 from ampgraph.policy.policy import Policy
 
 from .analysis.facts import is_cast, tensors
+from .analysis.grad_modes import without_gradients
 from .analysis.norms import Norm, norm_at
 from .analysis.problem import Problem
 from .base import Pass, workspace
@@ -41,7 +42,7 @@ class ChooseSaved(Pass):
         assert plan is not None
         assert costs is not None
         assert placement is not None
-        found = _norms(problem, plan, costs.kernels)
+        found = _norms(problem, plan, costs.kernels, without_gradients(graph_module.graph))
         if found:
             fused = costs.saving_low(found).fused(placement.labels)
             names = ("fused_forward", "fused_backward", "fused_saved")
@@ -59,13 +60,16 @@ def _explained(plan: Plan, norms: list[Norm]) -> dict[str, Decision]:
     return {name: replace(d, reason=f"{d.reason}; {more}") for name, d in decisions}
 
 
-def _norms(problem: Problem, plan: Plan, kernels: FusedKernels) -> list[Norm]:
+def _norms(problem: Problem, plan: Plan, kernels: FusedKernels, without: set[Node]) -> list[Norm]:
+    """Returns the norms; ``without`` are the calls without gradients, whose gradient is no norm's."""
     cast_low = {cast.tensor for cast in plan.casts if cast.dst == plan.low_dtype and not cast.is_parameter}
     found = []
     for node in problem.facts:
         norm = norm_at(node)
-        if norm and kernels.has_gradient[node] and not _names_of(node, problem).isdisjoint(cast_low):
-            found += [norm] if _stays_float32(norm, problem, plan) else []
+        if norm is None or not kernels.has_gradient[node] or not without.isdisjoint((node, *norm.inside)):
+            continue
+        if not _names_of(node, problem).isdisjoint(cast_low) and _stays_float32(norm, problem, plan):
+            found.append(norm)
     return found
 
 

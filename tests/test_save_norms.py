@@ -202,6 +202,18 @@ def _without_gradients(m: Once, x: Tensor) -> Tensor:
     return m.last(_layer_norm(m.p, x.cumsum(-1)))
 
 
+def _without_gradient_of_the_mean(m: Once, x: Tensor) -> Tensor:
+    x = x + m.first(x)
+    with torch.no_grad():
+        inverse = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+    return m.last(m.p["w"] * (x * inverse))
+
+
+def _own_weight(m: Once, x: Tensor) -> Tensor:
+    x = x + m.first(x)
+    return m.last(x * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)))
+
+
 ELSEWHERE: dict[str, Callable[[Once, Tensor], Tensor]] = {
     "low input": lambda m, x: m.last(_layer_norm(m.p, m.first(x))),
     "low input, widened by the model": lambda m, x: m.last(_llama(m.p, m.first(x).float())),
@@ -211,12 +223,21 @@ ELSEWHERE: dict[str, Callable[[Once, Tensor], Tensor]] = {
     "values with another reader": _shared_values,
     "mean over the batch": _over_the_batch,
     "a weight that repeats the values": _repeated,
+    "mean without gradients": _without_gradient_of_the_mean,
+    "its input as weight": _own_weight,
+    "its weight as bias": lambda m, x: m.last(F.layer_norm(x + m.first(x), (WIDTH,), m.p["w"], m.p["w"])),
 }
 
 
 @pytest.mark.parametrize("where", ELSEWHERE)
 def test_other_norms_save_float32(where: str) -> None:
     assert converted(Once(ELSEWHERE[where])).plan.saved_low == ()
+
+
+@pytest.mark.parametrize("where", ["mean without gradients", "its input as weight", "its weight as bias"])
+def test_gradients_of_what_only_looks_like_a_norm(where: str) -> None:
+    model = Once(lambda m, x: ELSEWHERE[where](m, x).square().mean())
+    assert error(gradients(converted(model)), gradients(copy.deepcopy(model))) < 0.02
 
 
 def test_norms_that_no_gradient_reaches_save_nothing() -> None:

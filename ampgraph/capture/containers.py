@@ -26,6 +26,8 @@ _PLAIN = (
     torch.layout,
     torch.memory_format,
 )
+# Equal values of these types may differ in a sign, or in the types of their parts.
+_WRITTEN = (float, complex, slice, range)
 _SEQUENCES = (list, tuple, deque)
 _SETS = (set, frozenset)
 _BASES = (OrderedDict, dict, *_SEQUENCES, *_SETS)
@@ -95,19 +97,24 @@ def copied(value: Any) -> Any:
     return base(copied(item) for _, item in items_of(value))
 
 
+def is_frozen(value: Any) -> bool:
+    """Whether no code can change the content of a value with plain leaves."""
+    if not is_container(value):
+        return True
+    return isinstance(value, (tuple, frozenset)) and all(is_frozen(item) for _, item in items_of(value))
+
+
 def alike(a: object, b: object, depth: int = 0) -> bool:
     """Whether two values of different models are one object, or equal, plain and of one type.
 
-    Stricter than `same`: 1 is not True, 0.0 is not -0.0, and a parameter is like no other.
+    Stricter than `same`: a parameter is like no other.
     """
     if a is b:
         return True
     if type(a) is not type(b) or depth > _DEEPEST:
         return False
-    if isinstance(a, (float, complex, slice, range)):
-        return repr(a) == repr(b)
     if is_plain(a):
-        return a == b
+        return equal(a, b)
     if isinstance(a, _SETS) and isinstance(b, _SETS):
         return has_plain_leaves(a) and has_plain_leaves(b) and sorted(map(repr, a)) == sorted(map(repr, b))
     if isinstance(a, dict) and isinstance(b, dict):
@@ -117,8 +124,17 @@ def alike(a: object, b: object, depth: int = 0) -> bool:
     return False
 
 
+def equal(a: object, b: object) -> bool:
+    """Whether two plain values are the same to any code: 1 is not True, 1.0 is not 1, 0.0 is not -0.0."""
+    if a is b:
+        return True
+    if type(a) is not type(b):
+        return False
+    return repr(a) == repr(b) if isinstance(a, _WRITTEN) else bool(a == b)
+
+
 def same(a: object, b: object, depth: int = 0) -> bool:
-    """Whether two values are one object, or equal and plain; in containers, item by item.
+    """Whether two values are one object, or `equal` and plain; in containers, item by item.
 
     Parameters count as equal, because a graph reads them directly.
     """
@@ -126,14 +142,14 @@ def same(a: object, b: object, depth: int = 0) -> bool:
         return True
     base = _base(a)
     if base is type(None):
-        return type(a) is type(b) and is_plain(a) and bool(a == b)
+        return is_plain(a) and equal(a, b)
     if base is not _base(b) or depth > _DEEPEST:
         return False
     if base in _SETS:
-        return bool(base.__eq__(a, b))
+        return bool(base.__eq__(a, b)) and sorted(map(repr, a)) == sorted(map(repr, b))  # type: ignore[call-overload]
     mine, other = items_of(a), items_of(b)
     return len(mine) == len(other) and all(
-        (i is j or i == j) and same(x, y, depth + 1) for (i, x), (j, y) in zip(mine, other, strict=True)
+        equal(i, j) and same(x, y, depth + 1) for (i, x), (j, y) in zip(mine, other, strict=True)
     )
 
 

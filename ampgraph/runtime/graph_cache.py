@@ -21,6 +21,7 @@ from .captured_graph import CapturedGraph, Runner, Timing
 from .coverage import CoverageWatch
 from .device import device_of
 from .export_call import export_call
+from .held_tensors import Kinds
 from .low_storage import LowStorage
 from .lowering import AotGraphs
 from .module_structure import Structure
@@ -37,8 +38,9 @@ log = logging.getLogger("ampgraph")
 
 MANY_CAPTURES = 8
 
-# The training mode of every module; a model may run other code in another mode.
-Flags = tuple[bool, ...]
+# The training mode of every module, because a model may run other code in another mode; and the kinds of
+# its tensors.
+Flags = tuple[tuple[bool, ...], Kinds]
 
 
 class _Last(NamedTuple):
@@ -79,11 +81,11 @@ class GraphCache:
         self.lock = lock_of(source)
         self._source, self._options, self._scaler, self._stored = source, options, scaler, stored
         self._siblings = None if options.policy.level == "O3" else siblings
-        self._structure = Structure(source)
+        self._structure = Structure(source, copies)
         self._graphs: dict[tuple[Flags, Hashable], list[CapturedGraph]] = {}
         self._last: _Last | None = None
         self._current: CapturedGraph | None = None
-        self._current_flags: Flags = ()
+        self._current_flags: Flags | None = None
         self._told: set[str] = set()
         self._runs_by: Runner | None = None
         self.watch = CoverageWatch(source, options)
@@ -211,7 +213,7 @@ class GraphCache:
         return self._known(args, kwargs, signature_of(args, kwargs), self._flags())
 
     def modes(self) -> Flags:
-        """Returns the training mode of every module; drops all graphs if the model has other parts now."""
+        """Returns training modes and kinds of tensors; drops all graphs if the model has other parts now."""
         return self._flags()
 
     @property
@@ -222,8 +224,8 @@ class GraphCache:
         if not self._structure.is_current():
             if not self._options.just_in_time:
                 self._graphs.clear()  # first: another thread trusts graphs that it finds with the structure
-            self._structure = Structure(self._source)
-        return self._structure.training_modes()
+            self._structure = Structure(self._source, self.shadows is not None)
+        return self._structure.training_modes(), self._structure.tensors.kinds()
 
     def _known(
         self, args: tuple, kwargs: dict[str, Any], signature: Signature, flags: Flags
@@ -247,6 +249,8 @@ class GraphCache:
             found = self._siblings.find(call, self._scaler, self.shadows, check_rules=not self._graphs)
         captured = found or self._captured(call, graphs)
         captured.run_by(self._runs_by)
+        flags = self._flags()  # level O3 may have stored parameters low
+        graphs = self._graphs.get((flags, signature.kind), [])
         graphs.append(captured)
         self._graphs[(flags, signature.kind)] = graphs
         self._current, self._current_flags = captured, flags

@@ -10,44 +10,59 @@ from typing import Any
 from torch import nn
 
 from .._compat import hooks_registered
+from .held_tensors import HeldTensors
 
+_PARTS = ("_parameters", "_buffers", "_modules")
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
 class Structure:
-    """The modules of a model at capture, with their parts, hooks and instance ``forward``.
+    """The modules of a model at capture, with their classes, parts, hooks and instance ``forward``.
 
     Each check reads all modules in a few calls of C functions that Dynamo can trace. It keeps the dicts,
-    which show later changes, and compares no tensors.
+    which show later changes, and compares no values of tensors.
+
+    Args:
+        source: The model.
+        counts_data: Whether `watch_data` counts how often ``.data`` of its parameters is set.
 
     Attributes:
         modules: All modules, at any depth.
+        tensors: The parameters and buffers of the modules.
     """
 
-    def __init__(self, source: nn.Module) -> None:
+    def __init__(self, source: nn.Module, counts_data: bool = False) -> None:
         self._hook_count = hooks_registered()  # first: another thread may register a hook now
         self.modules = tuple(source.modules())
-        slots: list[dict[str, Any]] = [slots for m in self.modules for slots in (m._parameters, m._buffers)]
+        self._classes = [*map(type, self.modules)]
+        slots: list[dict[str, Any]] = [held for m in self.modules for held in (m._parameters, m._buffers)]
         children = [m._modules for m in self.modules]
         # Most are empty, and one call checks that all of them still are.
         self._empty = [held for held in (*slots, *children) if not held]
         self._children = [held for held in children if held]
-        self._slots = [held for held in slots if held]
         own = [vars(m) for m in self.modules]
         self._own_forward = [held for held in own if "forward" in held]
         self._no_forward = [held for held in own if "forward" not in held]
         hooks = [held for o in own for name in _HOOKS if (held := o.get(name)) is not None]
         self._unhooked = [held for held in hooks if not held]
         self._hooked = [held for held in hooks if held]
+        # Code may give a module another dict: ``module._forward_hooks = OrderedDict()``.
+        places = [(o, name, o[name]) for o in own for name in (*_PARTS, *_HOOKS) if o.get(name)]
+        self._owners = [owner for owner, _, _ in places]
+        self._names = [name for _, name, _ in places]
+        self._dicts = [held for _, _, held in places]
         # A proxy may compute its mode.
         self._plain = [vars(m) for m in self.modules if not hasattr(type(m), "training")]
         self._computed = [m for m in self.modules if hasattr(type(m), "training")]
         self._seen = self._now()
+        self.tensors = HeldTensors([held for held in slots if held], counts_data)
 
     def is_current(self) -> bool:
-        """Whether no part was added or removed, including parts that are None. Runs at every call."""
+        """Whether no part was added, removed or exchanged for one of another kind. Runs at every call."""
         return (
-            not any(self._empty)
+            [*map(type, self.modules)] == self._classes
+            and all(map(is_, map(dict.get, self._owners, self._names), self._dicts))
+            and not any(self._empty)
             and not any(map(dict.__contains__, self._no_forward, repeat("forward")))
             and self._seen == self._now()
             and not self._has_new_hooks()
@@ -65,10 +80,8 @@ class Structure:
     def _now(self) -> tuple[Sequence[object], ...]:
         flatten = chain.from_iterable
         children = [*flatten(map(dict.values, self._children))]
-        names = [*flatten(self._slots)]
-        are_none = [*map(is_, flatten(map(dict.values, self._slots)), repeat(None))]
         forwards = [own.get("forward") for own in self._own_forward]
-        return children, names, are_none, forwards, [*flatten(self._hooked)]
+        return children, forwards, [*flatten(map(dict.items, self._hooked))]
 
     def training_modes(self) -> tuple[bool, ...]:
         """Returns the training mode of every module; a model may run other code in another mode."""

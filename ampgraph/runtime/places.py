@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
+from itertools import chain
 from operator import attrgetter, is_, itemgetter
 from types import BuiltinFunctionType, FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any
@@ -12,7 +13,16 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from ..capture.code import GONE, Place, is_foreign
-from ..capture.containers import copied, has_plain_leaves, is_container, is_small, items_of, same
+from ..capture.containers import (
+    copied,
+    equal,
+    has_plain_leaves,
+    is_container,
+    is_frozen,
+    is_small,
+    items_of,
+    same,
+)
 
 _DEPTH = 3  # of objects inside objects: model.config.rope.base
 _MOST_SETTINGS = 256
@@ -27,7 +37,9 @@ class Places:
     """Some places, and what they held when they were added; of objects there, their attributes as well.
 
     Plain values are compared, of everything else it counts whether it is the same object. Objects are looked
-    into as far as they may be settings: configurations, namespaces, dataclasses, also inside containers.
+    into as far as they may be settings: configurations, namespaces, dataclasses, also inside containers. A
+    check compares objects first, and values where the object is another: a value of another type counts as
+    changed (1.0 for 1).
 
     Args:
         names: The attributes of objects that count; None: all.
@@ -37,6 +49,7 @@ class Places:
         self._names = names
         self._known: dict[tuple[int, str], Place] = {}
         self._plain: list[Place] = []
+        self._computed: list[tuple[Place, Any]] = []
         self._objects: list[Place] = []
         self._containers: list[tuple[Place, Any]] = []
         self._sizes: list[dict[str, Any]] = []
@@ -47,7 +60,8 @@ class Places:
         if key in self._known or value is GONE:
             return
         self._known[key] = place
-        if has_plain_leaves(value) or isinstance(value, _EQUAL_IF_SAME):
+        is_plain = has_plain_leaves(value) or isinstance(value, _EQUAL_IF_SAME)
+        if is_plain and is_frozen(value):
             self._plain.append(place)
         elif is_container(value):
             self._add_container(place, value, depth)
@@ -59,23 +73,26 @@ class Places:
 
     def settle(self) -> None:
         """Takes down what the places hold now."""
-        self._seen_plain = [copied(place.value()) for place in self._plain]
+        self._seen_plain = [place.value() for place in self._plain]
         self._seen_objects = [place.value() for place in self._objects]
-        self._plain_columns, rest = _columns(self._plain, self._seen_plain)
-        rows = _rows(rest)
-        self._plain_rows = [(get, held) for get, held, _ in rows]
-        self._seen_rows = [seen for _, _, seen in rows]
+        pairs = list(zip(self._plain, self._seen_plain, strict=True))
+        self._computed = [(place, seen) for place, seen in pairs if place.value() is not seen]
+        kept = [(place, seen) for place, seen in pairs if place.value() is seen]
+        self._plain_columns, rest = _columns(*zip(*kept, strict=True)) if kept else ([], [])
+        self._plain_rows = _rows(rest)
+        self._seen_rows = [*chain.from_iterable(seen for _, _, seen in self._plain_rows)]
         self._object_columns, rest = _columns(self._objects, self._seen_objects)
-        self._object_rows = _rows(rest, always_tuple=True)
+        self._object_rows = _rows(rest)
         self._seen_sizes = [*map(len, self._sizes)]
 
     def are_same(self) -> bool:
         """Whether all places hold the same. Runs at every call."""
         try:
-            if self._plain_rows and [get(held) for get, held in self._plain_rows] != self._seen_rows:
+            rows = [get(held) for get, held, _ in self._plain_rows]
+            if not _are_still([*chain.from_iterable(rows)], self._seen_rows):
                 return False
             for get, holders, seen in self._plain_columns:
-                if [*map(get, holders)] != seen:
+                if not _are_still([*map(get, holders)], seen):
                     return False
             for get, held, seen in self._object_rows:
                 if not all(map(is_, get(held), seen)):
@@ -86,13 +103,15 @@ class Places:
         # Gone, or an array now, which compares item by item; ValueError is an empty cell's as well.
         except (KeyError, AttributeError, ValueError, RuntimeError):
             return False
+        if not all(_is_still(place.value(), seen) for place, seen in self._computed):
+            return False
         if self._seen_sizes and [*map(len, self._sizes)] != self._seen_sizes:
             return False
         return not self._containers or all(same(place.value(), seen) for place, seen in self._containers)
 
     def changed(self) -> list[str]:
         """Returns the places that hold something else now, as a user writes them."""
-        return [place.path for place, seen in self._pairs() if not same(place.value(), seen)]
+        return [place.path for place, seen in self._pairs() if not _is_still(place.value(), seen)]
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """Yields the tensors, except parameters, that must stay the same objects."""
@@ -141,6 +160,15 @@ class Places:
         return self._names is None or name in self._names
 
 
+def _are_still(values: list[Any], seen: list[Any]) -> bool:
+    return all(map(is_, values, seen)) or all(map(_is_still, values, seen))
+
+
+def _is_still(value: Any, seen: Any) -> bool:
+    """Whether a value is what it was, of the same type."""
+    return value is seen or (same(value, seen) if is_container(seen) else equal(value, seen))
+
+
 def _may_be_setting(value: object) -> bool:
     return has_plain_leaves(value) or is_container(value) or hasattr(value, "__dict__") or _has_slots(value)
 
@@ -159,7 +187,7 @@ def _settings_of_class(cls: type) -> Iterator[str]:
                 yield name
 
 
-def _columns(places: list[Place], seen: list[Any]) -> tuple[list[_Read], list[tuple[Place, Any]]]:
+def _columns(places: Sequence[Place], seen: Sequence[Any]) -> tuple[list[_Read], list[tuple[Place, Any]]]:
     """Returns reads of one name from many holders, and the places that are left."""
     named: dict[tuple[bool, str], list[tuple[Place, Any]]] = {}
     for place, value in zip(places, seen, strict=True):
@@ -175,17 +203,17 @@ def _columns(places: list[Place], seen: list[Any]) -> tuple[list[_Read], list[tu
     return columns, rest
 
 
-def _rows(pairs: list[tuple[Place, Any]], always_tuple: bool = False) -> list[_Read]:
-    """Returns reads of all names from one holder; of a single name, without a tuple around the value."""
+def _rows(pairs: list[tuple[Place, Any]]) -> list[_Read]:
+    """Returns reads of all names from one holder, each as a tuple of at least two values."""
     held: dict[int, list[tuple[Place, Any]]] = {}
     for place, value in pairs:
         held.setdefault(id(place.holder), []).append((place, value))
     rows: list[_Read] = []
     for of_one in held.values():
         holder = of_one[0][0].holder
-        if always_tuple and len(of_one) == 1:
+        if len(of_one) == 1:
             of_one *= 2
         get = (itemgetter if isinstance(holder, dict) else attrgetter)(*[place.name for place, _ in of_one])
         values = tuple(value for _, value in of_one)
-        rows.append((get, holder, values if len(values) > 1 else values[0]))
+        rows.append((get, holder, values))
     return rows

@@ -61,7 +61,7 @@ class Call:
         args: The positional arguments.
         kwargs: The keyword arguments.
         signature: Their signature.
-        flags: The training mode of every module.
+        flags: The training mode of every module, and the kinds of its tensors.
     """
 
     source: nn.Module
@@ -69,7 +69,7 @@ class Call:
     args: tuple
     kwargs: dict[str, Any]
     signature: Signature
-    flags: tuple[bool, ...]
+    flags: Hashable
 
     def key(self) -> tuple[Hashable, ...]:
         """Returns what the call of a block that is alike has in common with this one."""

@@ -44,6 +44,8 @@ def _kind(tensor: torch.Tensor) -> Hashable:
     return (*kind, "DTensor") if is_spread(tensor) else kind
 
 
+# 0.0 equals -0.0, and NaN does not equal itself.
+_SIGNED = (float, complex)
 _CONSTANTS = (type(None), bool, int, str)
 
 
@@ -94,7 +96,7 @@ def _constant(leaf: object) -> Hashable:
         hash(leaf)
     except TypeError:
         return type(leaf), id(leaf)
-    return type(leaf), leaf
+    return type(leaf), repr(leaf) if isinstance(leaf, _SIGNED) else leaf
 
 
 def accepted_shapes(graph_module: fx.GraphModule) -> list[tuple]:

@@ -57,6 +57,9 @@ def norm_at(node: Node) -> Norm | None:
         found = None
     if found is None or not all(map(_is_float32, _values(found))):
         return None
+    sources = [n for n in (found.x, found.weight, found.bias) if n is not None]
+    if len(set(sources)) < len(sources):  # compilers take each input of an autograd function once
+        return None
     # A larger weight would repeat the normalized values.
     return found if node.meta["val"].shape == found.x.meta["val"].shape else None
 

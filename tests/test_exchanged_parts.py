@@ -1,0 +1,147 @@
+"""Parts of a model that change after the capture: classes, dicts, tied tensors, dtypes, types of values."""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+
+import pytest
+import torch
+from torch import nn
+
+import ampgraph
+
+X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
+IDS = torch.arange(6).view(2, 3)
+
+
+class Tied(nn.Module):
+    """Two layers with one weight and two buffers that are one tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.last.weight = self.first.weight
+        self.register_buffer("low", torch.ones(8))
+        self.register_buffer("high", self.low)
+        self.first.register_forward_hook(lambda module, args, y: y * 2)
+        self.gain, self.sizes = 1, [1, 2]
+
+    def forward(self, x):
+        rows = self.last.weight.shape[0]  # forward reads sizes of a parameter
+        y = self.last(self.first(x)) * self.low + self.high
+        return y * rows, torch.full((2,), self.gain), torch.tensor(self.sizes)
+
+
+class Louder(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) * 5
+
+
+class LouderTied(Tied):
+    def forward(self, x):
+        return [3 * y for y in super().forward(x)]
+
+
+def parameter(rows, scale=1.0):
+    return nn.Parameter(scale * torch.randn(rows, 8, generator=torch.Generator().manual_seed(1)))
+
+
+def _narrower(m):
+    m.last.weight, m.last.bias = parameter(4), nn.Parameter(torch.zeros(4))
+    m.low, m.high = torch.ones(4), torch.ones(4)
+
+
+def _other_dict(m):
+    m.first._parameters = {"weight": parameter(8), "bias": None}
+
+
+def _other_modules(m):
+    m._modules = dict(m._modules, first=nn.Identity())
+
+
+def _other_hook(m):
+    m.first._forward_hooks[next(iter(m.first._forward_hooks))] = lambda module, args, y: y * 9
+
+
+CHANGES = {
+    "untied weight": lambda m: setattr(m.last, "weight", parameter(8, 3.0)),
+    "untied buffer": lambda m: setattr(m, "high", torch.full((8,), 5.0)),
+    "class": lambda m: setattr(m, "__class__", LouderTied),
+    "class of a layer": lambda m: setattr(m.last, "__class__", Louder),
+    "hooks": lambda m: setattr(m.first, "_forward_hooks", OrderedDict()),
+    "hook": _other_hook,
+    "dict of parameters": _other_dict,
+    "dict of modules": _other_modules,
+    "sizes of parameters": _narrower,
+    "bool for int": lambda m: setattr(m, "gain", True),
+    "float for int": lambda m: setattr(m, "gain", 1.0),
+    "float in a list": lambda m: setattr(m, "sizes", [1.0, 2]),
+}
+
+
+def assert_like(found, expected):
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=0.05, atol=0.05 * float(b.detach().double().abs().max()))
+
+
+@pytest.mark.parametrize("how", CHANGES)
+@pytest.mark.parametrize("level", ["O0", "O1"])
+def test_an_exchanged_part_is_seen(how, level):
+    torch.manual_seed(0)
+    model = Tied()
+    amp = ampgraph.convert(model, (X,), policy=level, dtype=torch.bfloat16, backend="eager")
+    assert_like(amp(X), model(X))
+    CHANGES[how](model)
+    assert_like(amp(X), model(X))
+    assert_like(amp(X), model(X))
+    assert len(amp.graph_modules) <= 2
+
+
+@pytest.mark.parametrize("zero", [0.0, -0.0])
+def test_the_sign_of_zero_counts(zero):
+    class Signs(nn.Module):
+        shift = zero
+
+        def forward(self, x, y):
+            return x.sign() + torch.copysign(x, torch.tensor(self.shift)), torch.copysign(x, torch.tensor(y))
+
+    model = Signs()
+    amp = ampgraph.convert(model, (X, zero), dtype=torch.bfloat16, backend="eager")
+    model.shift = -zero
+    assert_like(amp(X, -zero), model(X, -zero))
+
+
+def test_parts_of_the_same_kind_are_not_captured_again():
+    model = Tied()
+    amp = ampgraph.convert(model, (X,), dtype=torch.bfloat16, backend="eager")
+    model.first.weight = model.last.weight = parameter(8)
+    model.low = model.high = torch.full((8,), float("2.5"))
+    model.sizes, model.gain = [1, 2], int("1")
+    assert_like(amp(X), model(X))
+    assert len(amp.graph_modules) == 1
+
+
+class Words(nn.Module):
+    """A model whose inputs do not show its dtype."""
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.norm, self.fc = nn.Embedding(8, 8), nn.LayerNorm(8), nn.Linear(8, 8)
+
+    def forward(self, ids):
+        return (self.fc(self.norm(self.words(ids))),)
+
+
+@pytest.mark.parametrize("policy", ["O0", "O1", "O2", ampgraph.Policy(weight_copies=False)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16], ids=str)
+def test_a_model_of_another_dtype_returns_this_dtype(policy, dtype):
+    torch.manual_seed(0)
+    model = Words()
+    other = copy.deepcopy(model).to(dtype)
+    amp = ampgraph.convert(model, (IDS,), policy=policy, dtype=torch.bfloat16, backend="eager")
+    amp(IDS)
+    model.to(dtype)  # not through the converted model
+    assert_like(amp(IDS), other(IDS))
+    amp.float()
+    assert_like(amp(IDS), other.float()(IDS))
