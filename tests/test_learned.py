@@ -49,15 +49,28 @@ def test_chance() -> None:
     assert found.chance(frozenset(), 0.0) == 1.0
 
 
-def test_sets_that_are_nearly_the_same_scatter_alike() -> None:
-    """A set whose error was too large by chance makes its neighbours unlikely, not others."""
-    plain = Learned([0.01, *[1.0] * 8], scatter=0.5)
-    left, right = frozenset({1, 2, 3, 4}), frozenset({5, 6, 7, 8})
-    before = plain.chance(left | {0}, 2.1), plain.chance(right, 2.1)
-    plain.add(frozenset(range(9)), math.sqrt(8.01))
-    plain.add(left, math.sqrt(7.0))
-    assert plain.chance(left | {0}, 2.1) < 0.05 < before[0]
-    assert plain.chance(right, 2.1) > before[1] / 2
+def test_sets_scatter_alike_up_to_where_they_differ() -> None:
+    """A set that is too bad by chance makes those unlikely that only differ late; no others."""
+    plain = Learned([1.0, *[2.0] * 4, 1.0], scatter=0.5)
+    bad, budget = frozenset(range(5)), 3.0
+    late, early = frozenset(range(6)), frozenset(range(1, 6))
+    before = [plain.chance(charged, budget) for charged in (late, early)]
+    plain.add(frozenset(range(1, 5)), math.sqrt(8.0))
+    plain.add(bad, math.sqrt(16.0))
+    after = [plain.chance(charged, budget) for charged in (late, early)]
+    assert after[0] < 0.05 < before[0]
+    assert after[1] > before[1] / 2
+
+
+def test_worlds_agree_with_chances_and_with_each_other() -> None:
+    plain = Learned([4.0, 1.0, 1.0, 1.0], scatter=0.3)
+    plain.add(EVERYTHING, math.sqrt(7.0))
+    sets = [frozenset({0, 1}), frozenset({0, 1, 2}), frozenset({1, 2})]
+    met = plain.met(sets, math.sqrt(5.0))
+    shares = met.double().mean(1).tolist()
+    assert shares == pytest.approx([plain.chance(s, math.sqrt(5.0)) for s in sets], abs=0.1)
+    both = (met[0] & met[1]).double().mean()
+    assert both > shares[0] * shares[1] + 0.05
 
 
 def test_nothing_predicted_is_no_trial() -> None:

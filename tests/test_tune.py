@@ -17,6 +17,7 @@ from ampgraph import AmpGraphError, Policy, PolicyError
 from ampgraph.cli.main import main
 from ampgraph.tune_model import tuned
 from ampgraph.tuning.result_error import ResultError
+from ampgraph.tuning.sensitivity import Probes, Sensitivity
 from ampgraph.tuning.tuner import RUNS
 
 from .small_graphs import EverySet, SmallModel
@@ -183,6 +184,27 @@ def test_what_one_reader_rounds_costs_what_that_reader_makes_of_it(x: Tensor) ->
     assert found.error <= 1e-5
     assert "node:linear" in found.policy.rules
     assert "node:linear_1" not in found.policy.rules
+
+
+def test_errors_of_outputs_that_are_alike_scatter_more(x: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where one number decides all outputs, the squared error has one degree of freedom."""
+    seen: list[float] = []
+    result = Probes.result
+
+    def noted(self: Probes, graphs: list) -> Sensitivity:
+        found = result(self, graphs)
+        seen.append(found.scatter)
+        return found
+
+    monkeypatch.setattr(Probes, "result", noted)
+    monkeypatch.setattr("ampgraph.tuning.tuner.PROBES", 256)
+    torch.manual_seed(0)
+    copies = nn.Upsample(1000)
+    for model in (nn.Sequential(nn.Linear(16, 1), copies), nn.Linear(16, 1000)):
+        tuned(model.eval(), [(x[None, :1],)], 0.0, F16)
+    alike, free = seen
+    assert alike == pytest.approx(2**0.5, abs=0.3)
+    assert free < 0.4
 
 
 def test_what_overflows_stays_float32() -> None:

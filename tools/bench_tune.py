@@ -1,7 +1,7 @@
 """Tunes models to budgets, beside bisection and greedy choice by own error.
 
 Usage:
-    python tools/bench_tune.py --output docs/results/tune.md    # about an hour
+    python tools/bench_tune.py --output docs/results/tune.md    # about 20 minutes
     python tools/bench_tune.py --names 'trained/*'
 
 The trained models are trained here, for seconds. A record per model is appended to ``--records`` (JSON

@@ -70,6 +70,12 @@ def _charges(graph: PlannedGraph, sensitivity: Sensitivity) -> Iterator[Charge]:
             yield Charge(payers[tensor], square)
 
 
+def _in_order(graph: PlannedGraph, sensitivity: Sensitivity) -> list[Charge]:
+    """Returns the charges of a graph in the order of execution."""
+    place = {node: index for index, node in enumerate(graph.nodes.values())}
+    return sorted(_charges(graph, sensitivity), key=lambda c: min((place[n] for n in c.payers), default=0))
+
+
 class Candidates:
     """Makes candidates.
 
@@ -79,17 +85,19 @@ class Candidates:
 
     Attributes:
         needed: Nodes that stay float32 in every candidate.
-        squares: The squared error of each charge, as predicted first.
+        squares: The squared error of each charge, as predicted first, in the order of execution.
+        scatter: Standard deviation of a squared error that is measured, as a share of it.
     """
 
     def __init__(self, graphs: list[PlannedGraph], sensitivity: Sensitivity):
         self._graphs, self._policy = graphs, graphs[0].policy
         self._names = {name for graph in graphs for name in graph.nodes}
         self._known: dict[frozenset[str], Candidate] = {}
-        self._charges = [charge for graph in graphs for charge in _charges(graph, sensitivity)]
+        self._charges = [charge for graph in graphs for charge in _in_order(graph, sensitivity)]
         self.needed = frozenset(
             n.name for graph in graphs for t in sensitivity.beyond for n in graph.payers.get(t, ())
         )
+        self.scatter = sensitivity.scatter
         self._problem = self._relaxed()
         self._bounds: list[int] = []
         self.squares = [charge.square for charge in self._charges]

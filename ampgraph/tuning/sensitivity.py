@@ -18,6 +18,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from math import sqrt
+from statistics import mean, variance
 from typing import Any
 
 import torch
@@ -50,11 +52,13 @@ class Sensitivity:
         squares: The squared error of the result, by the tensor that is rounded.
         reads: The same of what one reader alone reads rounded, by (tensor, reader).
         beyond: Tensors that do not fit the low dtype.
+        scatter: Standard deviation of the result's squared error, as a share of its mean.
     """
 
     squares: dict[Node, float] = field(default_factory=dict)
     reads: dict[tuple[Node, Node], float] = field(default_factory=dict)
     beyond: set[Node] = field(default_factory=set)
+    scatter: float = 0.0
 
 
 # A tensor, or (tensor, reader).
@@ -123,6 +127,8 @@ class Probes:
         self._sums: dict[Gate, Tensor | float] = {}
         self._together: dict[Gate, float] = defaultdict(float)
         self._apart: dict[Gate, Tensor | float] = defaultdict(float)
+        self._totals: list[list[float]] = []
+        self._total: Tensor | float = 0.0
         self._backwards, self._is_wide = 0, True
 
     def run_part(self, graph: PlannedGraph, inputs: Sequence[Any], draws: Draws) -> Sequence[Any]:
@@ -148,13 +154,15 @@ class Probes:
         if not chosen:
             return
         self._is_wide &= sum(output.numel() for output, _ in chosen) >= _FEW
+        self._totals.append([])
         for step in range(count):
-            self._sums = {}
+            self._sums, self._total = {}, 0.0
             total = torch.stack([self._weighed(output, weight) for output, weight in chosen]).sum()
             # The gates note what they see; the token's own gradient is of no use.
             torch.autograd.grad(total, self._token, retain_graph=step < count - 1, allow_unused=True)
             for node, value in self._sums.items():
                 self._together[node] += float(value) ** 2
+            self._totals[-1].append(float(self._total))
         self._backwards += count
 
     def _weighed(self, output: Tensor, weight: float) -> Tensor:
@@ -165,13 +173,22 @@ class Probes:
 
     def result(self, graphs: Iterable[PlannedGraph]) -> Sensitivity:
         """Returns what was seen of the graphs' tensors; without any gradient, their own errors count."""
-        found = Sensitivity(beyond=set(self._beyond))
+        found = Sensitivity(beyond=set(self._beyond), scatter=self._scatter())
         for graph in graphs:
             for tensor in graph.payers:
                 found.squares[tensor] = self._square(tensor) if self._backwards else self._own[tensor]
             if self._backwards:
                 found.reads |= {read: self._square(read) for read in graph.reads}
         return found
+
+    def _scatter(self) -> float:
+        """Returns how far squared errors scatter: as far as random weights of the outputs see them scatter.
+
+        With errors of covariance C, the squared norm of the error and v C v, for normal v, have one variance.
+        """
+        groups = [g for g in self._totals if len(g) > 1 and sum(g) > 0]
+        shares = [variance(group) / mean(group) ** 2 for group in groups]
+        return sqrt(mean(shares)) if shares else 0.0
 
     def _square(self, gate: Gate) -> float:
         count = self._backwards
@@ -207,7 +224,10 @@ class Probes:
     def _note(self, gate: Gate, product: Tensor) -> None:
         product = product.nan_to_num(0, 0, 0)
         self._sums[gate] = self._sums.get(gate, 0.0) + product.sum(dtype=torch.float64)
-        self._apart[gate] = self._apart[gate] + product.double().square().sum()
+        square = product.double().square().sum()
+        self._apart[gate] = self._apart[gate] + square
+        if isinstance(gate, Node):
+            self._total = self._total + square
 
     @torch.no_grad()
     def _errors(self, graph: PlannedGraph, run: GraphRun, node: Node, value: Any) -> Any:

@@ -22,15 +22,18 @@ from ..report.graph_view import human_bytes
 from ..runtime.run_graph import Draws
 from .candidates import Candidate, Candidates
 from .learned import Learned
+from .lookahead import best_choice
 from .planned_graph import PlannedGraph
 from .result_error import ResultError
 from .sensitivity import LEAST_PROBES, PROBES, EqualDraws, Probes
 
 # Runs of the model over all batches, that with gates included.
 RUNS = 8
-# The scatter of a squared error that is measured, as a share, for results of many elements; candidates are
-# searched at these shares of the budget, before and after the first trial.
+# The least scatter of a squared error that is measured, as a share; candidates are searched at these shares
+# of the budget, before and after the first trial.
 SCATTER, SHARES, LATER = 0.1, (0.85, 1.0, 1.15, 1.4), (0.95, 1.0)
+# Of two candidates, that of more traffic is worth a look if it is likelier by this much.
+STEP = 1 / 24
 # A saving of less than this share of the traffic is not worth a run.
 LEAST_GAIN = 1e-3
 
@@ -99,7 +102,11 @@ class Tuned:
         return f"```text\n{self}\n```"
 
 
-def _plan_of(candidate: Candidate) -> tuple[int, frozenset[int]]:
+# The traffic and the charges of a candidate.
+Plan = tuple[int, frozenset[int]]
+
+
+def _plan_of(candidate: Candidate) -> Plan:
     """Returns a key that identifies the plan; different pins may lead to one plan."""
     return candidate.traffic, candidate.charged
 
@@ -262,7 +269,7 @@ class Tuner:
         return min(met, key=lambda t: (t.candidate.traffic, t.error), default=None)
 
     def _next(self, candidates: Candidates) -> Candidate | None:
-        """Returns what to measure next: the largest saving, times the chance that it meets the budget."""
+        """Returns what to measure next."""
         best, tried = self._best(), {_plan_of(trial.candidate) for trial in self._trials}
         if best is None and self._runs == RUNS - 1:
             return candidates.everything
@@ -276,21 +283,29 @@ class Tuner:
             candidates.correct(learned.corrected())
         for share in LATER if self._pool else SHARES:
             self._pool |= dict.fromkeys(candidates.search(self._budget * share))
-        traffic = (best.candidate if best else candidates.everything).traffic
-        open_ = [c for c in self._pool if _plan_of(c) not in tried and c.traffic < traffic]
+        found = self._chosen(learned, (best.candidate if best else candidates.everything).traffic, tried)
+        return found if found is not None or best is not None else candidates.everything
 
-        def gain(candidate: Candidate) -> float:
-            return (traffic - candidate.traffic) * learned.chance(candidate.charged, self._budget)
-
-        found = max(open_, key=gain, default=None)
-        if found is not None and gain(found) > LEAST_GAIN * traffic:
-            return found
-        return None if best is not None else candidates.everything
+    def _chosen(self, learned: Learned, traffic: int, tried: set[Plan]) -> Candidate | None:
+        """Returns the candidate that promises most, of those that move less than now; None if none does."""
+        front: list[Candidate] = []
+        least = 0.0
+        for candidate in sorted((c for c in self._pool if c.traffic < traffic), key=lambda c: c.traffic):
+            chance = learned.chance(candidate.charged, self._budget)
+            if _plan_of(candidate) not in tried and chance >= least + STEP:
+                front.append(candidate)
+                least = chance
+        if not front:
+            return None
+        left = RUNS - self._runs - (self._best() is None)  # the last run is for float32 everywhere
+        saved = [(traffic - candidate.traffic) / traffic for candidate in front]
+        met = learned.met([candidate.charged for candidate in front], self._budget)
+        gain, index = best_choice(saved, met, left)
+        return front[index] if gain > LEAST_GAIN else None
 
     def _learned(self, candidates: Candidates) -> Learned:
-        """Returns what the trials say; results of few elements scatter more."""
-        elements = sum(t.numel() for r in self._references for t in self._error.counted(r))
-        learned = Learned(candidates.squares, SCATTER + 2 * elements**-0.5)
+        """Returns what the trials say."""
+        learned = Learned(candidates.squares, math.hypot(SCATTER, candidates.scatter))
         for trial in self._trials:
             if math.isfinite(trial.error):
                 learned.add(trial.candidate.charged, trial.error)
