@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import ampgraph
 from ampgraph import Policy
 from ampgraph.ops.bindings import BINDINGS
-from ampgraph.runtime.eager_program import EagerProgram, is_writable
+from ampgraph.runtime.eager_program import eager_program, is_writable
 from tests.models import NormWithCasts
 
 aten = torch.ops.aten
@@ -159,7 +159,7 @@ def amp():
 
 def test_values_and_gradients_are_the_graphs(amp) -> None:
     graph = amp.training_graph
-    program, states = EagerProgram(graph), []
+    program, states = eager_program(graph), []
     state = {k: v.clone() for k, v in amp.state_dict().items()}
     for run in (graph, program):
         amp.load_state_dict(state)
@@ -215,7 +215,7 @@ def test_values_are_freed_after_their_last_use() -> None:
             counts.append(graph_module.graph.call_function(note, (linear,)))
     output = graph_module.graph.output_node()
     output.args = ((output.args[0][0], *counts),)
-    program = EagerProgram(graph_module)
+    program = eager_program(graph_module)
     with torch.no_grad():
         assert program._function(X)[1:] == (1, 1, 1, 1)
 
@@ -240,7 +240,7 @@ class CountCasts(TorchDispatchMode):
 
 def test_an_error_shows_the_line(amp) -> None:
     with pytest.raises(RuntimeError) as caught:
-        EagerProgram(amp.graph_module)({"x": X[:, :3]}, scale=2.0)
+        eager_program(amp.graph_module)({"x": X[:, :3]}, scale=2.0)
     assert "0.1, 1e-05" in str(caught.traceback[-1].statement)  # the call of batch_norm
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
 
 import ampgraph
 import ampgraph.runtime.export_call as export_call
@@ -183,9 +183,53 @@ def test_one_capture_one_plan_one_compilation(captures, backend, level) -> None:
         assert block.graph_module.code == first.graph_module.code
 
 
-def test_overflows_are_found_in_the_block_that_has_them(captures) -> None:
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_further_block_writes_no_graph(monkeypatch, backend) -> None:
+    written = []
+    recompile = fx.GraphModule.recompile
+    monkeypatch.setattr(fx.GraphModule, "recompile", lambda self: written.append(self) or recompile(self))
+    counts = []
+    for count in (2, 6):
+        model, x = net(count), torch.randn(5, WIDTH)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(0.1)
+        policy = FLOAT16.replace(level="O2")
+        blocks = ampgraph.convert_blocks(model, "layers.*", policy=policy, backend=backend)
+        written.clear()
+        trained(model, x)
+        with torch.no_grad():
+            model(x)
+        counts.append(len(written))
+        assert len(blocks) == count
+    assert counts[0] == counts[1] > 0
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_an_edit_of_a_blocks_graph_is_that_blocks_alone(captures, backend, when) -> None:
+    """Of the graph of the plan, and of the graph with the boundary; before and after the first run."""
+    for name in ("graph_module", "training_graph"):
+        torch.manual_seed(0)
+        model, x = net(3), torch.randn(5, WIDTH)
+        blocks = ampgraph.convert_blocks(model, "layers.*", policy=FLOAT16, backend=backend)
+        with torch.no_grad():
+            model(x)
+        if when == "after":
+            [layer(x) for layer in model.layers]
+        graph = getattr(blocks["layers.1"], name)
+        before = [layer(x) for layer in model.layers]
+        (relu,) = graph.graph.find_nodes(op="call_function", target=torch.ops.aten.relu.default)
+        relu.target = torch.ops.aten.neg.default
+        graph.recompile()
+        after = [layer(x) for layer in model.layers]
+        assert [torch.equal(a, b) for a, b in zip(before, after, strict=True)] == [True, False, True], name
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_overflows_are_found_in_the_block_that_has_them(captures, backend) -> None:
     model, x = net(3), torch.randn(5, WIDTH)
-    blocks = ampgraph.convert_blocks(model, "layers.*", policy=FLOAT16, backend="aot_eager")
+    blocks = ampgraph.convert_blocks(model, "layers.*", policy=FLOAT16, backend=backend)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     blocks.scaler.attach(optimizer)
     trained(model, x)
@@ -223,6 +267,17 @@ def test_each_keeps_its_own_graphs(captures) -> None:
     expected = reference.layers[1](x)
     close(model.layers[1](x), expected)
     assert not torch.equal(model.layers[0](x), reference.layers[0](x))
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_backward_reports_to_the_slots_of_its_own_block(backend) -> None:
+    model, x = net(3), torch.randn(5, WIDTH)
+    blocks = ampgraph.convert_blocks(model, "layers.*", policy=FLOAT16, backend=backend)
+    seen: list[list[float]] = []
+    blocks.scaler.state.watch(lambda flags: seen.append(flags.tolist()))
+    for number, layer in enumerate(model.layers):
+        (layer(x) * torch.tensor(float("inf"))).sum().backward()
+        assert seen.pop() == [float(i // 4 == number) for i in range(12)] + [0.0]
 
 
 def _set(path: str, value: object) -> Callable[[Block], None]:

@@ -65,16 +65,16 @@ def _name_of_whole(graph_module: fx.GraphModule, source: nn.Module) -> str:
     return "" if is_free else WHOLE
 
 
-def hold(graph_module: fx.GraphModule, source: nn.Module, whole: str) -> None:
-    """Makes the graph module share the live parts of ``source``, so it uses replaced parts."""
-    children = {n: m for n, m in graph_module._modules.items() if isinstance(m, fx.GraphModule)}
+def hold(holder: nn.Module, source: nn.Module, whole: str) -> None:
+    """Makes a module share the live parts of ``source``, so it uses replaced parts."""
+    children = {n: m for n, m in holder._modules.items() if isinstance(m, fx.GraphModule)}
     if whole:
-        graph_module._parameters, graph_module._buffers = {}, {}
-        graph_module._modules = {whole: source, **children}
+        holder._parameters, holder._buffers = {}, {}
+        holder._modules = {whole: source, **children}
         return
-    graph_module._parameters = source._parameters
-    graph_module._buffers = source._buffers
-    graph_module._modules = {**source._modules, **children} if children else source._modules
+    holder._parameters = source._parameters
+    holder._buffers = source._buffers
+    holder._modules = {**source._modules, **children} if children else source._modules
 
 
 def _attributes_for_inputs(

@@ -13,7 +13,7 @@ from ..errors import AmpGraphError
 from ..module import AmpModule
 from ..origin import module_stack
 from ..report import graph_view as view
-from ..runtime.captured_graph import has_low
+from ..runtime.boundary import has_low
 from .gradient_tape import Key
 from .lockstep import Lockstep, Measured
 from .numeric_comparison import ComparedNode, NumericComparison, marked_negligible

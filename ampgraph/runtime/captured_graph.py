@@ -2,38 +2,31 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import operator
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 from .._compat import flat_inputs, outside_transforms
-from ..capture import LOST_KEY
-from ..errors import warn_user
 from ..guards import is_capturing
-from ..passes import ExplicitCasts, Pass, ReadShadows, SaveNorms, ScaleLoss, run_passes
-from ..passes.analysis.alias import written_memory
-from ..passes.read_shadows import casts_of, is_laid_out_again
+from ..passes import ExplicitCasts, Pass, ReadShadows, SaveNorms, run_passes
 from ..plan import Plan
-from ..training.gradient_boundary import scale_gradients, unscale_gradients
 from ..training.scaler import LossScaler
+from .boundary import accepted, boundary_pass, castable, has_low, warn_about_float16_gradients
+from .family import Family
 from .first_nonfinite import look_for
 from .graph_copies import copy_graph_module
 from .lowering import AotGraphs, compiled
 from .options import Options
 from .python_state import PythonState
 from .shadow_weights import ShadowWeights
-from .shared_code import SharedCode, can_share
 from .written import Writes
 
-# A graph module keeps the slots of its parameters under this name.
-PART = "_amp_slots"
 # Runs a graph for the model's arguments.
 Runner = Callable[..., Any]
 
@@ -55,7 +48,7 @@ class CapturedGraph:
     """A graph for one training mode and one family of arguments.
 
     Attributes:
-        graph_module: The rewritten graph with its casts.
+        graph: The rewritten graph with its casts, or what makes it when it is asked for.
         plan: Its plan.
         options: Backend and mode.
         scaler: The model's loss scaler.
@@ -68,10 +61,11 @@ class CapturedGraph:
         writes: The caller's memory that the graph writes, if any.
         aot: The graphs of AOTAutograd, on a backend that keeps them.
         lost: The parts of the model's backward that the graph lacks; gradients would be wrong.
-        code: Compiled code that graphs of blocks that are alike share; None for a model by itself.
+        family: The graphs that run blocks which are alike; None for a model by itself.
+        parts: What the family's graphs read of this block.
     """
 
-    graph_module: fx.GraphModule
+    graph: fx.GraphModule | Callable[[], fx.GraphModule]
     plan: Plan
     options: Options
     scaler: LossScaler
@@ -84,7 +78,9 @@ class CapturedGraph:
     writes: Writes | None = None
     aot: AotGraphs = field(default_factory=AotGraphs)
     lost: tuple[str, ...] = ()
-    code: SharedCode | None = None
+    family: Family | None = None
+    parts: nn.Module | None = None
+    _made: fx.GraphModule | None = None
     _graphs: dict[tuple[bool, bool], fx.GraphModule] = field(default_factory=dict)
     _runners: dict[tuple[bool, bool], Callable] = field(default_factory=dict)
     _kept: dict[tuple[bool, bool], Callable] = field(default_factory=dict)
@@ -95,13 +91,27 @@ class CapturedGraph:
     _lock: threading.RLock = field(default_factory=threading.RLock, repr=False)
 
     def __post_init__(self) -> None:
-        self.lost = self.lost or self.graph_module.meta.get(LOST_KEY, ())
-        self._code_of_graph = self.code_of_graph
+        if isinstance(self.graph, fx.GraphModule):
+            self._keep(self.graph)
+
+    def _keep(self, graph_module: fx.GraphModule) -> fx.GraphModule:
+        with self._lock:
+            self._made = graph_module
+            self._code_of_graph = self.code_of_graph
+        return graph_module
 
     @property
-    def code_of_graph(self) -> Callable:
-        """The code of `graph_module`, which is another after an edit."""
-        return type(self.graph_module).forward
+    def code_of_graph(self) -> Callable | None:
+        """The code of `graph_module`, which is another after an edit; None before somebody asks for it."""
+        return None if self._made is None else type(self._made).forward
+
+    @property
+    def graph_module(self) -> fx.GraphModule:
+        """The rewritten graph with its casts. If somebody edits it, the edited graph runs."""
+        if self._made is not None:
+            return self._made
+        with self._lock:
+            return self._made or self._keep(self.graph())  # type: ignore[arg-type]
 
     def fits(self, args: tuple, kwargs: dict[str, Any]) -> bool:
         """Whether the model is unchanged since the capture and the arguments share memory as at capture."""
@@ -120,12 +130,13 @@ class CapturedGraph:
                 self._look(args, kwargs)
         shadowed = self.shadows is not None and self.shadows.are_in_place()
         kind = training, shadowed
-        if kind not in self._runners:
+        runner = self._runners.get(kind)
+        if runner is None:
             with self._lock:
-                self._runners.setdefault(kind, self._runner(training, shadowed))
+                runner = self._runners.setdefault(kind, self._runner(training, shadowed))
         if self.shadows is not None and shadowed:
             self.shadows.refresh()
-        outputs = self._runners[kind](*args, **kwargs)
+        outputs = runner(*args, **kwargs)
         if training and self._is_scaled:
             self.scaler.note_outputs(outputs)
             if self.options.backend != "eager":
@@ -142,7 +153,7 @@ class CapturedGraph:
         """Drops what was made of `graph_module`: somebody has edited the graph and called ``recompile``."""
         with self._lock:
             self._graphs, self._runners, self._kept = {}, {}, {}
-            self._explicit, self.code, self.aot = None, None, AotGraphs()
+            self._explicit, self.family, self.aot = None, None, AotGraphs()
             self._code_of_graph = self.code_of_graph
 
     def run_by(self, run: Runner | None) -> None:
@@ -181,136 +192,106 @@ class CapturedGraph:
         """Applies ``function`` to the constants, as ``nn.Module.to`` does to buffers."""
         for name, value in self.constants.items():
             self.constants[name] = function(value)
-            explicit = (self._explicit,) if self._explicit else ()
-            for graph_module in (self.graph_module, *explicit, *self._graphs.values()):
-                object.__setattr__(graph_module, name, self.constants[name])
-
-    @property
-    def _is_fused(self) -> bool:
-        return self.options.policy.objective == "fused"
+            holders = (self._made, self._explicit, self.parts, *self._graphs.values())
+            for holder in holders:
+                if holder is not None:
+                    object.__setattr__(holder, name, self.constants[name])
 
     def _runner(self, training: bool, shadowed: bool) -> Callable:
-        graph_module = self._graph(training, shadowed)
         if self._runs_by is not None:
-            return functools.partial(self._runs_by, graph_module)
+            return functools.partial(self._runs_by, self._graph(training, shadowed))
+        if self.family is not None:
+            return self._runner_of_family(self.family, training, shadowed)
+        graph_module = self._graph(training, shadowed)
         other = self._runners.get((not training, shadowed))
         if other is not None and self._graph(not training, shadowed) is graph_module:
             return other
-        backend, mode = self.options.backend, self.options.mode
-        if not self._shares_code():
-            return compiled(graph_module, backend, mode, self.aot)
-        assert self.code is not None
-        run, self.aot = self.code.runner(graph_module, backend, mode, self.aot)
-        return run
+        return compiled(graph_module, self.options.backend, self.options.mode, self.aot)
 
-    def _shares_code(self) -> bool:
-        return self.code is not None and can_share(self.options.backend, self.options.mode)
+    def _runner_of_family(self, family: Family, training: bool, shadowed: bool) -> Callable:
+        """Returns what runs the family's graph, until somebody edits the graph of this block."""
+        parts = self.parts
+        assert parts is not None
+        passes = self._passes(family.castable, family.values(parts), training, shadowed)
+        object.__setattr__(parts, "_amp", self.scaler.state)
+        object.__setattr__(parts, "_shadows", self.shadows)
+
+        def run_own(*args: Any, **kwargs: Any) -> Any:
+            return self._graph(training, shadowed)(*args, **kwargs)
+
+        run, graph, self.aot = family.runner(parts, passes, self.scaler.state.scale.device, run_own)
+        warn_about_float16_gradients(graph, self.options)
+        if (shown := self._graphs.get((training, shadowed))) is None:
+            return run
+        return unless_edited(run, shown, lambda: self._compiled_alone(shown))
+
+    def _compiled_alone(self, graph_module: fx.GraphModule) -> Callable:
+        return compiled(graph_module, self.options.backend, self.options.mode, AotGraphs())
 
     def _graph(self, training: bool, shadowed: bool) -> fx.GraphModule:
         with self._lock:
             if (training, shadowed) not in self._graphs:
-                self._graphs[training, shadowed] = self._with_boundary(training, shadowed)
+                self._graphs[training, shadowed] = self._derived(training, shadowed)
+                for runners in (self._runners, self._kept):  # the next one notices edits
+                    runners.pop((training, shadowed), None)
             return self._graphs[training, shadowed]
 
-    def _with_boundary(self, training: bool, shadowed: bool) -> fx.GraphModule:
+    def _derived(self, training: bool, shadowed: bool) -> fx.GraphModule:
+        graph = self.graph_module.graph
         values = dict(_attributes(self.graph_module))
-        passes: list[Pass] = []
-        part: torch.Tensor | None = None
-        if self.shadows is not None and shadowed:
-            graph = self.graph_module.graph
-            masters = shadowed_parameters(graph, values, self.shadows, training and self._is_fused)
-            names = {name: f"_shadows.{self.shadows.name_of(master)}" for name, master in masters.items()}
-            passes.append(ReadShadows(names, differentiable=training))
-        if training and self.scaler.is_enabled() and has_low(self.plan):
-            scale_loss = boundary_pass(self.scaler, values.items())
-            self._is_scaled = True
-            if self._shares_code():
-                scale_loss, part = of_part(scale_loss, self.scaler.state.scale.device)
-            passes.append(scale_loss)
-        if training and self.plan.saved_low:
-            passes.append(SaveNorms(self.plan.saved_low, self.plan.low_dtype))
+        passes = self._passes(functools.partial(castable, graph), values, training, shadowed)
         if not passes:
             return self.graph_module
         graph_module = copy_graph_module(self.graph_module)
         object.__setattr__(graph_module, "_amp", self.scaler.state)
-        object.__setattr__(graph_module, PART, part)
         object.__setattr__(graph_module, "_shadows", self.shadows)
-        run_passes(graph_module, tuple(passes))
-        warn_about_float16_gradients(graph_module.graph, self.options)
+        run_passes(graph_module, passes)
+        if self.family is None:
+            warn_about_float16_gradients(graph_module.graph, self.options)
         return graph_module
 
+    def _passes(
+        self,
+        castable: Callable[[bool], list[str]],
+        values: Mapping[str, object],
+        training: bool,
+        shadowed: bool,
+    ) -> tuple[Pass, ...]:
+        """Decides which passes make the graph that runs of `graph_module`.
 
-def shadowed_parameters(
-    graph: fx.Graph, values: Mapping[str, object], shadows: ShadowWeights, casts_fuse: bool = False
-) -> dict[str, torch.Tensor]:
-    """Returns the parameters, by node name, that the graph casts and can read as low copies instead.
-
-    Parameters that the graph writes are excluded: a copy from before the call would have old values.
-
-    Args:
-        graph: The graph.
-        values: The live value of each of its nodes that has one.
-        shadows: The low copies.
-        casts_fuse: Whether casts fuse and every call may follow an update. Then weights of convolutions are
-            excluded too: a compiler gives them another memory layout in the kernel of the cast, and would
-            need a kernel more for a copy.
-    """
-    written = written_memory(graph)
-    nodes = [node for node in graph.nodes if shadows.accepts(values.get(node.name)) and casts_of(node)]
-    nodes = [n for n in nodes if n not in written and not (casts_fuse and is_laid_out_again(n))]
-    return {node.name: values[node.name] for node in nodes}  # type: ignore[misc]
-
-
-def has_low(plan: Plan) -> bool:
-    """Whether any op in the plan runs low; otherwise no scaling is needed."""
-    return any(d.dtype == plan.low_dtype for d in plan.decisions.values())
-
-
-def boundary_pass(
-    scaler: LossScaler, values: Iterable[tuple[str, object]], state: tuple[str, str, str] | None = None
-) -> ScaleLoss:
-    """Returns the boundary pass for a graph whose nodes, by name, hold the given live values."""
-    size = scaler.state.probe.shape[0]
-    slots = []
-    for name, value in values:
-        slot = scaler.slot_of(value)
-        if slot is None and isinstance(value, torch.nn.Parameter):
-            slot = size - 1  # the parameter was added after the conversion
-        if slot is not None:
-            slots.append((name, slot))
-    return ScaleLoss(tuple(slots), size, state) if state else ScaleLoss(tuple(slots), size)
+        Args:
+            castable: Returns the nodes that low copies could replace; see `ampgraph.runtime.boundary`.
+            values: The values of its attributes by node name.
+            training: Whether gradients are enabled.
+            shadowed: Whether the model's parameters are those that it has low copies of.
+        """
+        passes: list[Pass] = []
+        if self.shadows is not None and shadowed:
+            names = castable(training and self.options.policy.objective == "fused")
+            masters = accepted(names, values, self.shadows)
+            holders = {name: f"_shadows.{self.shadows.name_of(master)}" for name, master in masters.items()}
+            passes.append(ReadShadows(holders, differentiable=training))
+        if training and self.scaler.is_enabled() and has_low(self.plan):
+            passes.append(boundary_pass(self.scaler, values.items()))
+            self._is_scaled = True
+        if training and self.plan.saved_low:
+            passes.append(SaveNorms(self.plan.saved_low, self.plan.low_dtype))
+        return tuple(passes)
 
 
-def of_part(scale_loss: ScaleLoss, device: torch.device) -> tuple[ScaleLoss, torch.Tensor]:
-    """Returns the pass with slots that count in the graph's own part of the probe, and this part's slots."""
-    own = sorted({slot for _, slot in scale_loss.slots} | {scale_loss.size - 1})
-    slots = tuple((name, own.index(slot)) for name, slot in scale_loss.slots)
-    part = torch.tensor(own, device=device)
-    return dataclasses.replace(scale_loss, slots=slots, size=len(own), part=PART), part
+def unless_edited(run: Callable, graph_module: fx.GraphModule, compiled: Callable[[], Callable]) -> Callable:
+    """Returns ``run``; after an edit of the graph module that it stands for, the compiled graph module."""
+    code = type(graph_module).forward
+    edited: list[Callable] = []
 
+    def choose(*args: Any, **kwargs: Any) -> Any:
+        if type(graph_module).forward is code:
+            return run(*args, **kwargs)
+        if not edited:
+            edited.append(compiled())
+        return edited[0](*args, **kwargs)
 
-def warn_about_float16_gradients(graph: fx.Graph, options: Options) -> None:
-    """Warns about gradients that are float16 outside of the boundary, where the loss scale protects nothing.
-
-    Those of outputs underflow before they are scaled, those of parameters and inputs when they are unscaled.
-    """
-    name = options.named("the model")
-    scaled = graph.find_nodes(op="call_function", target=scale_gradients)
-    if any(node.args[1].meta["val"].dtype == torch.float16 for node in scaled):
-        warn_user(
-            f"ampgraph: {name} returns a float16 tensor, so its gradient is float16 "
-            "before the loss scale is applied, and gradients below 6e-8 become zero. Return x.float(), or "
-            "compute the loss inside the model."
-        )
-    unscaled = graph.find_nodes(op="call_function", target=unscale_gradients)
-    low = [n for call in unscaled for n in call.args[3:] if n.meta["val"].dtype == torch.float16]
-    if low:
-        warn_user(
-            f"ampgraph: {len(low)} parameters and inputs of {name} arrive in float16 ({low[0].name} first). "
-            "Their gradients leave the graph unscaled in float16, and gradients below 6e-8 become zero. "
-            "Keep them in float32; ampgraph inserts the casts. Under FSDP2, omit param_dtype from "
-            "MixedPrecisionPolicy, or set it to bfloat16."
-        )
+    return choose
 
 
 def _attributes(graph_module: fx.GraphModule) -> Iterator[tuple[str, object]]:

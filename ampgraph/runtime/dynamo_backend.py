@@ -34,13 +34,8 @@ from ..policy.rules import NODE_PREFIX, RuleBook
 from ..training.distributed import spread_error
 from ..training.scale_state import STATE_NAMES
 from ..training.scaler import LossScaler
-from .captured_graph import (
-    Timing,
-    boundary_pass,
-    has_low,
-    shadowed_parameters,
-    warn_about_float16_gradients,
-)
+from .boundary import boundary_pass, has_low, shadowed_parameters, warn_about_float16_gradients
+from .captured_graph import Timing
 from .device import device_of_tensors
 from .first_nonfinite import look_for
 from .graph_copies import copy_graph

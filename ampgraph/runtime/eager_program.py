@@ -10,9 +10,10 @@ import itertools
 import linecache
 import math
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from operator import getitem
-from typing import Any
+from types import FunctionType
+from typing import Any, NamedTuple
 
 from torch import fx, nn
 from torch.utils import _pytree as pytree
@@ -27,37 +28,54 @@ _LITERALS = (int, float, bool, str, type(None))
 
 
 class EagerProgram:
-    """Runs a graph module's graph, or the graph module itself if its code has changed since.
+    """Runs the code of a graph, or ``otherwise`` if the graph's own code has changed since.
 
     Args:
-        graph_module: A graph over live parameters; its inputs and outputs are pytrees.
+        code: The code.
+        root: The module whose parameters it reads; it has the structure of the graph's.
+        otherwise: What runs if the code cannot.
+        instead: Functions to call in the place of others.
     """
 
-    def __init__(self, graph_module: fx.GraphModule) -> None:
-        self._graph_module = graph_module
-        self._code = type(graph_module).forward
-        writer = _Writer(graph_module)
-        self._function, self._parameters = writer.function(), writer.lookups
-        info = graph_module.graph._codegen.pytree_info  # type: ignore[attr-defined]
-        self._in_spec, self._out_spec = info.in_spec, info.out_spec
-        self._flat = _number_of_flat_arguments(info.in_spec)
-        self._is_single = info.out_spec.is_leaf()
+    def __init__(
+        self,
+        code: EagerCode,
+        root: nn.Module,
+        otherwise: Callable[..., Any],
+        instead: Mapping[Callable, Callable] | None = None,
+    ) -> None:
+        self._code, self._otherwise = code, otherwise  # the code keeps the source text for errors
+        self._class, self._forward = code.cls, code.forward
+        self._function, self._parameters = code.bound_to(root, instead or {})
+        self._in_spec, self._out_spec = code.in_spec, code.out_spec
+        self._flat = _number_of_flat_arguments(code.in_spec)
+        self._is_single = code.out_spec.is_leaf()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the graph on arguments of the structure that it was captured with."""
-        if type(self._graph_module).forward is not self._code:
-            return self._graph_module(*args, **kwargs)
+        if self._class.forward is not self._forward:
+            return self._otherwise(*args, **kwargs)
         leaves = args if len(args) == self._flat and not kwargs else self._leaves(args, kwargs)
         try:
             outputs = self._function(*leaves)
         except KeyError:
             if all(name in held for held, name in self._parameters):
                 raise
-            return self._graph_module(*args, **kwargs)  # a parameter became another kind of attribute
+            return self._otherwise(*args, **kwargs)  # a parameter became another kind of attribute
         return outputs[0] if self._is_single else pytree.tree_unflatten(outputs, self._out_spec)
 
     def _leaves(self, args: tuple, kwargs: dict[str, Any]) -> tuple:
         return tuple(fx._pytree.tree_flatten_spec((args, kwargs), self._in_spec))
+
+
+def eager_program(graph_module: fx.GraphModule) -> EagerProgram:
+    """Returns a program over the graph module's own parameters; their inputs and outputs are pytrees."""
+    return EagerProgram(EagerCode(graph_module), graph_module, graph_module)
+
+
+def _dicts(owner: Any) -> tuple[dict[str, Any], ...]:
+    """Returns the dicts of a module that may hold a parameter; of another object none."""
+    return (owner._parameters, owner._buffers, vars(owner)) if isinstance(owner, nn.Module) else ()
 
 
 def is_writable(graph_module: fx.GraphModule) -> bool:
@@ -76,26 +94,74 @@ def _number_of_flat_arguments(spec: pytree.TreeSpec) -> int:
     return positional.num_children
 
 
-class _Writer:
-    """Writes one graph as source code with its namespace."""
+class _Place(NamedTuple):
+    """Where code looks a parameter up.
+
+    Attributes:
+        owner: The path of the module (or object) that has it.
+        kind: Position among the module's dicts; None is an attribute.
+        name: Its name there.
+    """
+
+    owner: str
+    kind: int | None
+    name: str
+
+    def holder(self, root: nn.Module) -> Any:
+        """Returns the dict, or the object, that holds it."""
+        owner: Any = root
+        for part in self.owner.split(".") if self.owner else ():
+            owner = getattr(owner, part)
+        return owner if self.kind is None else _dicts(owner)[self.kind]
+
+
+class EagerCode:
+    """One graph as source code, compiled once for all modules with the parameters of such names.
+
+    Args:
+        graph_module: The graph over live parameters.
+
+    Attributes:
+        cls: Its class.
+        forward: The code that it had.
+        in_spec: The structure of its arguments.
+        out_spec: The structure of its outputs.
+    """
 
     def __init__(self, graph_module: fx.GraphModule) -> None:
         self.graph_module = graph_module
+        self.cls, self.forward = type(graph_module), type(graph_module).forward
+        info = graph_module.graph._codegen.pytree_info  # type: ignore[attr-defined]
+        self.in_spec, self.out_spec = info.in_spec, info.out_spec
         # A cast of the model's own is left without readers where they take the tensor before it.
         self.nodes = [node for node in graph_module.graph.nodes if node.users or not is_cast(node)]
         self.names = {node: f"v{i}" for i, node in enumerate(self.nodes)}
         self.bound: dict[str, Any] = {}
         self.ids: dict[int, str] = {}
-        self.lookups: list[tuple[dict[str, Any], str]] = []
+        self.places: dict[_Place, str] = {}
+        self._function = self._compiled()
 
-    def function(self) -> Callable:
-        """Compiles the source."""
+    def bound_to(
+        self, root: nn.Module, instead: Mapping[Callable, Callable]
+    ) -> tuple[Callable, list[tuple[dict[str, Any], str]]]:
+        """Returns the function over the parameters of a module, and the dicts and keys that it looks up."""
+        bound, lookups = dict(self.bound), []
+        for function, other in instead.items():
+            if id(function) in self.ids:
+                bound[self.ids[id(function)]] = other
+        for place, name in self.places.items():
+            bound[name] = place.holder(root)
+            if place.kind is not None:
+                lookups.append((bound[name], place.name))
+        return FunctionType(self._function.__code__, bound), lookups
+
+    def _compiled(self) -> Callable:
         source = self._source()
         name = f"<ampgraph eager graph {next(_numbers)}>"
         exec(compile(source, name, "exec"), self.bound)
-        function = self.bound.pop("run")
+        function: Callable = self.bound.pop("run")
         linecache.cache[name] = len(source), None, source.splitlines(keepends=True), name
-        weakref.finalize(function, linecache.cache.pop, name, None)
+        weakref.finalize(self, linecache.cache.pop, name, None)
         return function
 
     def _source(self) -> str:
@@ -119,19 +185,17 @@ class _Writer:
 
     def _attribute(self, target: str) -> str:
         path, _, name = target.rpartition(".")
-        owner: Any = self.graph_module
-        for part in path.split(".") if path else ():
-            owner = getattr(owner, part)
-        places = (owner._parameters, owner._buffers, vars(owner)) if isinstance(owner, nn.Module) else ()
-        for held in places:
+        place = _Place(path, None, name)
+        owner = place.holder(self.graph_module)
+        for kind, held in enumerate(_dicts(owner)):
             if name in held:
-                self.lookups.append((held, name))
-                return f"{self._bind(held)}[{name!r}]"
-        return (
-            f"{self._bind(owner)}.{name}"
-            if name.isidentifier()
-            else f"getattr({self._bind(owner)}, {name!r})"
-        )
+                return f"{self._bind_place(place._replace(kind=kind), held)}[{name!r}]"
+        bound = self._bind_place(place, owner)
+        return f"{bound}.{name}" if name.isidentifier() else f"getattr({bound}, {name!r})"
+
+    def _bind_place(self, place: _Place, holder: Any) -> str:
+        self.places[place] = self._bind(holder)
+        return self.places[place]
 
     def _call(self, node: fx.Node) -> str:
         if node.target is getitem and isinstance(node.args[1], int):

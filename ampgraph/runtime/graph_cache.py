@@ -11,7 +11,7 @@ import torch
 from torch import fx, nn
 
 from .._compat import no_dispatch_modes
-from ..capture import Code, Reads, capture_lock, is_capturing_here, unlift
+from ..capture import LOST_KEY, Code, Reads, capture_lock, is_capturing_here, unlift
 from ..errors import CaptureError, NoGraphError, warn_user
 from ..passes.pipeline import rewrite
 from ..plan import Plan
@@ -29,7 +29,6 @@ from .options import Options
 from .places import Places
 from .python_state import PythonState
 from .shadow_weights import ShadowWeights
-from .shared_code import SharedCode
 from .siblings import Call, Siblings, Unplanned
 from .signature import Likeness, Signature, accepted_shapes, fits, signature_of
 from .written import writes_of
@@ -271,7 +270,6 @@ class GraphCache:
         if self._options.policy.level == "O3":
             self._store_low(captured)
         if before is not None and self._siblings is not None:
-            captured.code = SharedCode()
             self._siblings.add(call, captured, reads, before)
         self._warn_about(reads)
         return captured
@@ -300,6 +298,7 @@ class GraphCache:
             constants,
             timing,
             self.shadows,
+            lost=graph_module.meta.get(LOST_KEY, ()),
         )
 
     def _store_low(self, captured: CapturedGraph) -> None:

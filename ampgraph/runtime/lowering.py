@@ -12,7 +12,7 @@ from .._compat import aot_eager, compiled_by_dynamo
 from ..errors import AmpGraphError, NoGraphError
 from ..marks import BoundaryMark, set_mark
 from ..training.gradient_boundary import role_of
-from .eager_program import EagerProgram, is_writable
+from .eager_program import eager_program, is_writable
 
 # The attribute of `_Call` that holds the graph module. A model has no module of this name.
 _INNER = "_ampgraph_graph_module"
@@ -83,7 +83,7 @@ def compiled(
         AmpGraphError: ``torch.compile`` does not know the backend or its mode.
     """
     if backend == "eager":
-        return EagerProgram(graph_module) if is_writable(graph_module) else graph_module
+        return eager_program(graph_module) if is_writable(graph_module) else graph_module
     return compiled_module(_Call(graph_module), backend, mode, graphs)
 
 

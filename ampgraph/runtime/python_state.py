@@ -26,11 +26,20 @@ class PythonState:
         reads: What its forward read at capture.
         args: The positional arguments of the capture.
         kwargs: Its keyword arguments.
+        alike: The state of a model that is like this one: what its code reads is the same.
     """
 
-    def __init__(self, source: nn.Module, reads: Reads, args: tuple, kwargs: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        source: nn.Module,
+        reads: Reads,
+        args: tuple,
+        kwargs: dict[str, Any],
+        alike: PythonState | None = None,
+    ) -> None:
         self._source = source
-        self._attributes, self._code = Places(), Places()
+        self._attributes = Places()
+        self._code: Places = alike._code if alike else _settled(reads.code_places())
         paths = reads.paths()
         for key in reads.attributes:
             if key not in reads.carried:
@@ -38,9 +47,6 @@ class PythonState:
                 holder = vars(module) if key[1] in vars(module) else module  # or of its class
                 self._attributes.add(Place(holder, key[1], paths[key]))
         self._attributes.settle()
-        for place in reads.code_places():
-            self._code.add(place)
-        self._code.settle()
         self._autograd = _autograd(source, args, kwargs) if reads.asks_for_gradients else None
         self._layouts = (
             Layouts(source, args, kwargs, reads.asks_for_offset) if reads.asks_for_layout else None
@@ -60,9 +66,13 @@ class PythonState:
         return self._autograd is None or self._autograd == _autograd(self._source, args, kwargs)
 
     def seen(self) -> list[Any]:
-        """Returns what forward read, to compare with another model of the same structure."""
+        """Returns what forward read of the model, to compare with another model of the same structure."""
         layouts = None if self._layouts is None else self._layouts.seen()
-        return [self._attributes.seen(), self._code.seen(), self._autograd, layouts]
+        return [self._attributes.seen(), self._autograd, layouts]
+
+    def has_same_code(self) -> bool:
+        """Whether globals and functions are the same."""
+        return self._code.are_same()
 
     def is_same(self) -> bool:
         """Whether attributes, globals and functions are the same; arguments do not count."""
@@ -75,6 +85,14 @@ class PythonState:
     def changed(self) -> list[str]:
         """Returns what is another now, as a user writes it: attributes from the model on."""
         return [*self._attributes.changed(), *self._code.changed()]
+
+
+def _settled(places: list[Place]) -> Places:
+    settled = Places()
+    for place in places:
+        settled.add(place)
+    settled.settle()
+    return settled
 
 
 def _autograd(source: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[bool, list[bool]]:

@@ -8,6 +8,7 @@ by itself. A plan also depends on the sizes of weights: where these differ, the 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
 from collections.abc import Hashable
 from dataclasses import dataclass
@@ -19,17 +20,16 @@ from torch import fx, nn
 from .._compat import storage_key
 from ..capture.containers import alike, is_plain
 from ..capture.reads import Reads
-from ..capture.unlift import WHOLE, hold
 from ..marks import META_KEY
 from ..passes.analysis.magnitudes import values_that_count
 from ..passes.pipeline import rewrite
 from ..proxy.bound_proxy import class_behind
 from .captured_graph import CapturedGraph, Timing
+from .family import Families, parts_of
 from .graph_copies import copy_graph
 from .options import Options
 from .python_state import PythonState
 from .signature import Signature, fits
-from .written import writes_of
 
 if TYPE_CHECKING:
     from ..training.scaler import LossScaler
@@ -76,9 +76,9 @@ class Call:
         options = self.options
         return self.flags, self.signature.kind, options.backend, options.mode, options.capture
 
-    def state(self, reads: Reads) -> PythonState:
+    def state(self, reads: Reads, alike: PythonState) -> PythonState:
         """Returns the present values of what another block's forward read."""
-        return PythonState(self.source, reads.of(self.source), self.args, self.kwargs)
+        return PythonState(self.source, reads.of(self.source), self.args, self.kwargs, alike)
 
 
 class Unplanned:
@@ -87,7 +87,7 @@ class Unplanned:
     def __init__(self, graph_module: fx.GraphModule, options: Options) -> None:
         self.graph = copy_graph(graph_module.graph)
         self.meta = {name: value for name, value in graph_module.meta.items() if name != META_KEY}
-        self.values = values_that_count(graph_module, options.low_dtype)
+        self.values = values_that_count(graph_module.graph, graph_module, options.low_dtype)
 
 
 @dataclass(frozen=True)
@@ -101,6 +101,7 @@ class _Sibling:
     seen: list
     captured: CapturedGraph
     unplanned: Unplanned
+    families: Families
 
 
 class Siblings:
@@ -120,8 +121,16 @@ class Siblings:
         structure = _structure(call.source)
         if structure is None or captured.state is None or not _is_complete(captured, reads):
             return
+        families = Families()
+        family = families.of(captured.graph_module, call.options)
+        if family is None:
+            return
+        captured.family = family
+        captured.parts = parts_of(call.source, family.planned, captured.constants)
         seen, policy = _seen(captured.state), call.options.policy
-        self._found.append(_Sibling(call.key(), policy, structure, reads, seen, captured, unplanned))
+        self._found.append(
+            _Sibling(call.key(), policy, structure, reads, seen, captured, unplanned, families)
+        )
 
     def find(
         self, call: Call, scaler: LossScaler, shadows: ShadowWeights | None, check_rules: bool
@@ -134,9 +143,10 @@ class Siblings:
         if structure is None:
             return None
         for sibling in candidates:
-            if sibling.structure != structure:
+            known = sibling.captured.state
+            if sibling.structure != structure or known is None or not known.has_same_code():
                 continue
-            state = call.state(sibling.reads)
+            state = call.state(sibling.reads, known)
             if alike(_seen(state), sibling.seen):
                 return _for_block(sibling, call, state, scaler, shadows, start, check_rules)
         return None
@@ -151,38 +161,54 @@ def _for_block(
     start: float,
     check_rules: bool,
 ) -> CapturedGraph:
-    captured = sibling.captured
-    unplanned, plan = sibling.unplanned, captured.plan
-    graph_module = _over(call.source, captured, unplanned.graph, unplanned.meta)
+    captured, unplanned, constants = sibling.captured, sibling.unplanned, dict(sibling.captured.constants)
+    family, plan = captured.family, captured.plan
+    assert family is not None
+    parts = parts_of(call.source, family.planned, constants)
     found = time.perf_counter()
-    if values_that_count(graph_module, plan.low_dtype) == unplanned.values:
-        graph_module = _over(call.source, captured, captured.graph_module.graph, captured.graph_module.meta)
-        space = graph_module.meta[META_KEY]
-        graph_module.meta[META_KEY] = dataclasses.replace(space, seconds=dict(space.seconds))
+    if values_that_count(unplanned.graph, parts, plan.low_dtype) == unplanned.values:
+        meta = captured.graph_module.meta
+        graph: Any = functools.partial(_planned_over, parts, constants, family.planned, meta)
     else:
+        graph = _over(parts, constants, unplanned.graph, unplanned.meta)
         modules = [name for name, _ in call.source.named_modules()]
-        plan = rewrite(graph_module, call.options.policy, modules, check_rules=check_rules)
+        plan = rewrite(graph, call.options.policy, modules, check_rules=check_rules)
+        family = sibling.families.of(graph, call.options)
     made = CapturedGraph(
-        graph_module,
+        graph,
         plan,
         call.options,
         scaler,
         captured.shapes,
         call.signature.shapes,
-        dict(captured.constants),
+        constants,
         Timing(found - start, time.perf_counter() - found),
         shadows,
-        code=captured.code,
+        state,
+        family=family,
+        parts=parts,
     )
-    made.state, made.writes = state, writes_of(graph_module, call.args, call.kwargs)
+    if captured.writes is not None:
+        made.writes = captured.writes.of(parts, call.args, call.kwargs)
     return made
 
 
-def _over(source: nn.Module, captured: CapturedGraph, graph: fx.Graph, meta: dict) -> fx.GraphModule:
+def _planned_over(
+    parts: nn.Module, constants: dict[str, torch.Tensor], planned: fx.GraphModule, meta: dict
+) -> fx.GraphModule:
+    made = _over(parts, constants, planned.graph, meta)
+    space = made.meta[META_KEY]
+    made.meta[META_KEY] = dataclasses.replace(space, seconds=dict(space.seconds))
+    return made
+
+
+def _over(
+    parts: nn.Module, constants: dict[str, torch.Tensor], graph: fx.Graph, meta: dict
+) -> fx.GraphModule:
     """Returns a copy of a graph that reads the parameters of another block."""
     made = fx.GraphModule({}, fx.Graph())
-    hold(made, source, WHOLE if WHOLE in captured.graph_module._modules else "")
-    for name, value in captured.constants.items():
+    made._parameters, made._buffers, made._modules = parts._parameters, parts._buffers, parts._modules
+    for name, value in constants.items():  # as they are now: `to` may have moved them
         object.__setattr__(made, name, value)
     made.meta.update(meta)
     made.graph = copy_graph(graph)

@@ -6,7 +6,7 @@ from operator import attrgetter
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 from torch.utils._pytree import tree_leaves
 
 from .._compat import storage_key
@@ -23,19 +23,23 @@ class Writes:
     its capture: a value that it holds in another dtype would miss a write through another argument.
 
     Args:
-        graph_module: The graph.
+        root: The graph, or what holds its attributes.
         targets: Paths of the attributes that it writes.
         args: The positional arguments that it was captured for.
         kwargs: The keyword arguments.
     """
 
     def __init__(
-        self, graph_module: fx.GraphModule, targets: list[str], args: tuple, kwargs: dict[str, Any]
+        self, root: nn.Module, targets: list[str], args: tuple, kwargs: dict[str, Any]
     ) -> None:
-        self._graph_module = graph_module
+        self._root, self._targets = root, targets
         self._attributes = attrgetter(*targets) if targets else None
         self._is_single = len(targets) == 1
         self._captured = self._sharing(args, kwargs)
+
+    def of(self, root: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Writes:
+        """Returns the same for another block of the same graph, captured for its arguments."""
+        return Writes(root, self._targets, args, kwargs)
 
     def allows(self, args: tuple, kwargs: dict[str, Any]) -> bool:
         """Whether these arguments share no memory, or share memory as at the capture."""
@@ -45,7 +49,7 @@ class Writes:
     def _sharing(self, args: tuple, kwargs: dict[str, Any]) -> Sharing:
         values = tree_leaves((args, kwargs))
         if self._attributes is not None:
-            held = self._attributes(self._graph_module)
+            held = self._attributes(self._root)
             values = [*values, held] if self._is_single else [*values, *held]
         first: dict[object, int] = {}
         return tuple(

@@ -12,7 +12,8 @@ from collections.abc import Callable
 from typing import NamedTuple, TypeAlias
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, Node
+from torch.nn import Module
 
 from ampgraph._compat import size_hint
 
@@ -147,11 +148,11 @@ class Sizes:
         return size
 
 
-def values_that_count(graph_module: GraphModule, low_dtype: torch.dtype) -> list[tuple]:
-    """Returns all that a plan of the graph depends on of the values of parameters, buffers and constants."""
-    extents, most = Extents(graph_module), torch.finfo(low_dtype).max
+def values_that_count(graph: Graph, root: Module, low_dtype: torch.dtype) -> list[tuple]:
+    """Returns all that a plan of a graph depends on of the parameters, buffers and constants of a module."""
+    extents, most = Extents(root), torch.finfo(low_dtype).max
     found: list[tuple] = []
-    for node in graph_module.graph.find_nodes(op="get_attr"):
+    for node in graph.find_nodes(op="get_attr"):
         extent = extents[node]
         if extent is None or extents.is_constant(node):
             found.append((node.name, extent))

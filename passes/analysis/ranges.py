@@ -11,7 +11,8 @@ import math
 from collections.abc import Iterator
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import Node
+from torch.nn import Module
 
 from ampgraph._compat import FakeTensor, OpOverload
 from ampgraph.marks import input_mark
@@ -104,10 +105,14 @@ def named_numbers(node: Node) -> Iterator[tuple[str, float]]:
 
 
 class Extents:
-    """The least and the largest finite element of each parameter, buffer and constant, looked up once."""
+    """The least and the largest finite element of each parameter, buffer and constant, looked up once.
 
-    def __init__(self, graph_module: GraphModule) -> None:
-        self._graph_module = graph_module
+    Args:
+        root: The graph module, or another module that has its attributes.
+    """
+
+    def __init__(self, root: Module) -> None:
+        self._root = root
         self._found: dict[Node, tuple[float, float] | None] = {}
 
     def __getitem__(self, node: Node) -> tuple[float, float] | None:
@@ -122,11 +127,11 @@ class Extents:
 
     def is_constant(self, node: Node) -> bool:
         """Whether training probably does not change it: a buffer or a constant."""
-        return is_table(self._graph_module, node)
+        return is_table(self._root, node)
 
     def _look_up(self, node: Node) -> tuple[float, float] | None:
         if node.op == "get_attr":
-            return _extent(_attribute(self._graph_module, str(node.target)))
+            return _extent(_attribute(self._root, str(node.target)))
         peak = input_mark(node).peak
         return (-peak, peak) if peak else None
 
@@ -137,11 +142,11 @@ def peak_of(value: object) -> float:
     return max(map(abs, (is_float32 and _extent(value)) or (0.0,)))
 
 
-def is_table(graph_module: GraphModule, node: Node) -> bool:
+def is_table(root: Module, node: Node) -> bool:
     """Whether the node is a buffer or a constant: what the model reads and training does not change."""
     if node.op != "get_attr":
         return input_mark(node).is_table
-    return not isinstance(_attribute(graph_module, str(node.target)), torch.nn.Parameter)
+    return not isinstance(_attribute(root, str(node.target)), torch.nn.Parameter)
 
 
 def _extent(tensor: object) -> tuple[float, float] | None:
@@ -163,7 +168,7 @@ def _extent(tensor: object) -> tuple[float, float] | None:
         return low, high
 
 
-def _attribute(root: torch.nn.Module, path: str) -> object:
+def _attribute(root: Module, path: str) -> object:
     value: object = root
     for part in path.split("."):
         value = getattr(value, part)

@@ -1,0 +1,110 @@
+"""What stands at the edges of a graph that runs: low copies of parameters, and loss scaling."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import fx
+
+from ..errors import warn_user
+from ..passes import ScaleLoss
+from ..passes.analysis.alias import written_memory
+from ..passes.read_shadows import casts_of, is_laid_out_again
+from ..plan import Plan
+from ..training.gradient_boundary import scale_gradients, unscale_gradients
+from ..training.scaler import LossScaler
+from .options import Options
+from .shadow_weights import ShadowWeights
+
+# A graph keeps the slots of its parameters under this name.
+PART = "_amp_slots"
+
+
+def shadowed_parameters(
+    graph: fx.Graph, values: Mapping[str, object], shadows: ShadowWeights, casts_fuse: bool = False
+) -> dict[str, torch.Tensor]:
+    """Returns the parameters, by node name, that the graph casts and can read as low copies instead.
+
+    Parameters that the graph writes are excluded: a copy from before the call would have old values.
+
+    Args:
+        graph: The graph.
+        values: The live value of each of its nodes that has one.
+        shadows: The low copies.
+        casts_fuse: Whether casts fuse and every call may follow an update. Then weights of convolutions are
+            excluded too: a compiler gives them another memory layout in the kernel of the cast, and would
+            need a kernel more for a copy.
+    """
+    return accepted(castable(graph, casts_fuse), values, shadows)
+
+
+def castable(graph: fx.Graph, casts_fuse: bool) -> list[str]:
+    """Returns the nodes that low copies could replace, if they are parameters; see `shadowed_parameters`."""
+    written = written_memory(graph)
+    nodes = [node for node in graph.nodes if casts_of(node) and node not in written]
+    return [node.name for node in nodes if not (casts_fuse and is_laid_out_again(node))]
+
+
+def accepted(
+    names: Iterable[str], values: Mapping[str, object], shadows: ShadowWeights
+) -> dict[str, torch.Tensor]:
+    """Returns the values of those nodes that are parameters with low copies."""
+    return {name: values[name] for name in names if shadows.accepts(values.get(name))}  # type: ignore[misc]
+
+
+def has_low(plan: Plan) -> bool:
+    """Whether any op in the plan runs low; otherwise no scaling is needed."""
+    return any(d.dtype == plan.low_dtype for d in plan.decisions.values())
+
+
+def boundary_pass(
+    scaler: LossScaler, values: Iterable[tuple[str, object]], state: tuple[str, str, str] | None = None
+) -> ScaleLoss:
+    """Returns the boundary pass for a graph whose nodes, by name, hold the given live values."""
+    size = scaler.state.probe.shape[0]
+    slots = []
+    for name, value in values:
+        slot = scaler.slot_of(value)
+        if slot is None and isinstance(value, torch.nn.Parameter):
+            slot = size - 1  # the parameter was added after the conversion
+        if slot is not None:
+            slots.append((name, slot))
+    return ScaleLoss(tuple(slots), size, state) if state else ScaleLoss(tuple(slots), size)
+
+
+def of_part(scale_loss: ScaleLoss, part: str) -> tuple[ScaleLoss, list[int]]:
+    """Returns the pass with slots that count in a graph's own part of the probe, and this part's slots.
+
+    Args:
+        scale_loss: The pass.
+        part: The attribute of the graph that selects the part; empty if the slots are translated elsewhere.
+    """
+    own = sorted({slot for _, slot in scale_loss.slots} | {scale_loss.size - 1})
+    slots = tuple((name, own.index(slot)) for name, slot in scale_loss.slots)
+    return dataclasses.replace(scale_loss, slots=slots, size=len(own), part=part), own
+
+
+def warn_about_float16_gradients(graph: fx.Graph, options: Options) -> None:
+    """Warns about gradients that are float16 outside of the boundary, where the loss scale protects nothing.
+
+    Those of outputs underflow before they are scaled, those of parameters and inputs when they are unscaled.
+    """
+    name = options.named("the model")
+    scaled = graph.find_nodes(op="call_function", target=scale_gradients)
+    if any(node.args[1].meta["val"].dtype == torch.float16 for node in scaled):
+        warn_user(
+            f"ampgraph: {name} returns a float16 tensor, so its gradient is float16 "
+            "before the loss scale is applied, and gradients below 6e-8 become zero. Return x.float(), or "
+            "compute the loss inside the model."
+        )
+    unscaled = graph.find_nodes(op="call_function", target=unscale_gradients)
+    low = [n for call in unscaled for n in call.args[3:] if n.meta["val"].dtype == torch.float16]
+    if low:
+        warn_user(
+            f"ampgraph: {len(low)} parameters and inputs of {name} arrive in float16 ({low[0].name} first). "
+            "Their gradients leave the graph unscaled in float16, and gradients below 6e-8 become zero. "
+            "Keep them in float32; ampgraph inserts the casts. Under FSDP2, omit param_dtype from "
+            "MixedPrecisionPolicy, or set it to bfloat16."
+        )
