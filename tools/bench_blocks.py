@@ -127,9 +127,9 @@ TEXT = """# Identical blocks
 ([distributed training](../distributed.md)).
 The model is a stack of decoder layers of transformers' Llama (width {width}), in
 bfloat16, one thread; a step is forward and backward of a batch of 2 x 8 tokens. The capture of
-the first block is in "capture s", and so are the comparisons of the others with it; "rewrite s" has the plan of
-the first block, and for the others a look at the size of their weights. Further blocks copy no graph and write
-no code. torch.compile's own capture is in its first step.
+the first block is in "capture s", and so are the comparisons of the others with it; "rewrite s" has
+the plan of the first block, and for the others a look at the size of their weights. Further blocks copy
+no graph and write no code. torch.compile's own capture is in its first step.
 
 {table}
 """

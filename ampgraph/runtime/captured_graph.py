@@ -80,14 +80,13 @@ class CapturedGraph:
     lost: tuple[str, ...] = ()
     family: Family | None = None
     parts: nn.Module | None = None
-    _made: fx.GraphModule | None = None
+    _made: tuple[fx.GraphModule, Callable] | None = None  # with its code
     _graphs: dict[tuple[bool, bool], fx.GraphModule] = field(default_factory=dict)
     _runners: dict[tuple[bool, bool], Callable] = field(default_factory=dict)
     _kept: dict[tuple[bool, bool], Callable] = field(default_factory=dict)
     _runs_by: Runner | None = None
     _is_scaled: bool = False
     _explicit: fx.GraphModule | None = None
-    _code_of_graph: Callable | None = None
     _lock: threading.RLock = field(default_factory=threading.RLock, repr=False)
 
     def __post_init__(self) -> None:
@@ -95,23 +94,21 @@ class CapturedGraph:
             self._keep(self.graph)
 
     def _keep(self, graph_module: fx.GraphModule) -> fx.GraphModule:
-        with self._lock:
-            self._made = graph_module
-            self._code_of_graph = self.code_of_graph
+        self._made = graph_module, type(graph_module).forward
         return graph_module
-
-    @property
-    def code_of_graph(self) -> Callable | None:
-        """The code of `graph_module`, which is another after an edit; None before somebody asks for it."""
-        return None if self._made is None else type(self._made).forward
 
     @property
     def graph_module(self) -> fx.GraphModule:
         """The rewritten graph with its casts. If somebody edits it, the edited graph runs."""
         if self._made is not None:
-            return self._made
+            return self._made[0]
         with self._lock:
-            return self._made or self._keep(self.graph())  # type: ignore[arg-type]
+            return self._made[0] if self._made else self._keep(self.graph())  # type: ignore[arg-type]
+
+    @property
+    def code_of_graph(self) -> Callable:
+        """The code of `graph_module`, which is another after an edit."""
+        return type(self.graph_module).forward
 
     def fits(self, args: tuple, kwargs: dict[str, Any]) -> bool:
         """Whether the model is unchanged since the capture and the arguments share memory as at capture."""
@@ -122,7 +119,7 @@ class CapturedGraph:
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the graph; with gradients enabled, the graph with the boundary."""
         training = torch.is_grad_enabled()
-        if self.code_of_graph is not self._code_of_graph:
+        if (made := self._made) is not None and type(made[0]).forward is not made[1]:
             self._derive_again()
         if training and self.scaler.is_enabled():
             self.scaler.check_loop()
@@ -154,7 +151,7 @@ class CapturedGraph:
         with self._lock:
             self._graphs, self._runners, self._kept = {}, {}, {}
             self._explicit, self.family, self.aot = None, None, AotGraphs()
-            self._code_of_graph = self.code_of_graph
+            self._keep(self.graph_module)
 
     def run_by(self, run: Runner | None) -> None:
         """Lets ``run(graph_module, *args, **kwargs)`` run the graph, and not the backend; None: no more."""
@@ -192,8 +189,8 @@ class CapturedGraph:
         """Applies ``function`` to the constants, as ``nn.Module.to`` does to buffers."""
         for name, value in self.constants.items():
             self.constants[name] = function(value)
-            holders = (self._made, self._explicit, self.parts, *self._graphs.values())
-            for holder in holders:
+            made = self._made[0] if self._made else None
+            for holder in (made, self._explicit, self.parts, *self._graphs.values()):
                 if holder is not None:
                     object.__setattr__(holder, name, self.constants[name])
 
