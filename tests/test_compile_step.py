@@ -133,7 +133,9 @@ def test_a_compiled_graph_ends_with_the_gradients() -> None:
     plain = Run().train(20, whole=False, clip_norm=0.5)
     assert whole.step.reason is None
     assert "_fused_adamw_" not in whole.step.graph_modules[0].code
-    assert any("_foreach_norm" in graph_module.code for graph_module in seen)
+    assert len(seen) > 1
+    # The check and clipping have no foreach norm, whose scalars a compiler copies one by one.
+    assert "foreach" not in whole.step.graph_modules[0].code
     assert_equal(whole, plain)
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import ampgraph
 
@@ -174,6 +175,22 @@ def test_what_replaces_steps_and_forwards_runs() -> None:
         run.train(1)
     assert len(calls) > 4
     assert "hooks for all modules" in str(run.reasons[-1])
+
+
+def test_a_step_copies_the_weights_once() -> None:
+    class Copies(TorchDispatchMode):
+        count = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+            self.count += func is torch.ops.aten._foreach_copy_.default
+            return func(*args, **(kwargs or {}))
+
+    run = Run(True, plain_loss, layer())
+    run.train(4)
+    with Copies() as copies:
+        run.train(2)
+    assert run.reasons[-1] is None
+    assert copies.count == 2
 
 
 # -- changes of what the loss reads --------------------------------------------------------------------------

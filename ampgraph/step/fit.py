@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer, lr_scheduler
 from torch.utils._pytree import tree_leaves
 
-from .._compat import has_global_hooks, is_any_autocast_enabled, storage_key
+from .._compat import data_of, has_global_hooks, is_any_autocast_enabled, storage_key
 from ..errors import PolicyError
 from ..module import AmpModule
 from ..proxy.all_parameters import all_parameters
@@ -60,7 +60,7 @@ def reason_for_the_loop(
         return "the optimizer does not hold exactly the model's parameters that require gradients"
     if any(map(has_hooks, held)):
         return "a parameter has hooks"
-    if any(type(p.data) is not Tensor for p in held):
+    if any(type(data_of(p)) is not Tensor for p in held):
         return "a parameter is a subclass of Tensor"
     for leaf in tree_leaves((args, kwargs)):
         if isinstance(leaf, Tensor):

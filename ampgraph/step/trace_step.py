@@ -19,7 +19,7 @@ from ..errors import AmpGraphError
 from ..module import AmpModule
 from ..policy.loss_scale import DynamicLossScale, adapted
 from ..proxy.all_parameters import all_parameters
-from ..training.gradient_boundary import non_finite
+from ..training.gradient_boundary import non_finite, traced_for_a_compiler
 from ..training.optimizer_step import parameters_of
 from ..training.overflow import bad_outputs
 from ..training.scale_state import CHECKED
@@ -173,7 +173,8 @@ class _Tracer:
         with _in_place_of(self._amp, fakes), self._forward():
             with RefusedOutside():
                 result = self._loss_fn(self._amp, *args, **kwargs)
-            gradients, flags = self._gradients(loss_of(result), checked, bool(scale))
+            with contextlib.nullcontext() if self.traced.updates else traced_for_a_compiler():
+                gradients, flags = self._gradients(loss_of(result), checked, bool(scale))
             with torch.no_grad():
                 found = None if flags is None else (flags > 0).any().to(torch.float32)
                 kept = self._update(gradients, found, rates)
@@ -218,7 +219,9 @@ class _Tracer:
             parameter.grad = gradient
         held = [self._fakes[id(p)] for p in parameters_of(self._optimizer)]
         if self._clip_norm is not None:
-            torch.nn.utils.clip_grad_norm_(held, self._clip_norm)
+            # A compiler would copy the scalars of foreach norms with one kernel each.
+            foreach = None if self.traced.updates else False
+            torch.nn.utils.clip_grad_norm_(held, self._clip_norm, foreach=foreach)
         if not self.traced.updates:
             trained = {id(self._fakes[id(p)]): p for p in parameters_of(self._optimizer)}
             self.traced.trained = [trained[id(p)] for p, _ in gradients]

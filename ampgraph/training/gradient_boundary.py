@@ -16,7 +16,9 @@ divides by the same number, even if the scaler has changed the scale since.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -34,6 +36,21 @@ from .scale_state import CHECKED
 # A trace carries an annotation onto every node made inside it.
 _ROLE_KEY = "ampgraph_boundary"
 _NOT_TRACED = nullcontext()
+_here = threading.local()
+
+
+@contextlib.contextmanager
+def traced_for_a_compiler() -> Iterator[None]:
+    """Lets a trace by ``make_fx`` have the arithmetic that a compiler fuses, as one by AOTAutograd has it."""
+    before, _here.is_traced = getattr(_here, "is_traced", False), True
+    try:
+        yield
+    finally:
+        _here.is_traced = before
+
+
+def _is_for_a_compiler() -> bool:
+    return torch.compiler.is_compiling() or getattr(_here, "is_traced", False)
 
 
 class ScaleGradients(Function):
@@ -119,7 +136,7 @@ def unscaled(grads: list[Tensor], inverse: Tensor) -> Sequence[Tensor]:
     if _counts_once():
         return _Times.apply(inverse, *grads)
     # Neither AOTAutograd nor vmap has such a kernel. A compiler fuses a single product with the check.
-    if torch.compiler.is_compiling() or any(g.is_sparse for g in grads) or _is_batched(grads):
+    if _is_for_a_compiler() or any(g.is_sparse for g in grads) or _is_batched(grads):
         return [g * inverse for g in grads]
     return torch._foreach_mul(grads, inverse)
 
@@ -153,7 +170,7 @@ def _peaks(tensors: list[Tensor]) -> Tensor:
     A compiler fuses each reduction with the product that it reads, and writes its element into the result.
     It would copy the scalars of ``_foreach_norm`` with one kernel each.
     """
-    if not torch.compiler.is_compiling():
+    if not _is_for_a_compiler():
         return torch.stack(torch._foreach_norm([*tensors], float("inf")))
     return torch.cat([_in_memory_order(t).abs().reshape(-1).amax(0, keepdim=True) for t in tensors])
 
