@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections import OrderedDict
 
@@ -145,3 +146,44 @@ def test_a_model_of_another_dtype_returns_this_dtype(policy, dtype):
     assert_like(amp(IDS), other(IDS))
     amp.float()
     assert_like(amp(IDS), other.float()(IDS))
+
+
+class Settings(nn.Module):
+    """Reads settings of torch, by name and without a name."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
+
+    def forward(self, x):
+        gain = 1 + 2 * torch.is_inference_mode_enabled() + 4 * torch.are_deterministic_algorithms_enabled()
+        return self.fc(x) * gain, torch.tensor([1.0]), torch.arange(3) / 2, torch.zeros(2)
+
+
+@contextlib.contextmanager
+def default_dtype():
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@contextlib.contextmanager
+def deterministic():
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("setting", [default_dtype, deterministic, torch.inference_mode])
+def test_a_setting_of_torch_is_seen(setting):
+    model = Settings()
+    amp = ampgraph.convert(model, (X,), dtype=torch.bfloat16, backend="eager", capture="ahead of time")
+    for _ in range(2):
+        with setting():
+            assert_like(amp(X), model(X))
+        assert_like(amp(X), model(X))
+    assert len(amp.graph_modules) == 2

@@ -111,9 +111,9 @@ def result_dtypes(
 ) -> tuple[torch.dtype | None, ...]:
     """Returns the dtypes of a call_function node's results, from FakeTensor.
 
-    A result's dtype follows from the op, its arguments' dtypes and devices, which of them are 0-dim, and
-    its non-tensor arguments, never from sizes; so one evaluation serves every node with the same key
-    (sizes only tell how many results ``split`` has). ``instead`` is as for `evaluate`.
+    A result's dtype follows from the op, its arguments' dtypes and devices, which of them are 0-dim,
+    its non-tensor arguments and the default dtype, never from sizes; so one evaluation serves every node with
+    the same key (sizes only tell how many results ``split`` has). ``instead`` is as for `evaluate`.
     """
     if node.target is operator.getitem:
         value = node.args[0].meta["val"][node.args[1]]  # type: ignore[union-attr,index]
@@ -122,7 +122,8 @@ def result_dtypes(
     if isinstance(value, (*py_sym_types, bool, int, float)):
         return (None,)  # FakeTensor does not know the value that ``item`` reads
     count = len(value) if isinstance(value, (list, tuple)) else 1
-    key = (node.target, count, _dtype_key(node.args, instead), _dtype_key(node.kwargs, instead))
+    default = torch.get_default_dtype()
+    key = (node.target, count, default, _dtype_key(node.args, instead), _dtype_key(node.kwargs, instead))
     if key not in _dtype_cache:
         here = threading.get_ident()
         # Dtypes do not depend on gradients, and a parameter may be written under no_grad.

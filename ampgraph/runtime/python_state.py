@@ -15,9 +15,21 @@ from ..proxy.all_parameters import all_parameters
 from .layouts import Layouts
 from .places import Places
 
+# Settings of torch that code may ask for by name. The default dtype is that of ``torch.zeros(3)``, too.
+_SETTINGS = (
+    "are_deterministic_algorithms_enabled",
+    "get_float32_matmul_precision",
+    "get_num_threads",
+    "is_anomaly_check_nan_enabled",
+    "is_anomaly_enabled",
+    "is_deterministic_algorithms_warn_only_enabled",
+    "is_inference_mode_enabled",
+    "is_warn_always_enabled",
+)
+
 
 class PythonState:
-    """What forward read: attributes of modules, globals and functions; strides and grad mode if it asked.
+    """What forward read: attributes, globals, functions, settings of torch; strides and grad mode if asked.
 
     Left out is what forward sets itself: it would be another at every call.
 
@@ -47,6 +59,9 @@ class PythonState:
                 holder = vars(module) if key[1] in vars(module) else module  # or of its class
                 self._attributes.add(Place(holder, key[1], paths[key]))
         self._attributes.settle()
+        asked = (getattr(torch, name) for name in _SETTINGS if name in reads.code.names)
+        self._questions = [torch.get_default_dtype, *asked]
+        self._answers = [ask() for ask in self._questions]
         self._autograd = _autograd(source, args, kwargs) if reads.asks_for_gradients else None
         self._layouts = (
             Layouts(source, args, kwargs, reads.asks_for_offset) if reads.asks_for_layout else None
@@ -56,7 +71,7 @@ class PythonState:
         """Whether forward would read the same values. Runs at every call."""
         if torch.compiler.is_dynamo_compiling():  # strict export cannot trace the comparison
             return True
-        if not self._attributes.are_same():
+        if [ask() for ask in self._questions] != self._answers or not self._attributes.are_same():
             return False
         # A capture replaces functions of torch for as long as it lasts.
         if not self._code.are_same() and not is_capturing_here():
@@ -68,7 +83,7 @@ class PythonState:
     def seen(self) -> list[Any]:
         """Returns what forward read of the model, to compare with another model of the same structure."""
         layouts = None if self._layouts is None else self._layouts.seen()
-        return [self._attributes.seen(), self._autograd, layouts]
+        return [self._attributes.seen(), self._answers, self._autograd, layouts]
 
     def has_same_code(self) -> bool:
         """Whether globals and functions are the same."""
