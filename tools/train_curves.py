@@ -10,6 +10,7 @@ gradients vanish without a loss scale.
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import json
 import time
@@ -130,6 +131,7 @@ class GPT(nn.Module):
 LENGTH = 64
 
 
+@functools.cache
 def text() -> tuple[Tensor, Tensor, int]:
     """Returns training text, held-out text (the last tenth) and the size of the alphabet."""
     from pydoc_data.topics import topics
