@@ -10,7 +10,7 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import fx, nn
 from torch.export import Dim
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import ampgraph
 from ampgraph import AmpGraphError, CaptureError, NoLossScale, PassError, Policy, PolicyError
 from ampgraph._compat import VERSION
+from ampgraph.capture import capture_program
 
 from .helpers import Fn, close, dtype_of, inserted, nodes_of
 
@@ -934,3 +935,20 @@ def test_models_own_casts_are_kept():
     amp = ampgraph.convert(model, (X, w), dtype=BF16)
     assert torch.equal(amp(X, w), model(X, w))
     assert len(nodes_of(amp.graph_module, "to")) + len(nodes_of(amp.graph_module, "_to_copy")) == 4
+
+
+def test_a_capture_has_the_source_lines_and_the_code_of_torchs_own_export():
+    def forward(self, x):
+        with torch.no_grad():
+            x = self.a(x)
+        return nn.Sequential(self.b, nn.ReLU())(x)
+
+    model = Body(forward)
+    ours = capture_program(model, (X,)).graph_module
+    theirs = torch.export.export(model, (X,), strict=False).graph_module
+    parts = zip(ours.modules(), theirs.modules(), strict=True)
+    for mine, other in [pair for pair in parts if isinstance(pair[0], fx.GraphModule)]:
+        assert mine.code == other.code
+        for node, wanted in zip(mine.graph.nodes, other.graph.nodes, strict=True):
+            assert node.stack_trace == wanted.stack_trace
+    assert any("self.b, nn.ReLU" in (node.stack_trace or "") for node in ours.graph.nodes)

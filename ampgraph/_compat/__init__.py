@@ -71,6 +71,7 @@ from .quiet import (
     quiet_export,
 )
 from .ranks import RankStore, store_of_ranks, waited, without_wait
+from .source_lines import cheap_source_lines
 from .storages import Content, current_backward, has_content, may_be_swapped
 from .version import VERSION
 
@@ -96,6 +97,7 @@ __all__ = [
     "aot_eager",
     "apart_from_dynamo",
     "autocast_values",
+    "cheap_source_lines",
     "compiled_by_dynamo",
     "current_backward",
     "data_of",

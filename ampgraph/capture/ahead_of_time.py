@@ -16,6 +16,7 @@ from torch.export import ExportedProgram, ShapesCollection
 from torch.fx import traceback as fx_traceback
 
 from .._compat import (
+    cheap_source_lines,
     errors_raised_not_logged,
     no_ambient_autocast,
     no_global_hooks,
@@ -160,6 +161,7 @@ def _exported(
             noting_random_numbers(values_named(model, reads.code), is_capturing_here) as random_numbers,
             WatchedCalls(reads, replaced, kept, lost, random_numbers),
             recorded(reads, is_capturing_here),
+            cheap_source_lines(),
         ):
             program = torch.export.export(model, args, kwargs, dynamic_shapes=dynamic_shapes, strict=False)
     except Exception as error:
