@@ -1,4 +1,4 @@
-"""One capture for several conversions of the same code."""
+"""One capture for several conversions of the same code, or of models that are alike."""
 
 from __future__ import annotations
 
@@ -10,7 +10,11 @@ from unittest import mock
 
 from torch.export import ExportedProgram
 
-from ampgraph.capture import capture_program
+from ampgraph.capture import Reads, capture_program
+from ampgraph.runtime.captured_graph import CapturedGraph
+from ampgraph.runtime.graph_cache import GraphCache
+from ampgraph.runtime.options import Options
+from ampgraph.runtime.siblings import Call, Siblings, Unplanned
 
 
 class LastCapture:
@@ -39,4 +43,29 @@ class LastCapture:
             return program
 
         with mock.patch("ampgraph.runtime.export_call.capture_program", capture):
+            yield
+
+
+class SharedCaptures(Siblings):
+    """The captures of all models that are alike, as those of the blocks of one model.
+
+    Only for ``backend="eager"``: blocks share compiled code in another form than whole models have it.
+    """
+
+    def add(self, call: Call, captured: CapturedGraph, reads: Reads, unplanned: Unplanned) -> None:
+        captured.code = None
+        super().add(call, captured, reads, unplanned)
+
+    @contextmanager
+    def by_all(self) -> Iterator[None]:
+        """Every conversion ahead of time inside takes part, except those of `convert_blocks`."""
+        made = GraphCache.__init__
+
+        def init(
+            cache: GraphCache, source: Any, options: Options, scaler: Any, stored: Any, siblings: Any = None
+        ) -> None:
+            shares = siblings is None and options.backend == "eager" and not options.just_in_time
+            made(cache, source, options, scaler, stored, self if shares else siblings)
+
+        with mock.patch.object(GraphCache, "__init__", init):
             yield

@@ -39,6 +39,15 @@ def _one_thread_fresh_seed():
 
 
 @pytest.fixture(scope="module")
+def shared_captures() -> Iterator[None]:
+    """For test files about what runs after a capture: models of one class share captures and plans."""
+    from .captures import SharedCaptures
+
+    with SharedCaptures().by_all():
+        yield
+
+
+@pytest.fixture(scope="module")
 def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
     """Two processes; a module names in ``RANKS_IMPORT`` what its functions import."""
     pool = Ranks(imports=[request.module.__name__, *getattr(request.module, "RANKS_IMPORT", ())])

@@ -16,6 +16,7 @@ from ampgraph import DynamicLossScale, NoLossScale, Policy
 
 from .models import TwoHeads
 
+pytestmark = pytest.mark.usefixtures("shared_captures")
 NUMBERS = {"init_scale": 2.0**22, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 3}
 ROUNDS = 24
 BACKENDS = pytest.mark.parametrize("backend", ["eager", "aot_eager"])

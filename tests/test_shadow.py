@@ -14,6 +14,7 @@ from ampgraph.training.gradient_boundary import shadow_weights
 
 F16 = torch.float16
 X = torch.randn(5, 8, generator=torch.Generator().manual_seed(0))
+pytestmark = pytest.mark.usefixtures("shared_captures")
 CAPTURES = pytest.mark.parametrize("args", [(X,), None], ids=["ahead of time", "just in time"])
 
 
