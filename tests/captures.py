@@ -17,6 +17,13 @@ from ampgraph.runtime.options import Options
 from ampgraph.runtime.siblings import Call, Siblings, Unplanned
 
 
+def copied(program: ExportedProgram) -> ExportedProgram:
+    """Returns a program whose graph may be edited."""
+    program = copy.copy(program)
+    program._graph_module = copy.deepcopy(program.graph_module)
+    return program
+
+
 class LastCapture:
     """Keeps the last capture, of a model without parameters and buffers.
 
@@ -38,9 +45,7 @@ class LastCapture:
             whole = (key, *((t.dtype, t.requires_grad) for t in args))
             if self._program is None or self._key != whole:
                 self._key, self._program = whole, capture_program(model, args, *rest)
-            program = copy.copy(self._program)
-            program._graph_module = copy.deepcopy(program.graph_module)
-            return program
+            return copied(self._program)
 
         with mock.patch("ampgraph.runtime.export_call.capture_program", capture):
             yield

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from itertools import chain
 from types import MappingProxyType
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import fx, nn
@@ -21,7 +22,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves
 
 import ampgraph
 from ampgraph import NoLossScale, Policy
-from ampgraph.capture import capture_program
+from ampgraph.capture import Reads, capture_program
 from ampgraph.capture.unlift import unlift
 from ampgraph.passes import InlineRegions, is_inserted_cast, run_passes
 from ampgraph.passes.analysis.alias import viewed, written_args
@@ -31,6 +32,7 @@ from ampgraph.policy.policy import LOW_DTYPES
 from ampgraph.runtime.graph_copies import copy_graph_module
 
 from .brute_force import moved
+from .captures import copied
 from .exact_integers import differing_integers
 from .helpers import graph_lines, problem_of
 from .random_modules import Program
@@ -72,9 +74,7 @@ def check_program(program: Program, level: str, backward: bool = True) -> str:
         captured.check_itself(expected, backward)
     except Exception as error:
         raise NotConvertible(f"{type(error).__name__}: {error}") from error
-    amp = ampgraph.convert(
-        program.build(), program.inputs(), policy=policy_of(program, level), capture="ahead of time"
-    )
+    amp = captured.converted(level)
     actual = run(amp, program, backward)
     check_types(actual, expected, dict.fromkeys(amp.stored_low, program.low))
     check_casts(amp.graph_module, program.low)
@@ -118,8 +118,10 @@ class Captured:
 
     def __init__(self, program: Program) -> None:
         self.program, self.model = program, program.build()
+        self.reads = Reads(self.model)
         with _quiet():
-            self.graph_module = unlift(capture_program(self.model, program.inputs()), self.model)[0]
+            self.exported = capture_program(self.model, program.inputs(), reads=self.reads)
+        self.graph_module = unlift(copied(self.exported), self.model)[0]
         self.buffers = {n: b.clone() for n, b in self.model.named_buffers()}
         self.eps = max(torch.finfo(dtype).eps for dtype in {program.low, *_low_dtypes(self.graph_module)})
 
@@ -134,11 +136,30 @@ class Captured:
         """Returns a copy that passes may edit."""
         return copy_graph_module(self.graph_module)
 
-    def moved(self, seed: int, backward: bool) -> Outcome:
-        """Runs it once from the start, every result moved a little."""
+    def converted(self, level: str) -> ampgraph.AmpModule:
+        """Converts the model, from the same capture; at O3, which changes parameters, another like it."""
+        policy, inputs = policy_of(self.program, level), self.program.inputs()
+        if level == "O3":
+            return ampgraph.convert(self.program.build(), inputs, policy=policy, capture="ahead of time")
+
+        def capture(model: nn.Module, args: tuple, kwargs: dict, shapes: None, reads: Reads, gradients: bool):
+            assert model is self.model
+            vars(reads).update(vars(self.reads))
+            return copied(self.exported)
+
+        self.reset()
+        with mock.patch("ampgraph.runtime.export_call.capture_program", capture):
+            return ampgraph.convert(self.model, inputs, policy=policy, capture="ahead of time")
+
+    def reset(self) -> None:
+        """Gives the buffers the values that they had before any run."""
         with torch.no_grad():
             for name, buffer in self.model.named_buffers():
                 buffer.copy_(self.buffers[name])
+
+    def moved(self, seed: int, backward: bool) -> Outcome:
+        """Runs it once from the start, every result moved a little."""
+        self.reset()
         interpreter = _Moving(self.graph_module, self.eps, seed)
         return run(self.model, self.program, backward, interpreter.run)
 

@@ -257,13 +257,13 @@ class RandomGraph:
 
 
 @functools.cache
-def _random_graph(seed: int, steps: int) -> Graph:
-    return RandomGraph(seed, steps).graph_module.graph
+def _random_graph(kind: type[RandomGraph], seed: int, steps: int) -> Graph:
+    return kind(seed, steps).graph_module.graph
 
 
-def random_graph(seed: int, steps: int) -> GraphModule:
-    """The graph of `RandomGraph`, which several tests start from."""
-    return GraphModule(nn.Module(), copy_graph(_random_graph(seed, steps)))
+def random_graph(seed: int, steps: int, kind: type[RandomGraph] = RandomGraph) -> GraphModule:
+    """The graph of `RandomGraph`, which several tests start from; it is built once."""
+    return GraphModule(nn.Module(), copy_graph(_random_graph(kind, seed, steps)))
 
 
 # -- reading results ------------------------------------------------------------------------------------

@@ -200,7 +200,7 @@ class UnevenGraph(RandomGraph):
 
 def default_problem(seed, level, steps):
     """A small random graph, its costs, and the bound that the default objective has."""
-    problem = problem_of(UnevenGraph(seed, steps).graph_module, Policy(level, keep_io_dtypes=seed % 3 != 0))
+    problem = problem_of(random_graph(seed, steps, UnevenGraph), Policy(level, keep_io_dtypes=seed % 3 != 0))
     if not 0 < len(free_variables(problem)) <= MOST_FREE:
         return None
     rule = place.autocast_rule(problem)
@@ -233,7 +233,7 @@ def test_past_the_limit_the_gap_is_true_and_no_alternative_is_better(monkeypatch
         gaps += bool(check_within(problem, costs, bound, f"seed {seed}", proven=False))
         placed = place.place_within(problem, bound)
         rule = place.autocast_rule(problem)
-        gray = problem_of(UnevenGraph(seed, steps).graph_module, Policy("O1", keep_io_dtypes=seed % 3 != 0))
+        gray = problem_of(random_graph(seed, steps, UnevenGraph), Policy("O1", keep_io_dtypes=seed % 3 != 0))
         first = place.place_within(gray, bound)
         traffic = moved(problem, placed.labels, placed.anchors).traffic
         assert traffic <= moved(problem, rule.labels, rule.anchors).traffic, f"seed {seed}"

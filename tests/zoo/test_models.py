@@ -8,6 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from ampgraph._compat import cheap_source_lines
 from tests.zoo import models as zoo
 from tests.zoo.capturable import marks
 from tests.zoo.oracle import autocast_oracle
@@ -35,7 +36,8 @@ def test_model(name: str, training: bool) -> None:
     assert loss.isfinite()
     assert any(p.grad is not None and p.grad.any() for p in model.parameters())
 
-    gm = torch.export.export(model, args, kwargs, strict=False).module()
+    with cheap_source_lines():
+        gm = torch.export.export(model, args, kwargs, strict=False).module(check_guards=False)
     result = autocast_oracle(gm, args, kwargs, torch.float16)
     assert result.activation_casts
 
