@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import math
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -115,6 +118,58 @@ def test_a_remedy_covers_this_batch_and_the_others(net):
     assert set(alone.remedy) < set(both.remedy)
     assert not converted(model, policy=amp.policy.replace(rules=alone.remedy))(LARGE).isfinite().all()
     assert converted(model, policy=amp.policy.replace(rules=both.remedy))(LARGE).isfinite().all()
+
+
+def _edited(ranges: ampgraph.Calibration, **numbers: object) -> str:
+    """Returns the JSON with other numbers in the row of ``mul``."""
+    data = ranges.to_dict()
+    (graph,) = data["graphs"].values()
+    graph["values"]["mul"] |= numbers
+    return json.dumps(data)
+
+
+EDITS = [
+    *({"peak": value} for value in ("x", None, -1.0, math.nan, 1.0)),
+    *({"exponents": value} for value in ({"3": -2}, {})),
+    *({"smallest": 1e30}, {"beyond": 1000}, {"zeroed": 0.5}, {"elements": 7}),
+]
+
+
+@pytest.mark.parametrize("numbers", EDITS, ids=str)
+def test_an_edited_row_is_refused(net, numbers):
+    ranges = ranges_of(net)
+    assert ampgraph.Calibration.from_json(_edited(ranges)) == ranges
+    with pytest.raises(AmpGraphError, match="not the JSON of a Calibration"):
+        ampgraph.Calibration.from_json(_edited(ranges, **numbers))
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, "1" * 6000, "", "[]", '{"format": 1}'])
+def test_other_text_is_refused(text):
+    with pytest.raises(AmpGraphError, match="not the JSON of a Calibration"):
+        ampgraph.Calibration.from_json(text)
+
+
+@pytest.mark.parametrize("numbers", [{"scale": math.nan}, {"scale": 0.0}, {"batches": 0}], ids=str)
+def test_an_edited_head_is_refused(net, numbers):
+    data = ranges_of(net).to_dict() | numbers
+    with pytest.raises(AmpGraphError, match="expected positive numbers"):
+        ampgraph.Calibration.from_json(json.dumps(data))
+
+
+def test_a_graph_with_other_rows_is_refused(net):
+    ranges = ranges_of(net)
+    (graph,) = ranges.graphs.values()
+    row = graph.values.pop("mul")
+    with pytest.raises(AmpGraphError, match="other values than its graph has, mul for example"):
+        converted(net, calibration=ranges)
+    graph.values["mull"] = row
+    with pytest.raises(AmpGraphError, match="other values than its graph has"):
+        ampgraph.check_numerics(converted(net), (SMALL,), calibration=ranges)
+
+
+def test_a_batch_that_float32_does_not_hold_is_told(net):
+    with pytest.warns(UserWarning, match="the result of batch 2 is NaN or infinite in float32"):
+        ampgraph.calibrate(converted(net), [(SMALL,), (SMALL * math.inf,), (SMALL * math.nan,)])
 
 
 def test_what_is_refused(net):

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx import Node
+from torch.utils._pytree import tree_leaves
 
-from ..errors import AmpGraphError
+from ..errors import AmpGraphError, warn_user
 from ..module import AmpModule
 from ..passes.analysis.fingerprint import fingerprint
 from ..report import graph_view as view
@@ -59,17 +60,29 @@ def calibrate(
     scale = float(amp.scaler.get_scale()) if is_scaled else 1.0
     found = Calibration(view.graph_name(amp), amp.options.low_dtype, scale)
     runner: ModelRunner | None = None
+    is_told = False
     for batch in with_progress(batches, "calibrating", progress):
         args, kwargs = arguments_of(batch, found.batches + 1, "calibrate")
         if runner is None:
             runner = ModelRunner(amp, args, kwargs)
         else:
             runner.take(args, kwargs)
-        _Observed(found, loss).run(runner)
+        result = _Observed(found, loss).run(runner)
         found.batches += 1
+        if not is_told and not all(map(_is_number, floats(tree_leaves(result)))):
+            is_told = True
+            warn_user(
+                f"calibrate: the result of batch {found.batches} is NaN or infinite in float32 already; "
+                "ranges of such values say nothing."
+            )
     if runner is None:
         raise AmpGraphError("calibrate: batches is empty; expected at least one batch.")
     return found
+
+
+def _is_number(tensor: Tensor) -> bool:
+    """Whether no element is NaN or infinite; minus infinity is a mask."""
+    return not bool((tensor.isnan() | tensor.isposinf()).any())
 
 
 class _Observed:
@@ -79,16 +92,18 @@ class _Observed:
         self._found, self._loss = found, loss
         self._leaves: list[tuple[ValueStatistics, Tensor]] = []
 
-    def run(self, runner: ModelRunner) -> None:
+    def run(self, runner: ModelRunner) -> Any:
+        """Returns the model's result."""
         result = runner(self._run_part, gradients=self._loss is not None)
         if self._loss is None:
-            return
+            return result
         with torch.enable_grad():
             value = checked_loss(self._loss(result))
         leaves = [leaf for _, leaf in self._leaves]
         gradients = torch.autograd.grad(value.sum(), leaves, allow_unused=True)
         for (statistics, _), gradient in zip(self._leaves, gradients, strict=True):
             self._add_gradient(statistics, gradient)
+        return result
 
     def _run_part(self, part: Part, inputs: list[Any]) -> Sequence[Any]:
         seen = self._found.graphs.setdefault(fingerprint(part.float32), GraphStatistics())

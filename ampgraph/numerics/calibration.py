@@ -140,8 +140,11 @@ class Calibration:
                 raise ValueError(f"format {data['format']!r}, expected {FORMAT!r}")
             dtype = DTYPE_NAMES[data["low_dtype"]]
             graphs = {key: _graph_from_dict(graph, dtype) for key, graph in data["graphs"].items()}
-            return cls(str(data["model"]), dtype, float(data["scale"]), int(data["batches"]), graphs)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            scale, batches = float(data["scale"]), int(data["batches"])
+            if not 0 < scale < math.inf or batches < 1:
+                raise ValueError(f"scale={scale}, batches={batches}: expected positive numbers")
+            return cls(str(data["model"]), dtype, scale, batches, graphs)
+        except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
             raise AmpGraphError(f"not the JSON of a Calibration: {error!r}.") from error
 
     def save(self, path: str | PathLike[str]) -> None:

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from ..errors import PolicyError
+from ..errors import AmpGraphError, PolicyError
 from ..module import AmpModule
 from ..policy.policy import Policy
-from ..runtime.run_graph import GraphRun
+from ..report.graph_view import is_item
+from ..runtime.run_graph import GraphRun, floats
 from .calibration import Calibration
 from .neighbours import Neighbours
 from .remedy import merged
@@ -39,9 +40,15 @@ def wide(calibration: Calibration, part: Part, near: Neighbours, low_dtype: torc
     """Returns the tensors of a graph that left the low range in a batch, in graph order, with their peaks.
 
     Raises:
-        AmpGraphError: The calibration has not seen this graph.
+        AmpGraphError: The calibration has not seen this graph, or not all of its values.
     """
     rows, most = calibration.of(part.float32).values, torch.finfo(low_dtype).max
+    measured = {n.name for n in near.nodes.values() if not is_item(n) and floats(n.meta.get("val"))}
+    if other := sorted(measured ^ rows.keys()):
+        raise AmpGraphError(
+            f"the calibration of {calibration.model} was changed: it has other values than its graph has, "
+            f"{other[0]} for example; calibrate again."
+        )
     peaks = {node: rows[name].peak for name, node in near.nodes.items() if name in rows}
     return {node: peak for node, peak in peaks.items() if peak > most}
 

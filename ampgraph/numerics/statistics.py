@@ -13,6 +13,8 @@ from torch import Tensor
 
 # Elements that are converted at a time; about 3 MB of temporaries.
 BLOCK = 1 << 16
+# Subnormal float32 values count with this exponent.
+_SUBNORMAL = -127
 _EXPONENT_BITS = {torch.float32: (torch.int32, 23, 0xFF, 127), torch.float64: (torch.int64, 52, 0x7FF, 1023)}
 
 
@@ -84,11 +86,41 @@ class ValueStatistics:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any], low_dtype: torch.dtype) -> ValueStatistics:
-        """Reads what `to_dict` returned."""
+        """Reads what `to_dict` returned.
+
+        Raises:
+            ValueError: The numbers contradict each other; nothing can have been counted like this.
+        """
         names = ("elements", "zeros", "nonfinite", "peak", "zeroed", "beyond")
         smallest = math.inf if data["smallest"] is None else float(data["smallest"])
-        exponents = Counter({int(e): int(count) for e, count in data["exponents"].items()})
-        return cls(low_dtype, smallest=smallest, exponents=exponents, **{name: data[name] for name in names})
+        exponents = Counter({int(e): count for e, count in data["exponents"].items()})
+        row = cls(low_dtype, smallest=smallest, exponents=exponents, **{name: data[name] for name in names})
+        row._check()
+        return row
+
+    def _check(self) -> None:
+        counts = (
+            self.elements,
+            self.zeros,
+            self.nonfinite,
+            self.zeroed,
+            self.beyond,
+            *self.exponents.values(),
+        )
+        if any(type(count) is not int or count < 0 for count in counts):
+            raise ValueError(f"expected counts of elements, got {counts}")
+        if type(self.peak) not in (int, float) or not 0 <= self.peak < math.inf:
+            raise ValueError(f"peak={self.peak!r}: expected a finite number that is not negative")
+        inner = self.elements - self.zeros - self.nonfinite
+        if self.exponents.total() != inner or max(self.zeroed, self.beyond) > inner:
+            raise ValueError(f"the counts of {self.elements} elements do not add up")
+        exponent = math.frexp(self.peak)[1] - 1
+        greatest = max(self.exponents, default=exponent)
+        fits = greatest == exponent or greatest <= _SUBNORMAL
+        if inner and not (fits and 0 < self.smallest <= self.peak):
+            raise ValueError(f"peak={self.peak!r} and smallest={self.smallest!r} contradict the exponents")
+        if not inner and (self.peak or self.smallest != math.inf):
+            raise ValueError(f"peak={self.peak!r} and smallest={self.smallest!r} without finite elements")
 
 
 @dataclass
