@@ -16,6 +16,7 @@ import ampgraph
 from ampgraph import AmpGraphError, Policy, PolicyError
 from ampgraph.cli.main import main
 from ampgraph.tune_model import tuned
+from ampgraph.tuning.candidates import Candidates
 from ampgraph.tuning.result_error import ResultError
 from ampgraph.tuning.sensitivity import Probes, Sensitivity
 from ampgraph.tuning.tuner import RUNS
@@ -205,6 +206,17 @@ def test_errors_of_outputs_that_are_alike_scatter_more(x: Tensor, monkeypatch: p
     alike, free = seen
     assert alike == pytest.approx(2**0.5, abs=0.3)
     assert free < 0.4
+
+
+def test_what_is_left_of_the_budget_is_given_back(
+    net: Net, x: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From a plan that keeps everything in float32, pins are taken back one by one."""
+    monkeypatch.setattr(Candidates, "search", lambda self, limit: [self.everything])
+    start, exact = (tuned(net, [(x,)], budget, F16) for budget in (1.0, 0.0))
+    found = tuned(net, [(x,)], 0.95 * start.error, F16)
+    assert found.traffic < exact.traffic
+    assert 0 < found.error <= 0.95 * start.error
 
 
 def test_what_overflows_stays_float32() -> None:

@@ -3,6 +3,7 @@
 Usage:
     python tools/bench_tune.py --output docs/results/tune.md    # about 20 minutes
     python tools/bench_tune.py --names 'trained/*'
+    python tools/bench_tune.py --retune --output docs/results/tune.md    # the tuner alone, 5 minutes
 
 The trained models are trained here, for seconds. A record per model is appended to ``--records`` (JSON
 lines), so an interrupted run goes on where it stopped.
@@ -25,7 +26,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 
 import torch  # noqa: E402
-from provenance import written_by  # noqa: E402
+from provenance import commit, written_by  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 from torch.nn import functional as F  # noqa: E402
 
@@ -212,7 +213,7 @@ def bisection(evaluate: Evaluator, budget: float) -> tuple[float, int]:
 def measured(name: str) -> Record:
     """Tunes one model in all three ways."""
     built = MODELS[name]()
-    model, args, kwargs = built
+    _, args, kwargs = built
     evaluate = Evaluator(built)
     error, traffic = evaluate([])
     comparison = ampgraph.compare(evaluate.amp, args, kwargs)
@@ -223,16 +224,11 @@ def measured(name: str) -> Record:
         "nodes": len(evaluate.nodes),
         "error": error,
         "traffic": traffic / evaluate.float32,
+        "others_at": commit(),
         "budgets": [],
     }
     for share in BUDGETS:
-        start = time.process_time()
-        found = tuned(model, [kwargs or args], share * error, torch.float16)
-        row: Record = {
-            "share": share,
-            "seconds": time.process_time() - start,
-            "tune": [found.error / error, found.traffic / evaluate.float32, found.runs[0], found.runs[1]],
-        }
+        row: Record = {"share": share, **_tuned(built, share, error, evaluate.float32)}
         for label, search in (
             ("bisection", lambda budget: bisection(evaluate, budget)),
             ("greedy", lambda budget: greedy(evaluate, order, budget)),
@@ -242,6 +238,25 @@ def measured(name: str) -> Record:
             row[label] = [other / error, bytes_ / evaluate.float32, evaluate.runs]
         record["budgets"].append(row)
     return record
+
+
+def retuned(record: Record) -> Record:
+    """Tunes one model again. What does not use the tuner stays as the record has it."""
+    built = MODELS[record["model"]]()
+    evaluate = Evaluator(built)
+    error, traffic = evaluate([])
+    if [error, traffic / evaluate.float32] != [record["error"], record["traffic"]]:
+        raise SystemExit(f"{record['model']}: O2 has changed since the record; measure everything again.")
+    rows = [row | _tuned(built, row["share"], error, evaluate.float32) for row in record["budgets"]]
+    return record | {"budgets": rows}
+
+
+def _tuned(built: Built, share: float, error: float, float32: int) -> Record:
+    model, args, kwargs = built
+    start = time.process_time()
+    found = tuned(model, [kwargs or args], share * error, torch.float16)
+    tune = [found.error / error, found.traffic / float32, *found.runs]
+    return {"seconds": time.process_time() - start, "tune": tune}
 
 
 def report(records: list[Record]) -> str:
@@ -265,7 +280,7 @@ def report(records: list[Record]) -> str:
         "modelled, relative to float32; weights are read from their low copies. Trained models are "
         "trained by the "
         "script for a few steps.",
-        written_by("python tools/bench_tune.py --output docs/results/tune.md"),
+        written_by("python tools/bench_tune.py --output docs/results/tune.md") + _others(records),
         f"{len(records)} models, {len(rows)} budgets: met by `tune` in {met}. Its traffic is at "
         f"most that of bisection "
         f"in {least['bisection']}, and of greedy choice in {least['greedy']}. It took at most "
@@ -284,6 +299,13 @@ def report(records: list[Record]) -> str:
     return "\n\n".join(lines) + "\n"
 
 
+def _others(records: list[Record]) -> str:
+    commits = sorted({record["others_at"] for record in records} - {commit()})
+    if not commits:
+        return ""
+    return f" Bisection and greedy choice are of commit {', '.join(commits)}; `--retune` keeps them."
+
+
 def _traffic(row: Record, label: str) -> str:
     error, traffic = row[label][:2]
     return f"{traffic:.3f}" + ("" if error <= row["share"] else "*")
@@ -295,6 +317,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--names", nargs="+", default=["*"], metavar="GLOB", help="which models")
     parser.add_argument("--records", type=Path, default=ROOT / "out" / "tune.jsonl", help="read and extended")
     parser.add_argument("--output", type=Path, help="where to write the page; default: print it")
+    parser.add_argument("--retune", action="store_true", help="tune the models of the records again, no more")
     parser.add_argument("--report-only", action="store_true", help="the page of what the records hold")
     options = parser.parse_args(argv)
     torch.set_num_threads(1)
@@ -303,8 +326,8 @@ def main(argv: list[str] | None = None) -> int:
     kept = options.records.read_text().splitlines() if options.records.exists() else []
     records = {r["model"]: r for r in map(json.loads, kept)}
     names = [n for n in MODELS if any(fnmatchcase(n, p) for p in options.names)]
-    for name in [n for n in names if n not in records and not options.report_only]:
-        records[name] = measured(name)
+    for name in [n for n in names if (n in records) == options.retune and not options.report_only]:
+        records[name] = retuned(records[name]) if options.retune else measured(name)
         with options.records.open("a") as file:
             file.write(json.dumps(records[name]) + "\n")
         print(json.dumps(records[name]), flush=True)

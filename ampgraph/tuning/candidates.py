@@ -164,6 +164,17 @@ class Candidates:
             size //= 2
         return replace(candidate, pins=frozenset(pins))
 
+    def given_back(self, candidate: Candidate) -> list[Candidate]:
+        """Returns cheaper candidates of one pin less; those pins are tried that save the least error."""
+        added = dict.fromkeys(self.pruned(candidate).pins - self.needed, 0.0)
+        for index, charge in enumerate(self._charges):
+            if index not in candidate.charged:
+                for name in added.keys() & {node.name for node in charge.payers}:
+                    added[name] += charge.square
+        least = sorted(added, key=lambda name: (added[name], name))[:PLANS]
+        fewer = [self.of(added.keys() - {name}) for name in least]
+        return [other for other in fewer if other.traffic < candidate.traffic]
+
     def _labels(self, pins: frozenset[str]) -> list[tuple[dict[Node, Precision], dict[Node, Node]]]:
         """Returns what shapes the rewritten graphs: labels, and which operands are widened."""
         return [(placement.labels, placement.anchors) for placement in self._placed(pins)]

@@ -34,8 +34,8 @@ RUNS = 8
 SCATTER, SHARES, LATER = 0.1, (0.85, 1.0, 1.15, 1.4), (0.95, 1.0)
 # Of two candidates, that of more traffic is worth a look if it is likelier by this much.
 STEP = 1 / 24
-# A saving of less than this share of the traffic is not worth a run.
-LEAST_GAIN = 1e-3
+# An expected saving of less than this share of the traffic is not worth a run.
+LEAST_GAIN = 2e-4
 
 Arguments = tuple[tuple, dict[str, Any]]
 
@@ -283,6 +283,8 @@ class Tuner:
             candidates.correct(learned.corrected())
         for share in LATER if self._pool else SHARES:
             self._pool |= dict.fromkeys(candidates.search(self._budget * share))
+        if best is not None and best is self._trials[-1]:
+            self._pool |= dict.fromkeys(candidates.given_back(best.candidate))
         found = self._chosen(learned, (best.candidate if best else candidates.everything).traffic, tried)
         return found if found is not None or best is not None else candidates.everything
 
