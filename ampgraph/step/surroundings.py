@@ -58,7 +58,8 @@ class Surroundings:
         self._places.settle()
         self._structures = [(found := Structure(m), found.training_modes()) for m in self._outer]
         others = [module for _, module in self._modules.values()]
-        self._tables = [table for m in others for table in (m._parameters, m._buffers) if table]
+        tables: list[dict[str, Any]] = [table for m in others for table in (m._parameters, m._buffers)]
+        self._tables = [table for table in tables if table]
         self._attributes = [*map(vars, others)]
         self._sizes = [*map(len, self._attributes)]
         self._entries = [*chain.from_iterable(map(dict.values, self._tables))]
