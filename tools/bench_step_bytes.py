@@ -41,7 +41,7 @@ from tests.inductor_schedule import Kernel, scheduled
 SMALL = ("3 linears", "30 linears", "language model", "ConvNeXt", "residual network", "U-Net")
 LARGE = ("vit",)
 # Without batch norm, for which AOTAutograd takes other kernels in the plain loop.
-COMPARED = ("3 linears", "language model", "ConvNeXt")
+COMPARED = ("3 linears", "30 linears", "language model", "ConvNeXt")
 COMPILED_TOO = ("3 linears",)
 STEPS = 100
 BAD = 9
@@ -303,7 +303,9 @@ def main() -> None:
     names = options.models or legal
     compared = [(name, backend) for name in COMPARED if name in names for backend in ("eager", "aot_eager")]
     compared += [(name, "inductor") for name in COMPILED_TOO if name in names]
-    command = f"python tools/bench_step_bytes.py --output {options.output or 'docs/results/step.md'}"
+    words = [f'"{name}"' if " " in name else name for name in options.models]
+    output = options.output or "docs/results/step.md"
+    command = " ".join(["python tools/bench_step_bytes.py", *words, f"--output {output}"])
     text = page(command, names, compared)
     if options.output:
         options.output.write_text(text)
