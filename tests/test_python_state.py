@@ -474,3 +474,32 @@ def test_what_a_branch_asks_about_its_argument(what):
         close(amp(x), model(x))
     assert not amp.is_just_in_time
     assert len(amp.graph_modules) == 2
+
+
+epoch = 0  # a loop's own variable, with the name of an attribute
+
+
+class Scheduled(nn.Module):
+    """Reads an attribute, and in a function inside of forward a global."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc, self.epoch = nn.Linear(4, 4), 2
+
+    def forward(self, x):
+        return (lambda y: y * LOUDNESS["all"])(self.fc(x)) * self.epoch
+
+
+LOUDNESS = {"all": 1.0}
+
+
+def test_a_global_with_the_name_of_an_attribute_is_not_watched(monkeypatch):
+    model = Scheduled()
+    amp = ampgraph.convert(model, (torch.ones(2, 4),), dtype=torch.bfloat16, backend="eager")
+    for number in range(3):
+        monkeypatch.setitem(globals(), "epoch", number)
+        amp(torch.ones(2, 4))
+    assert len(amp.graph_modules) == 1
+    monkeypatch.setitem(LOUDNESS, "all", 5.0)
+    torch.testing.assert_close(amp(torch.ones(2, 4)), model(torch.ones(2, 4)), rtol=0.05, atol=0.05)
+    assert len(amp.graph_modules) == 2

@@ -6,6 +6,7 @@ replaced counts, too: another ``forward`` of a class, another ``torch.nn.functio
 
 from __future__ import annotations
 
+import dis
 import functools
 import sys
 import sysconfig
@@ -26,6 +27,8 @@ _LAYERS = f"{_TORCH}/nn/modules/"
 _OF_TORCH = ("torch", "torch.nn.functional")
 # Python's modules with classes of settings: SimpleNamespace, argparse.Namespace, UserDict.
 _OF_SETTINGS = ("types", "argparse", "collections")
+# What reads or sets a global; inside a class body also what reads a name.
+_OF_GLOBALS = {name for name in dis.opmap if "GLOBAL" in name} | {"LOAD_NAME"}
 # What a capture itself replaces in torch meanwhile.
 _REPLACED = ("is_grad_enabled",)
 _NOT_READ = (f"{_TORCH}/", f"{Path(__file__).parents[1]}/", "<frozen")
@@ -140,7 +143,7 @@ class Code:
         constants = [constant for code in codes for constant in code.co_consts]
         self.strings |= {c for c in constants if isinstance(c, str) and c.isidentifier()}
         module = function.__module__ or ""
-        for name in names & function.__globals__.keys():
+        for name in _global_names(function.__code__) & function.__globals__.keys():
             self._add(function.__globals__, name, f"{module}.{name}")
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             self._add(cell, "cell_contents", f"{function.__qualname__}.{name}")
@@ -206,6 +209,14 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             yield from _codes(constant)
+
+
+@functools.lru_cache(maxsize=4096)
+def _global_names(code: CodeType) -> frozenset[str]:
+    """Returns the names of globals in a function and those inside it, without names of attributes."""
+    own = (step.argval for step in dis.get_instructions(code) if step.opname in _OF_GLOBALS)
+    inner = (constant for constant in code.co_consts if isinstance(constant, CodeType))
+    return frozenset(own).union(*map(_global_names, inner))
 
 
 def _is_read(filename: str) -> bool:
