@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.testing._internal import common_methods_invocations as op_tests
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -45,8 +44,15 @@ _INTO = {
 }
 _LOW_INPUTS = {"low inputs": lambda i: True, "mixed inputs": lambda i: i == 0}
 
-# Samples of random ops reset the seed around each call, which would hide that they are random.
-op_tests.wrapper_set_seed = lambda op, *args, **kwargs: op(*args, **kwargs)
+
+@cache
+def op_db() -> list[Any]:
+    """Returns torch's operator tests; their import takes seconds."""
+    from torch.testing._internal import common_methods_invocations as op_tests
+
+    # Samples of random ops reset the seed around each call, which would hide that they are random.
+    op_tests.wrapper_set_seed = lambda op, *args, **kwargs: op(*args, **kwargs)
+    return op_tests.op_db
 
 
 class Low(nn.Module):
@@ -162,7 +168,7 @@ def make_case(
 
 def op_names() -> list[str]:
     """Names of all entries of op_db, variants included."""
-    return [name_of(op) for op in op_tests.op_db]
+    return [name_of(op) for op in op_db()]
 
 
 def name_of(op: Any) -> str:

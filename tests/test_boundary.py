@@ -14,6 +14,7 @@ from ampgraph import DynamicLossScale, NoLossScale, Policy
 
 from .models import ReluNet
 
+pytestmark = pytest.mark.usefixtures("shared_captures")
 SCALE = 2.0**14
 FLOAT16 = Policy(dtype=torch.float16, loss_scale=DynamicLossScale(init_scale=SCALE))
 BACKENDS = ["eager", "aot_eager", "inductor"]

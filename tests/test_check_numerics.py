@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import ampgraph
 from ampgraph import Policy, check_numerics
 
+pytestmark = pytest.mark.usefixtures("shared_captures")
 F16 = torch.float16
 
 

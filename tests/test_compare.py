@@ -22,6 +22,7 @@ from ampgraph.report.replan import without_casts
 from ampgraph.runtime.run_graph import flat_inputs
 from tests.models import NormWithCasts
 
+pytestmark = pytest.mark.usefixtures("shared_captures")
 LEVELS = ("O1", "O2", "O3")
 LOW = {"node:mul*": "low"}
 

@@ -12,6 +12,7 @@ import ampgraph
 from ampgraph import Policy
 from ampgraph.runtime import captured_graph, dynamo_backend, first_nonfinite
 
+pytestmark = pytest.mark.usefixtures("shared_captures")
 PLAIN = Policy("O2", torch.float16, hazards=False)
 POLICY = PLAIN.replace(rules={"node:mul*": "low"})
 CAPTURES = ["ahead of time", "just in time"]

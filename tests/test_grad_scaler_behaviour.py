@@ -19,6 +19,7 @@ from torch import nn
 import ampgraph
 from ampgraph import DynamicLossScale, NoLossScale, Policy, PolicyError, StaticLossScale
 
+pytestmark = pytest.mark.usefixtures("shared_captures")
 INF = float("inf")
 NUMBERS = {"init_scale": 128.0, "growth_factor": 2.0, "backoff_factor": 0.25, "growth_interval": 1}
 

@@ -13,6 +13,7 @@ from torch import nn
 import ampgraph
 from ampgraph import DynamicLossScale, Policy
 
+pytestmark = pytest.mark.usefixtures("shared_captures")
 NUMBERS = {"init_scale": 64.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2}
 BAD = (2, 3, 6)
 STEPS = 8

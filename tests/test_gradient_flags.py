@@ -16,6 +16,7 @@ from ampgraph.training.gradient_flags import MARK
 
 from .models import TwoHeads
 
+pytestmark = pytest.mark.usefixtures("shared_captures")
 INF = float("inf")
 FLOAT16 = Policy(dtype=torch.float16, loss_scale=DynamicLossScale(init_scale=1024.0))
 BACKENDS = pytest.mark.parametrize("backend", ["eager", "aot_eager"])

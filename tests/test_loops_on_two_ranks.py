@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
 import logging
 import os
 from collections.abc import Iterator
@@ -26,8 +27,8 @@ from .test_loop_watch import bert_trainer
 
 pytestmark = pytest.mark.distributed
 allow_torchvision()  # the processes have no conftest
-pytest.importorskip("transformers")
-pytest.importorskip("accelerate")
+if not all(map(importlib.util.find_spec, ("transformers", "accelerate"))):  # an import would take seconds
+    pytest.skip("needs transformers and accelerate", allow_module_level=True)
 
 LIBRARIES = "transformers.models.llama.modeling_llama", "transformers.trainer", "accelerate"
 INF = float("inf")

@@ -15,6 +15,7 @@ from ampgraph import DynamicLossScale, NoLossScale, Policy, PolicyError, StaticL
 from ampgraph.training.gradient_boundary import scale_gradients, unscale_gradients
 from ampgraph.training.scaler import LossScaler
 
+pytestmark = pytest.mark.usefixtures("shared_captures")
 BAD_STEPS = {2, 3, 7, 11, 12, 13, 20}
 STEPS = 24
 

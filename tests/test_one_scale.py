@@ -15,6 +15,7 @@ import ampgraph
 from ampgraph import DynamicLossScale, Policy, StaticLossScale
 from ampgraph.training.scaler import LossScaler
 
+pytestmark = pytest.mark.usefixtures("shared_captures")
 INF = float("inf")
 X = torch.ones(2, 4)
 BAD = "_bad_tracker", "_hysteresis_left"

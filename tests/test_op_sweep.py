@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from .cases import one_in
-from .one_op import Unusable, cases_of, name_of, op_tests
+from .one_op import Unusable, cases_of, name_of, op_db
 from .one_op_checks import Finding, KernelError, TorchError, check
 
 # By what sets them apart: op class, kernel facts, results, layout.
@@ -54,7 +54,7 @@ OPS = [
 
 @pytest.mark.parametrize("name", one_in(3, OPS))
 def test_op(name):
-    op = next(op for op in op_tests.op_db if name_of(op) == name)
+    op = next(op for op in op_db() if name_of(op) == name)
     checked = 0
     for make, where in cases_of(op, samples=1):
         try:

@@ -13,6 +13,7 @@ from torch import nn
 import ampgraph
 from ampgraph import DynamicLossScale, Policy
 
+pytestmark = pytest.mark.usefixtures("shared_captures")
 INF = float("inf")
 
 

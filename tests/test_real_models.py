@@ -6,7 +6,11 @@ import torch
 import ampgraph
 from tests.helpers import close
 
-transformers = pytest.importorskip("transformers")
+
+@pytest.fixture
+def transformers():
+    """Imported by the tests alone: collection needs no library."""
+    return pytest.importorskip("transformers")
 
 
 def _messages(recwarn):
@@ -14,7 +18,7 @@ def _messages(recwarn):
 
 
 @pytest.mark.exhaustive
-def test_gpt2_with_its_cache_falls_back_with_one_line(recwarn):
+def test_gpt2_with_its_cache_falls_back_with_one_line(transformers, recwarn):
     config = transformers.GPT2Config(
         vocab_size=50, n_positions=16, n_embd=16, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0
     )
@@ -34,7 +38,7 @@ def test_gpt2_with_its_cache_falls_back_with_one_line(recwarn):
     assert "just in time instead" in told
 
 
-def test_detr_is_captured_whole(recwarn):
+def test_detr_is_captured_whole(transformers, recwarn):
     backbone = {"model_type": "resnet", "embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1]}
     config = transformers.DetrConfig(
         use_timm_backbone=False,
@@ -60,7 +64,7 @@ def test_detr_is_captured_whole(recwarn):
     assert not _messages(recwarn)
 
 
-def test_bert_decides_what_problem_it_solves_and_does_not_warn(recwarn):
+def test_bert_decides_what_problem_it_solves_and_does_not_warn(transformers, recwarn):
     config = transformers.BertConfig(
         vocab_size=50,
         hidden_size=16,

@@ -15,6 +15,7 @@ from ampgraph import DynamicLossScale, NoLossScale, Policy, StaticLossScale
 
 from .models import ReluNet, TwoHeads
 
+pytestmark = pytest.mark.usefixtures("shared_captures")
 FLOAT16 = Policy(dtype=torch.float16, loss_scale=DynamicLossScale(init_scale=1024.0))
 
 

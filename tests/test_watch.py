@@ -11,6 +11,8 @@ from torch import Tensor, nn
 import ampgraph
 from ampgraph import DynamicLossScale, NumericsError, Policy, PolicyError
 
+pytestmark = pytest.mark.usefixtures("shared_captures")
+
 
 class Squares(nn.Module):
     """Overflows where the input is large; has state that the forward writes, and a mask."""

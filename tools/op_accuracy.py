@@ -31,7 +31,7 @@ from torch._ops import OpOverload  # noqa: E402
 from torch.utils._pytree import tree_leaves, tree_map_only  # noqa: E402
 
 from ampgraph.ops.lists import OpClass, OpLists  # noqa: E402
-from tests.one_op import DTYPES, _calls, op_tests  # noqa: E402
+from tests.one_op import DTYPES, _calls, op_db  # noqa: E402
 
 SCALES = (1e-3, 1e-2, 0.1, 1.0, 10.0, 100.0)
 SAMPLES = 3
@@ -115,7 +115,7 @@ class Row:
 def entries() -> Iterator[tuple[str, OpOverload, Any]]:
     """Yields (name, ATen op, entry) of each entry of op_db whose op the lists know."""
     seen: set[str] = set()
-    for entry in op_tests.op_db:
+    for entry in op_db():
         packet = getattr(torch.ops.aten, entry.aten_name or "", None)
         if packet is None or torch.float32 not in entry.supported_dtypes("cpu"):
             continue

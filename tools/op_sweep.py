@@ -30,9 +30,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 
 import op_sweep_report  # noqa: E402
 import torch  # noqa: E402
-from torch.testing._internal import common_methods_invocations as op_tests  # noqa: E402
 
-from tests.one_op import Case, Unusable, cases_of, first_line, name_of, op_names  # noqa: E402
+from tests.one_op import Case, Unusable, cases_of, first_line, name_of, op_db, op_names  # noqa: E402
 from tests.one_op_checks import Finding, KernelError, TorchError, check, check_just_in_time  # noqa: E402
 
 Record = dict[str, Any]
@@ -49,7 +48,7 @@ def sweep(name: str, samples: int, levels: tuple[str, ...]) -> Record:
     warnings.filterwarnings("ignore")
     logging.disable(logging.CRITICAL)
     torch.set_num_threads(1)
-    op = next(op for op in op_tests.op_db if name_of(op) == name)
+    op = next(op for op in op_db() if name_of(op) == name)
     record: Record = {
         "op": name,
         "float": torch.float32 in op.supported_dtypes("cpu"),
