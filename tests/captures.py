@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -52,14 +53,21 @@ class LastCapture:
 
 
 class SharedCaptures(Siblings):
-    """The captures of all models that are alike, as those of the blocks of one model.
-
-    Only for ``backend="eager"``: blocks share compiled code in another form than whole models have it.
-    """
+    """The captures of models that are alike, as blocks share them; each model runs as one by itself does."""
 
     def add(self, call: Call, captured: CapturedGraph, reads: Reads, unplanned: Unplanned) -> None:
-        captured.code = None
+        count = len(self._found)
         super().add(call, captured, reads, unplanned)
+        if len(self._found) > count:
+            self._found[-1] = dataclasses.replace(self._found[-1], captured=copy.copy(captured))
+            captured.family = captured.parts = None
+
+    def find(self, *given: Any, **options: Any) -> CapturedGraph | None:
+        made = super().find(*given, **options)
+        if made is not None:
+            assert made.graph_module.meta  # made now, over its own parameters
+            made.family = made.parts = None
+        return made
 
     @contextmanager
     def by_all(self) -> Iterator[None]:
@@ -69,7 +77,7 @@ class SharedCaptures(Siblings):
         def init(
             cache: GraphCache, source: Any, options: Options, scaler: Any, stored: Any, siblings: Any = None
         ) -> None:
-            shares = siblings is None and options.backend == "eager" and not options.just_in_time
+            shares = siblings is None and not options.just_in_time
             made(cache, source, options, scaler, stored, self if shares else siblings)
 
         with mock.patch.object(GraphCache, "__init__", init):

@@ -21,7 +21,6 @@ from ampgraph.passes import SaveNorms, run_passes
 from ampgraph.training.norm_gradient import norm_gradient
 from tests.inductor_schedule import scheduled
 
-pytestmark = pytest.mark.usefixtures("shared_captures")
 BF16, F32 = torch.bfloat16, torch.float32
 WIDTH = 32
 Norm = Callable[[nn.ParameterDict, Tensor], Tensor]
