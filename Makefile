@@ -61,6 +61,7 @@ results: $(VENV)/.dev
 	$(BIN)/python tools/bench_host.py --output docs/results/host.md
 	$(BIN)/python tools/bench_blocks.py --output docs/results/blocks.md
 	$(BIN)/python tools/bench_bytes.py --output docs/results/bytes.md
+	$(BIN)/python tools/bench_step_bytes.py --output docs/results/step.md
 	$(BIN)/python tools/hazard_cost.py --output docs/results/hazards.md
 	$(BIN)/python tools/planted_faults.py --output docs/results/planted-faults.md
 	$(BIN)/python tools/train_curves.py --output docs/results/training.md
