@@ -194,8 +194,13 @@ class ClassifyOps(Pass):
 
 
 def _holds_statistics(node: Node, name: str, tensor: Node) -> bool:
-    """Whether an argument of a CPU norm stays float32 beside a low input; CUDA's kernels need one dtype."""
+    """Whether an argument of a CPU norm stays float32 beside a low input; CUDA's kernels need one dtype.
+
+    A bias alone does not: the backward on a CPU takes the dtype of the statistics from the weight.
+    """
     if name not in kernels.statistics_slots(node.target) or not _is_on_cpu(node):  # type: ignore[arg-type]
+        return False
+    if argument(node, "weight") is None:
         return False
     return tensors(tensor)[0].dtype == torch.float32
 

@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 import ampgraph
 from ampgraph import NoLossScale, OpLists, Policy
@@ -115,3 +116,24 @@ def test_layer_norm_sums_its_gradients_low(dtype):
     assert worst(gradients(amp, x, weights), exact) > 4 * eps
     black = Policy(dtype=dtype, loss_scale=NoLossScale(), ops=OpLists.default().with_black("aten.layer_norm"))
     assert worst(gradients(ampgraph.convert(model, (x,), policy=black), x, weights), exact) < 2 * eps
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_layer_norm_with_a_bias_alone_has_a_backward(level):
+    """On a CPU the kernel of the backward takes a float32 bias beside a low input only with a weight."""
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner, self.bias = nn.Linear(8, 8), nn.Parameter(torch.rand(8))
+
+        def forward(self, x):
+            return F.layer_norm(self.inner(x), (8,), None, self.bias).sin()
+
+    torch.manual_seed(0)
+    model, x = Model(), torch.randn(4, 8)
+    amp = ampgraph.convert(model, (x,), policy=Policy(level, dtype=torch.bfloat16))
+    y = amp(x)
+    y.square().sum().backward()
+    assert torch.allclose(y, model(x), atol=0.05)
+    assert all(p.grad.isfinite().all() and p.grad.any() for p in model.parameters())
