@@ -221,10 +221,16 @@ class GraphCache:
 
     def _flags(self) -> Flags:
         if not self._structure.is_current():
-            if not self._options.just_in_time:
-                self._graphs.clear()  # first: another thread trusts graphs that it finds with the structure
-            self._structure = Structure(self._source, self.shadows is not None)
+            with capture_lock:  # a capture in another thread sets hooks for as long as it lasts
+                self._follow_structure()
         return self._structure.training_modes(), self._structure.tensors.kinds()
+
+    def _follow_structure(self) -> None:
+        if self._structure.is_current():
+            return
+        if not self._options.just_in_time:
+            self._graphs.clear()  # first: another thread trusts graphs that it finds with the structure
+        self._structure = Structure(self._source, self.shadows is not None)
 
     def _known(
         self, args: tuple, kwargs: dict[str, Any], signature: Signature, flags: Flags
