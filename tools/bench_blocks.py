@@ -2,13 +2,15 @@
 
     python tools/bench_blocks.py --output docs/results/blocks.md
 
-A new process measures each row. A decoder layer of transformers' Llama is repeated 1, 8 and 32 times.
+A decoder layer of transformers' Llama is repeated 1, 8 and 32 times. A row has the medians of new processes,
+which take turns with those of the other rows.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import subprocess
 import sys
 import time
@@ -21,7 +23,8 @@ from torch import nn
 COUNTS = (1, 8, 32)
 WAYS = ("ampgraph, eager", "ampgraph, aot_eager", "torch.compile per block, aot_eager")
 WIDTH, HEADS = 64, 4
-COLUMNS = ("blocks", "way", "captured", "compiled", "capture s", "rewrite s", "first step s", "next step s")
+TIMES = ("capture s", "rewrite s", "first step s", "next step s", "first - next s")
+COLUMNS = ("blocks", "way", "captured", "compiled", *TIMES)
 
 
 class Layers(nn.Module):
@@ -88,6 +91,7 @@ def measured(count: int, way: str) -> dict[str, float]:
         "rewrite s": sum(t.rewrite for t in timings),
         "first step s": times[0],
         "next step s": min(times[1:]),
+        "first - next s": times[0] - min(times[1:]),
     }
 
 
@@ -109,8 +113,12 @@ def _row(count: int, way: str) -> dict[str, float]:
     return found
 
 
+def _medians(rows: tuple[dict[str, float], ...]) -> dict[str, float]:
+    return {name: statistics.median(row[name] for row in rows) for name in rows[0]}
+
+
 def _table(rows: list[tuple[int, str, dict[str, float]]]) -> str:
-    lines = ["| " + " | ".join(COLUMNS) + " |", "|" + " ---: | --- |" + " ---: |" * 6]
+    lines = ["| " + " | ".join(COLUMNS) + " |", "|" + " ---: | --- |" + " ---: |" * (len(COLUMNS) - 2)]
     for count, way, row in rows:
         numbers = [f"{row[c]:.0f}" if c in ("captured", "compiled") else f"{row[c]:.3f}" for c in COLUMNS[2:]]
         if not way.startswith("ampgraph"):
@@ -129,7 +137,8 @@ The model is a stack of decoder layers of transformers' Llama (width {width}), i
 bfloat16, one thread; a step is forward and backward of a batch of 2 x 8 tokens. The capture of
 the first block is in "capture s", and so are the comparisons of the others with it; "rewrite s" has
 the plan of the first block, and for the others a look at the size of their weights. Further blocks copy
-no graph and write no code. torch.compile's own capture is in its first step.
+no graph and write no code. torch.compile's own capture is in its first step. Each row has the medians of {repeats}
+processes. "first - next" is what the first step takes longer than the next.
 
 {table}
 """
@@ -139,15 +148,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path)
     parser.add_argument("--counts", type=int, nargs="+", default=COUNTS)
+    parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--one", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.one:
         torch.set_num_threads(1)
         print(json.dumps(measured(*json.loads(args.one))))
         return
-    rows = [(count, way, _row(count, way)) for way in WAYS for count in args.counts]
+    kinds = [(count, way) for way in WAYS for count in args.counts]
+    turns = [[_row(*kind) for kind in kinds] for _ in range(args.repeats)]
+    rows = [(*kind, _medians(found)) for kind, found in zip(kinds, zip(*turns, strict=True), strict=True)]
     written = written_by("python tools/bench_blocks.py --output docs/results/blocks.md", "transformers")
-    text = TEXT.format(written=written, width=WIDTH, table=_table(rows))
+    text = TEXT.format(written=written, width=WIDTH, repeats=args.repeats, table=_table(rows))
     if args.output:
         args.output.write_text(text)
     print(text)
