@@ -137,8 +137,9 @@ The model is a stack of decoder layers of transformers' Llama (width {width}), i
 bfloat16, one thread; a step is forward and backward of a batch of 2 x 8 tokens. The capture of
 the first block is in "capture s", and so are the comparisons of the others with it; "rewrite s" has
 the plan of the first block, and for the others a look at the size of their weights. Further blocks copy
-no graph and write no code. torch.compile's own capture is in its first step. Each row has the medians of {repeats}
-processes. "first - next" is what the first step takes longer than the next.
+no graph and write no code. torch.compile's own capture is in its first step. Each row has the medians of
+{repeats} processes. "first - next" is what the first step takes longer than the next. A further block costs
+comparisons, its low copies and its own first run, a few milliseconds; times of one row differ by a fifth here.
 
 {table}
 """
