@@ -139,7 +139,8 @@ the first block is in "capture s", and so are the comparisons of the others with
 the plan of the first block, and for the others a look at the size of their weights. Further blocks copy
 no graph and write no code. torch.compile's own capture is in its first step. Each row has the medians of
 {repeats} processes. "first - next" is what the first step takes longer than the next. A further block costs
-comparisons, its low copies and its own first run, a few milliseconds; times of one row differ by a fifth here.
+comparisons, its low copies and its own first run, a few milliseconds. Times of a row scatter
+by a fifth.
 
 {table}
 """
