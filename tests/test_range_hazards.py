@@ -263,6 +263,32 @@ def test_o1_pins_only_what_would_be_low():
     assert set(pinned(lambda x: low((low(x).exp() * 2 + 1).log()), X, level="O2")) == {"mul", "add"}
 
 
+class Decaying(nn.Module):
+    """Weighs rows by what is left of the largest one, as recurrent attention does."""
+
+    def __init__(self, scale: float | None):
+        super().__init__()
+        self.decay, self.scale = nn.Parameter(torch.full([64], 5.0)), scale
+
+    def forward(self, x):
+        rows, decay = low(x), -self.decay.exp()
+        largest, total = rows[0], torch.zeros_like(rows[0])
+        for i in (1, 2):
+            row = rows[i] if self.scale is None else rows[i] * self.scale
+            highest = torch.maximum(largest + decay, row)
+            total = total + (largest - highest).exp()
+            largest = highest
+        return total
+
+
+def test_o1_does_not_pin_what_moves_low_values_as_they_are():
+    """A view of a low value loses nothing beside a large value; a product of one is rounded."""
+    assert pinned(Decaying(None), X, level="O1") == {}
+    found = pinned(Decaying(2.0), X, level="O1")
+    assert set(found) == {"mul_1"}
+    assert found["mul_1"].startswith("against 'maximum'")
+
+
 DIVISIONS = {
     "by a large number": (lambda y: y / 1e5, True),
     "in place": (lambda y: y.div_(1e5), True),

@@ -48,7 +48,8 @@ def _beside_squares(node: Node, sizes: Sizes) -> Iterator[tuple[Node, Hazard]]:
         path = _path(one, ancestors(large), sizes.facts)
         for part in path or ():
             if not sizes[part].large:
-                yield part, Hazard(f"against {large.name!r}: {sizes[large].large}", large, fed_low=True)
+                rounds = sizes.facts[part].op_class is not OpClass.CLEAR  # it moves low values as they are
+                yield part, Hazard(f"against {large.name!r}: {sizes[large].large}", large, fed_low=rounds)
 
 
 def _path(start: Node, stops: set[Node], facts: Facts) -> list[Node] | None:

@@ -98,7 +98,7 @@ def _hazard_of(node: Node, fact: NodeFacts, sizes: Sizes, limits: torch.finfo) -
 def _low_otherwise(
     found: Mapping[Node, Hazard], facts: Facts, fixed: Mapping[Node, Precision]
 ) -> dict[Node, Hazard]:
-    """Leaves out what follows a float32 value anyway."""
+    """Leaves out what follows a float32 value anyway, and what moves low values as they are."""
     labels: dict[Node, Precision] = {}
     kept: dict[Node, Hazard] = {}
     for node, fact in facts.items():
@@ -114,6 +114,6 @@ def _low_otherwise(
             labels[node] = Precision.following(labels[source] for source in followed)
         else:
             labels[node] = LOW if fact.op_class is OpClass.WHITE else FP32
-        if labels[node] is LOW and node in found:
+        if labels[node] is LOW and node in found and found[node].fed_low:
             kept[node], labels[node] = found[node], FP32
     return kept
