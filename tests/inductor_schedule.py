@@ -12,6 +12,7 @@ from torch._functorch import config as functorch_config
 from torch._inductor import compile_fx as inductor
 from torch._inductor import config, scheduler
 from torch._inductor.debug import DebugContext
+from torch._inductor.dependencies import StarDep, WeakDep
 from torch._inductor.graph import GraphLowering
 from torch._inductor.virtualized import V
 
@@ -119,4 +120,27 @@ def _kernel(node: scheduler.BaseSchedulerNode) -> Kernel:
 
 
 def _bytes(node: scheduler.BaseSchedulerNode) -> int:
-    return node.get_read_write_buffers_sizes()
+    """Returns the bytes that Inductor counts for a kernel, without those that it does not move.
+
+    A write in place depends on each kernel that reads the old value, and on that value.
+    """
+    accessed = node.get_read_write_buffer_accesses(include_reads=True, include_writes=True)
+    deps = [*node.read_writes.reads, *node.read_writes.writes]
+    is_extern = isinstance(node, scheduler.ExternKernelSchedulerNode)
+    written = {name for buffer in node.get_outputs() for name in buffer.get_mutations()}
+    moved = {
+        dep.name
+        for dep in deps
+        if not isinstance(dep, WeakDep)
+        and (is_extern or not (isinstance(dep, StarDep) and dep.name in written))
+    }
+    return sum(size for name, size in accessed.items() if name in moved and not _stays_inside(node, name))
+
+
+def _stays_inside(node: scheduler.BaseSchedulerNode, name: str) -> bool:
+    """Whether a kernel makes a value that no other kernel reads, so that it needs no memory."""
+    own = {inner.get_name() for inner in node.get_nodes()}
+    buffer = node.scheduler.name_to_buf.get(name)
+    if buffer is None or buffer.get_mutations() or name not in {d.name for d in node.read_writes.writes}:
+        return False
+    return len(own) > 1 and all(user.is_weak or user.get_name() in own for user in buffer.users)

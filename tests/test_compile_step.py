@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 import ampgraph
 from ampgraph.errors import AmpGraphError, PolicyError
+from ampgraph.step import trace_step
 
 X = torch.randn(6, 8, generator=torch.Generator().manual_seed(0))
 Y = torch.tensor([0, 1, 2, 3, 0, 1])
@@ -137,6 +138,26 @@ def test_a_compiled_graph_ends_with_the_gradients() -> None:
     # The check and clipping have no foreach norm, whose scalars a compiler copies one by one.
     assert "foreach" not in whole.step.graph_modules[0].code
     assert_equal(whole, plain)
+
+
+def test_a_graph_for_a_compiler_that_fuses_updates_the_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    def compiler(graph_module: torch.fx.GraphModule, inputs: list[Any]) -> Callable:
+        return graph_module.forward
+
+    monkeypatch.setattr(trace_step, "FUSING", (compiler,))
+    whole = Run(backend=compiler).train(40, whole=True)  # type: ignore[arg-type]
+    plain = Run().train(40, whole=False)
+    assert whole.step.reason is None
+    code = whole.step.graph_modules[0].code
+    assert "_fused_adamw_" not in code
+    assert "_local_scalar_dense" not in code  # the host would wait for the device
+    assert whole.amp.scaler.state_dict() == plain.amp.scaler.state_dict()
+    for mine, theirs in zip(whole.model.parameters(), plain.model.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-2, atol=1e-3)
+        assert whole.optimizer.state[mine]["step"] == plain.optimizer.state[theirs]["step"]
+    shadows = whole.amp._graphs.shadows
+    assert shadows is not None
+    assert all(torch.equal(low, weight.half()) for low, weight in shadows.pairs())
 
 
 def test_settings_sizes_modes_and_loaded_states_between_steps() -> None:

@@ -37,8 +37,9 @@ def compile_step(
     A step computes ``loss_fn(amp, *args)``, its gradients, the finite check, the optimizer's update, the next
     loss scale and the low copies of weights. After an overflow the device skips the update; nothing waits for
     it. The results equal those of the plain loop: ``backward``, ``clip_grad_norm_``, ``scaler.step``,
-    ``scaler.update``, ``zero_grad``. On a compiling backend the graph ends with the gradients and the next
-    scale, and the optimizer's fused kernels run after it.
+    ``scaler.update``, ``zero_grad``. On Inductor the update consists of ops, which fuse with the backward and
+    with the writes of the low copies, and rounds elsewhere than the optimizer's fused kernels. On another
+    compiling backend the graph ends with the gradients and the next scale, and the kernels run after it.
 
     The first step with new sizes or settings runs the plain loop and captures the model. Learning rates may
     change at any time. A change of other settings of the optimizer, of sizes, or of the Python values that

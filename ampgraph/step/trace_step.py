@@ -25,11 +25,14 @@ from ..training.overflow import bad_outputs
 from ..training.scale_state import CHECKED
 from .effects import RefusedOutside, without_effects
 from .fit import loss_of
+from .optimizer_math import can_update, update
 from .surroundings import Surroundings
 from .whole_step import Rates, Traced, WholeStep, scale_inputs, take
 
 # Attributes of the graph that hold live tensors have this prefix.
 LIVE = "live_"
+# Backends that compile nothing, and those that fuse an update in ops with the backward before it.
+EAGER, FUSING = ("eager", "aot_eager"), ("inductor",)
 
 
 def trace_step(
@@ -152,8 +155,11 @@ class _Tracer:
         self._amp, self._optimizer, self._loss_fn, self._clip_norm = amp, optimizer, loss_fn, clip_norm
         self._fakes: dict[int, Tensor] = {}
         self._outputs: list[Tensor] = []
-        # Eager backends run the graph after autograd, so it may hold the update.
-        self.traced = Traced(updates=amp.options.backend in ("eager", "aot_eager"))
+        backend = amp.options.backend
+        is_compiled = backend not in EAGER
+        # Eager backends run the optimizer's fused kernels inside the graph.
+        updates = not is_compiled or (backend in FUSING and can_update(optimizer))
+        self.traced = Traced(is_compiled, updates)
 
     def trace(
         self,
@@ -173,7 +179,7 @@ class _Tracer:
         with _in_place_of(self._amp, fakes), self._forward():
             with RefusedOutside():
                 result = self._loss_fn(self._amp, *args, **kwargs)
-            with contextlib.nullcontext() if self.traced.updates else traced_for_a_compiler():
+            with traced_for_a_compiler() if self.traced.is_compiled else contextlib.nullcontext():
                 gradients, flags = self._gradients(loss_of(result), checked, bool(scale))
             with torch.no_grad():
                 found = None if flags is None else (flags > 0).any().to(torch.float32)
@@ -196,7 +202,8 @@ class _Tracer:
         wanted = [self._fakes[id(p)] for p in reals]
         probe = [self._fakes[id(state.probe)]] if is_scaled else []
         found = torch.autograd.grad(loss, [*wanted, *probe], allow_unused=True)
-        pairs = [(p, _laid_out(g, p)) for p, g in zip(wanted, found, strict=False) if g is not None]
+        both = zip(wanted, found, strict=False)
+        pairs = [(p, g if self.traced.fuses else _laid_out(g, p)) for p, g in both if g is not None]
         if not is_scaled:
             return pairs, None
         size = probe[0].shape[0]
@@ -220,15 +227,15 @@ class _Tracer:
         held = [self._fakes[id(p)] for p in parameters_of(self._optimizer)]
         if self._clip_norm is not None:
             # A compiler would copy the scalars of foreach norms with one kernel each.
-            foreach = None if self.traced.updates else False
+            foreach = False if self.traced.is_compiled else None
             torch.nn.utils.clip_grad_norm_(held, self._clip_norm, foreach=foreach)
         if not self.traced.updates:
             trained = {id(self._fakes[id(p)]): p for p in parameters_of(self._optimizer)}
             self.traced.trained = [trained[id(p)] for p, _ in gradients]
             return [p.grad for p, _ in gradients]  # type: ignore[misc]
         with _optimizer_on(self._optimizer, self._fakes, rates):
-            take(self._optimizer, found if self._amp.scaler.skips() else None)
-
+            step = update if self.traced.fuses else take
+            step(self._optimizer, found if self._amp.scaler.skips() else None)
         self._refresh()
         return []
 
@@ -236,6 +243,7 @@ class _Tracer:
         shadows = self._amp._graphs.shadows
         pairs = shadows.pairs() if shadows is not None else []
         known = [(self._fakes[id(c)], self._fakes[id(m)]) for c, m in pairs if id(m) in self._fakes]
+        known = [(copy, master) for copy, master in known if master.grad is not None]
         if known:
             torch._foreach_copy_([copy for copy, _ in known], [master for _, master in known])
 

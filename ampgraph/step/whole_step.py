@@ -27,6 +27,7 @@ class Traced:
     """The findings of a trace.
 
     Attributes:
+        is_compiled: Whether a backend compiles the graph.
         updates: Whether the graph updates the parameters too.
         used: The captured graphs that ran.
         spec: The structure of the result of ``loss_fn``.
@@ -34,11 +35,17 @@ class Traced:
         trained: The parameters whose gradients the graph returns, if it does not update them.
     """
 
+    is_compiled: bool
     updates: bool
     used: list[CapturedGraph] = field(default_factory=list)
     spec: Any = None
     parts: int = 0
     trained: list[Tensor] = field(default_factory=list)
+
+    @property
+    def fuses(self) -> bool:
+        """Whether the update is in ops, which a compiler fuses."""
+        return self.is_compiled and self.updates
 
 
 class WholeStep:
@@ -47,8 +54,8 @@ class WholeStep:
     Attributes:
         graph_module: Inputs: learning rates, loss scale, its inverse, counters, and the step's arguments.
             All other tensors are its attributes: parameters, the optimizer's state, low copies. Compilers do
-            not take the optimizer's fused kernels, so a compiled graph ends with the gradients, and the
-            kernels run after it.
+            not take the optimizer's fused kernels. A graph for Inductor has ops in their place; for another
+            compiler it ends with the gradients, and the kernels run after it.
     """
 
     def __init__(
@@ -67,7 +74,7 @@ class WholeStep:
         self._trained = traced.trained
         self._rates = Rates(optimizer)
         self._run: Callable = graph_module
-        if not traced.updates:
+        if traced.is_compiled:
             self._run = compiled_by_dynamo(
                 graph_module, amp.options.backend, mode=amp.options.mode, fullgraph=True
             )
