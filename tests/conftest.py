@@ -23,6 +23,15 @@ def pytest_configure() -> None:
     logging.getLogger("torch.__trace").propagate = True
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _dynamo_measures_nothing() -> Iterator[None]:
+    """After each compilation Dynamo collects garbage, and times the guards for a log that nobody reads."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch._dynamo.config, "run_gc_after_compile", False)
+        patch.setattr(torch._dynamo.guards, "profile_guard_manager", lambda *_: 0.0)
+        yield
+
+
 @pytest.fixture(autouse=True, scope="module")
 def _libraries_are_no_garbage():
     """A full collection looks at every object of torch, Dynamo and transformers, unless they are frozen."""

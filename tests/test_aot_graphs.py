@@ -1,12 +1,15 @@
 """`amp.forward_graph` and `amp.backward_graph`: the graphs of AOTAutograd."""
 
+import collections
 import itertools
 
 import pytest
 import torch
 from torch import nn
+from torch._dynamo import symbolic_convert
 
 import ampgraph
+from ampgraph._compat import compiled_by_dynamo
 from ampgraph.origin import module_stack
 from ampgraph.training.gradient_boundary import non_finite
 
@@ -15,6 +18,23 @@ from .models import ReluNet
 aten = torch.ops.aten
 X = torch.randn(5, 8, generator=torch.Generator().manual_seed(0))
 CAPTURES = pytest.mark.parametrize("args", [(X,), None], ids=["ahead of time", "just in time"])
+
+
+class Doubled(torch.autograd.Function):
+    """Returns its argument; the gradient is doubled."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x
+
+    @staticmethod
+    def backward(ctx, grad):
+        return 2 * grad
+
+
+class ReturnsItsArgument(nn.Module):
+    def forward(self, x):
+        return Doubled.apply(x)
 
 
 def trained(args, backend="aot_eager", **options):
@@ -134,3 +154,41 @@ def test_roles_are_annotations_and_not_read_from_stack_traces():
     graph = amp.backward_graph.graph
     kept = [n.meta.get("custom") for n in graph.nodes if n.meta.get("ampgraph")]
     assert {mark["ampgraph_boundary"] for mark in kept} == {"scale", "unscale", "finite check"}
+
+
+def test_work_of_dynamo_grows_with_the_number_of_parameters_and_not_with_its_square(monkeypatch):
+    traced, x = collections.Counter(), X[:, :4].contiguous()
+    step = symbolic_convert.InstructionTranslatorBase.step
+
+    def counted(translator):
+        traced["instructions"] += 1
+        return step(translator)
+
+    def instructions(layers):
+        model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(layers)))
+        amp = ampgraph.convert(model, (x,), dtype=torch.float16, backend=lambda graph, _: graph.forward)
+        traced.clear()
+        amp(x)
+        return traced["instructions"]
+
+    monkeypatch.setattr(symbolic_convert.InstructionTranslatorBase, "step", counted)
+    two, four, eight = map(instructions, (2, 4, 8))
+    assert 0 < eight - four < 2.2 * (four - two)
+
+
+def test_other_functions_of_autograd_are_traced_as_torch_traces_them():
+    """Autograd returns a view where a function returns its argument; so does Dynamo's graph."""
+    seen = []
+
+    def backend(graph_module, _):
+        seen.extend(n.target for m in graph_module.modules() for n in m.graph.nodes if n.op == "call_method")
+        return graph_module.forward
+
+    name = "DynamoAutogradFunctionTraceHelper"
+    helper = getattr(torch._functorch.autograd_function, name, None)  # not in torch 2.11
+    before = helper and vars(helper)["fwd_trace_helper"]
+    x = X.clone().requires_grad_()
+    compiled_by_dynamo(ReturnsItsArgument(), backend)(x).sum().backward()
+    assert "view_as" in seen
+    assert torch.equal(x.grad, torch.full_like(x, 2.0))
+    assert helper is None or vars(helper)["fwd_trace_helper"] is before

@@ -16,6 +16,7 @@ from .dynamo import (
     keep_dynamo_out,
     known_backends,
     mark_as_input,
+    returns_no_argument,
 )
 from .fake_tensors import (
     accept_real_constants,
@@ -141,6 +142,7 @@ __all__ = [
     "path_inside_wrappers",
     "quiet_export",
     "result_dtypes",
+    "returns_no_argument",
     "set_calling_convention",
     "size_hint",
     "storage_key",

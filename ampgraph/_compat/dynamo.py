@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from types import FunctionType, MethodType
 from typing import Any
@@ -105,12 +105,14 @@ class _Guards:
 
     Dynamo draws from a ``random.Random`` object while it captures, and guards on nothing. Inside, it breaks
     the graph there instead, as it does at generators of numpy (tried on torch 2.13).
+
+    Dynamo also compares each result of an ``autograd.Function`` with each argument, in Python code that it
+    traces. Inside, it leaves that out for functions that `returns_no_argument` marks (tried on torch 2.13).
     """
 
     def __init__(self, *options: str) -> None:
         self._lock = threading.Lock()
-        self._draws: type | None = None
-        self._may_draw: Any = None
+        self._replaced: list[tuple[type, str, Any, Any]] | None = None
         self._inside, self._options, self._before = 0, options, (True,) * len(options)
 
     def __enter__(self) -> None:
@@ -120,7 +122,7 @@ class _Guards:
                 self._before = tuple(getattr(config, option) for option in self._options)
                 for option in self._options:
                     setattr(config, option, False)
-                self._stop_draws()
+                self._replace()
             self._inside += 1
 
     def __exit__(self, *error: object) -> None:
@@ -129,18 +131,51 @@ class _Guards:
             if self._inside == 0:
                 for option, value in zip(self._options, self._before, strict=True):
                     setattr(torch._dynamo.config, option, value)
-                setattr(self._draws, _MAY_DRAW, self._may_draw)
+                for owner, name, value, _ in self._replaced or ():
+                    setattr(owner, name, value)
 
-    def _stop_draws(self) -> None:
-        if self._draws is None:
-            from torch._dynamo.variables.misc import RandomVariable
+    def _replace(self) -> None:
+        if self._replaced is None:
+            self._replaced = list(_replacements())
+        for owner, name, _, other in self._replaced:
+            setattr(owner, name, other)
 
-            self._draws, self._may_draw = RandomVariable, vars(RandomVariable)[_MAY_DRAW]
-        setattr(self._draws, _MAY_DRAW, _NEVER)
+
+def _replacements() -> Iterator[tuple[type, str, Any, Any]]:
+    """Yields (class, name, its value in torch, the value inside `_Guards`)."""
+    from torch._dynamo.variables.misc import RandomVariable
+    from torch._functorch import autograd_function
+
+    name = "is_supported_random_obj"
+    yield RandomVariable, name, vars(RandomVariable)[name], staticmethod(lambda _: False)
+    helper, name = getattr(autograd_function, "DynamoAutogradFunctionTraceHelper", None), "fwd_trace_helper"
+    if helper is not None:
+        yield helper, name, vars(helper)[name], staticmethod(_trace_helper(getattr(helper, name)))
 
 
-_MAY_DRAW = "is_supported_random_obj"
-_NEVER = staticmethod(lambda _: False)
+def returns_no_argument(forward: Callable) -> Callable:
+    """Marks the ``forward`` of an ``autograd.Function``: none of its results is an argument."""
+    setattr(forward, _RETURNS_NO_ARGUMENT, True)
+    return forward
+
+
+def _trace_helper(of_torch: Callable) -> Callable:
+    """Returns what Dynamo traces for the ``forward`` of an ``autograd.Function``."""
+
+    def helper(forward: Callable) -> Callable:
+        if not hasattr(forward, _RETURNS_NO_ARGUMENT):
+            return of_torch(forward)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with torch.no_grad():
+                return forward(*args, **kwargs)
+
+        return call
+
+    return helper
+
+
+_RETURNS_NO_ARGUMENT = "ampgraph_returns_no_argument"
 # Without it, hooks that modules gain or lose later are not seen.
 _HOOKS = "skip_nnmodule_hook_guards"
 _hook_guards = _Guards(_HOOKS)

@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.fx import traceback as fx_traceback
 
-from .._compat import is_batched, native_apply
+from .._compat import is_batched, native_apply, returns_no_argument
 from ..guards import is_capturing
 from ..marks import BoundaryRole
 from .scale_state import CHECKED
@@ -57,6 +57,7 @@ class ScaleGradients(Function):
     """Identity whose backward multiplies by the scale; on the graph's outputs."""
 
     @staticmethod
+    @returns_no_argument
     def forward(ctx: Any, scale: Tensor, *outputs: Tensor) -> tuple[Tensor, ...]:
         ctx.scale = scale
         ctx.set_materialize_grads(False)
@@ -79,6 +80,7 @@ class UnscaleGradients(Function):
     """
 
     @staticmethod
+    @returns_no_argument
     def forward(ctx: Any, probe: Tensor, inverse: Tensor, slots: str, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.inverse, ctx.slots, ctx.size = inverse, slots, probe.shape[0]
         ctx.checked = None if torch.compiler.is_compiling() else getattr(probe, CHECKED, None)
@@ -225,6 +227,7 @@ class ShadowWeights(Function):
     """
 
     @staticmethod
+    @returns_no_argument
     def forward(ctx: Any, copies: tuple[Tensor, ...], *parameters: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         views = tuple([t.detach() for t in copies])
