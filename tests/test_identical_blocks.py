@@ -15,6 +15,7 @@ from torch import fx, nn
 import ampgraph
 import ampgraph.runtime.export_call as export_call
 from ampgraph import DynamicLossScale, Policy
+from ampgraph.runtime.places import Places
 
 from .helpers import close
 
@@ -424,6 +425,40 @@ def test_state_that_changed_since_counts(captures) -> None:
     expected = x + 5.0 * model.layers[1].down(model.layers[1].up(x).relu())
     close(model.layers[1](x), expected)
     assert len(captures) == 2
+
+
+def test_what_blocks_share_is_looked_into_once(captures, monkeypatch) -> None:
+    """A shared configuration is looked into for the first block; a change of it counts for all."""
+    model, x = net(3, "object"), torch.randn(5, WIDTH)
+    config = Config()
+    config.inner = Config()
+    for block in model.layers:
+        block.config = config
+    opened = []
+    look_into = Places._look_into
+
+    def spy(self, value, path, depth):
+        opened.append(value)
+        return look_into(self, value, path, depth)
+
+    monkeypatch.setattr(Places, "_look_into", spy)
+    ampgraph.convert_blocks(model, "layers.*", dtype=torch.bfloat16)
+    check(model, x, alone(net_like(model), x, Policy(dtype=torch.bfloat16)))
+    assert sum(value is config.inner for value in opened) == 1
+    for change in (lambda: setattr(config, "gain", 5.0), lambda: setattr(config.inner, "gain", 5.0)):
+        captures.clear()
+        change()
+        check(model, x, alone(net_like(model), x, Policy(dtype=torch.bfloat16)))
+        assert len(captures) == 4  # one for the three blocks, three alone
+
+
+def net_like(model: Net) -> Net:
+    """Returns a model with the same state that is not converted."""
+    made = net(len(model.layers), model.layers[0].ways)
+    made.load_state_dict(model.state_dict())
+    for mine, theirs in zip(made.layers, model.layers, strict=True):
+        mine.config = copy.deepcopy(theirs.config)
+    return made
 
 
 def test_copies_begin_without_captures(captures) -> None:

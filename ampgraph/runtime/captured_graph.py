@@ -266,7 +266,8 @@ class CapturedGraph:
         if self.shadows is not None and shadowed:
             names = castable(training and self.options.policy.objective == "fused")
             masters = accepted(names, values, self.shadows)
-            holders = {name: f"_shadows.{self.shadows.name_of(master)}" for name, master in masters.items()}
+            copies = self.shadows.names_of([*masters.values()])
+            holders = {name: f"_shadows.{copy}" for name, copy in zip(masters, copies, strict=True)}
             passes.append(ReadShadows(holders, differentiable=training))
         if training and self.scaler.is_enabled() and has_low(self.plan):
             passes.append(boundary_pass(self.scaler, values.items()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Any
 
 import torch
@@ -15,7 +16,8 @@ CPU = torch.device("cpu")
 
 def device_of(model: nn.Module, default: torch.device = CPU) -> torch.device:
     """Returns the device of the model's first parameter or buffer, or ``default`` if it has none."""
-    return device_of_tensors((*all_parameters(model), *model.buffers()), default)
+    tensors = chain(all_parameters(model), model.buffers())
+    return next((tensor.device for tensor in tensors), default)
 
 
 def device_of_tensors(values: Any, default: torch.device = CPU) -> torch.device:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field
 from itertools import chain
 from operator import attrgetter, is_, itemgetter
 from types import BuiltinFunctionType, FunctionType, MemberDescriptorType, MethodType, ModuleType
@@ -33,6 +34,37 @@ _COLUMN = 4  # so many holders of one name are read by name, fewer by holder
 _Read = tuple[Callable[[Any], Any], Any, Any]
 
 
+@dataclass
+class _Kinds:
+    """Places by the way in which they are compared.
+
+    Attributes:
+        plain: Places of plain values.
+        objects: Places of objects that must stay the same.
+        containers: Places of containers, with their contents.
+    """
+
+    plain: list[Place] = field(default_factory=list)
+    objects: list[Place] = field(default_factory=list)
+    containers: list[tuple[Place, Any]] = field(default_factory=list)
+
+
+@dataclass
+class _Inside(_Kinds):
+    """The places inside objects.
+
+    Attributes:
+        sizes: The dicts of the objects, which must not grow.
+        seen: See `Places.seen`.
+    """
+
+    sizes: list[dict[str, Any]] = field(default_factory=list)
+    seen: list[Any] | None = None
+
+    def __len__(self) -> int:
+        return len(self.plain) + len(self.objects) + len(self.containers) + len(self.sizes)
+
+
 class Places:
     """Some places, and what they held when they were added; of objects there, their attributes as well.
 
@@ -48,31 +80,42 @@ class Places:
     def __init__(self, names: Collection[str] | None = None) -> None:
         self._names = names
         self._known: dict[tuple[int, str], Place] = {}
-        self._plain: list[Place] = []
-        self._computed: list[tuple[Place, Any]] = []
-        self._objects: list[Place] = []
-        self._containers: list[tuple[Place, Any]] = []
-        self._sizes: list[dict[str, Any]] = []
+        self._given = _Kinds()
+        self._inside = _Inside()
+        self._opened: dict[str, Any] = {}
 
-    def add(self, place: Place, depth: int = _DEPTH) -> None:
-        """Adds a place, if there is anything."""
-        key, value = (id(place.holder), place.name), place.value()
-        if key in self._known or value is GONE:
-            return
-        self._known[key] = place
-        is_plain = has_plain_leaves(value) or isinstance(value, _EQUAL_IF_SAME)
-        if is_plain and is_frozen(value):
-            self._plain.append(place)
-        elif is_container(value):
-            self._add_container(place, value, depth)
-        elif isinstance(value, nn.Parameter):
-            pass  # graphs read those where they are
-        elif place.value() is value:  # not made at each access
-            self._objects.append(place)
-            self._look_into(value, place.path, depth)
+    def add(self, place: Place) -> None:
+        """Adds a place, if there is anything, and what is inside."""
+        before = len(self._inside)
+        self._add(place, self._given, _DEPTH)
+        if len(self._inside) > before:
+            self._opened[place.path] = place.value()
+
+    def like(self, places: Sequence[Place]) -> Places | None:
+        """Returns the places of a model that holds the same objects, settled; None if it holds others.
+
+        What is inside these objects is not looked for again.
+        """
+        if not self.are_same():
+            return None
+        made, missing = Places(self._names), set(self._opened)
+        for place in places:
+            if place.path in missing and place.value() is self._opened[place.path]:
+                made._put(place, made._given)
+                missing.discard(place.path)
+            else:
+                made.add(place)
+        if missing or made._inside:
+            return None
+        made._inside, made._opened = self._inside, self._opened
+        made.settle()
+        return made
 
     def settle(self) -> None:
         """Takes down what the places hold now."""
+        given, inside = self._given, self._inside
+        self._plain, self._objects = [*given.plain, *inside.plain], [*given.objects, *inside.objects]
+        self._containers, self._sizes = [*given.containers, *inside.containers], inside.sizes
         self._seen_plain = [place.value() for place in self._plain]
         self._seen_objects = [place.value() for place in self._objects]
         pairs = list(zip(self._plain, self._seen_plain, strict=True))
@@ -121,19 +164,44 @@ class Places:
 
     def seen(self) -> list[Any]:
         """Returns all places with what they held, to compare with those of another model."""
-        return [[(place.path, value) for place, value in self._pairs()], self._seen_sizes]
+        given, inside = self._given, self._inside
+        if inside.seen is None:
+            inside.seen = self._held(inside, len(given.plain), len(given.objects))
+        return [self._held(given, 0, 0), inside.seen, self._seen_sizes]
+
+    def _held(self, kinds: _Kinds, first_plain: int, first_object: int) -> list[Any]:
+        plain = zip(kinds.plain, self._seen_plain[first_plain:], strict=False)
+        objects = zip(kinds.objects, self._seen_objects[first_object:], strict=False)
+        return [(place.path, value) for place, value in (*kinds.containers, *plain, *objects)]
 
     def _pairs(self) -> list[tuple[Place, Any]]:
         plain = zip(self._plain, self._seen_plain, strict=True)
         return [*self._containers, *plain, *zip(self._objects, self._seen_objects, strict=True)]
 
-    def _add_container(self, place: Place, value: Any, depth: int) -> None:
-        if not is_small(value):
-            self._objects.append(place)  # a table: its content does not count
-            return
-        self._containers.append((place, copied(value)))
-        for key, item in items_of(value):
-            self._look_into(item, f"{place.path}[{key!r}]", depth)
+    def _add(self, place: Place, kinds: _Kinds, depth: int) -> None:
+        value = place.value()
+        if self._put(place, kinds):
+            # What is in a container is as deep as the container.
+            self._look_into(value, place.path, depth + is_container(value))
+
+    def _put(self, place: Place, kinds: _Kinds) -> bool:
+        """Adds a place without what is inside; returns whether settings may be inside."""
+        key, value = (id(place.holder), place.name), place.value()
+        if key in self._known or value is GONE:
+            return False
+        self._known[key] = place
+        is_plain = has_plain_leaves(value) or isinstance(value, _EQUAL_IF_SAME)
+        if is_plain and is_frozen(value):
+            kinds.plain.append(place)
+        elif is_container(value) and is_small(value):
+            kinds.containers.append((place, copied(value)))
+            return True
+        elif is_container(value):
+            kinds.objects.append(place)  # a table: its content does not count
+        elif not isinstance(value, nn.Parameter) and place.value() is value:
+            kinds.objects.append(place)  # neither read by graphs where it is, nor made at each access
+            return True
+        return False
 
     def _look_into(self, value: Any, path: str, depth: int) -> None:
         """Adds the attributes of an object, such as a configuration, that forward may read."""
@@ -149,12 +217,12 @@ class Places:
         if len(held) > _MOST_SETTINGS:
             return
         if held:
-            self._sizes.append(held)
+            self._inside.sizes.append(held)
         for name in [name for name, inner in held.items() if self._counts(name) and _may_be_setting(inner)]:
-            self.add(Place(held, name, f"{path}.{name}"), depth - 1)
+            self._add(Place(held, name, f"{path}.{name}"), self._inside, depth - 1)
         for name in _settings_of_class(type(value)):
             if name not in held and self._counts(name):
-                self.add(Place(value, name, f"{path}.{name}"), depth - 1)
+                self._add(Place(value, name, f"{path}.{name}"), self._inside, depth - 1)
 
     def _counts(self, name: str) -> bool:
         return self._names is None or name in self._names

@@ -50,15 +50,10 @@ class PythonState:
         alike: PythonState | None = None,
     ) -> None:
         self._source = source
-        self._attributes = Places()
+        attributes = _attributes(reads)
+        found = alike._attributes.like(attributes) if alike else None
+        self._attributes: Places = found or _settled(attributes)
         self._code: Places = alike._code if alike else _settled(reads.code_places())
-        paths = reads.paths()
-        for key in reads.attributes:
-            if key not in reads.carried:
-                module = reads.modules[key[0]]
-                holder = vars(module) if key[1] in vars(module) else module  # or of its class
-                self._attributes.add(Place(holder, key[1], paths[key]))
-        self._attributes.settle()
         asked = (getattr(torch, name) for name in _SETTINGS if name in reads.code.names)
         self._questions = [torch.get_default_dtype, *asked]
         self._answers = [ask() for ask in self._questions]
@@ -100,6 +95,16 @@ class PythonState:
     def changed(self) -> list[str]:
         """Returns what is another now, as a user writes it: attributes from the model on."""
         return [*self._attributes.changed(), *self._code.changed()]
+
+
+def _attributes(reads: Reads) -> list[Place]:
+    """Returns the places of the attributes that forward read, in a module or its class."""
+    paths, found = reads.paths(), []
+    for key in reads.attributes:
+        if key not in reads.carried:
+            module = reads.modules[key[0]]
+            found.append(Place(vars(module) if key[1] in vars(module) else module, key[1], paths[key]))
+    return found
 
 
 def _settled(places: list[Place]) -> Places:

@@ -125,25 +125,17 @@ class ShadowWeights(nn.Module):
         """
         return self._home.is_same()
 
-    def name_of(self, master: Tensor) -> str:
-        """Returns the attribute that holds the shadow of a parameter; creates the shadow if needed."""
+    def names_of(self, masters: Sequence[Tensor]) -> list[str]:
+        """Returns the attributes that hold the shadows of parameters; creates the shadows that are missing."""
         with _lock:
-            shadow = self._shadows.get(id(master))
-            if shadow is None or shadow.master() is not master:
-                masters = [*self._masters(), master]
-                if not self._shadows:
-                    tell_after_steps(self)
-                shadow = self._shadows[id(master)] = _Shadow(master, f"weight_{next(self._numbers)}")
-                self._make(shadow, master)
-                self._seen = _State(*([*field, -1] for field in self._seen))
-                self._asked = -1
-                now = self._state(masters)
-                self._copy(now.changed_since(self._seen), masters, now)
-            return shadow.name
+            new = {id(master): master for master in masters if not self._has(master)}
+            if new:
+                self._add([*new.values()])
+            return [self._shadows[id(master)].name for master in masters]
 
     def of(self, master: Tensor) -> Tensor:
         """Returns the shadow of a parameter."""
-        copy: Tensor = getattr(self, self.name_of(master))
+        copy: Tensor = getattr(self, self.names_of([master])[0])
         return copy
 
     def refresh(self) -> None:
@@ -177,6 +169,22 @@ class ShadowWeights(nn.Module):
         with _lock:
             if not parameters.isdisjoint(self._shadows):
                 self._all_stale = self._stepped = True
+
+    def _has(self, master: Tensor) -> bool:
+        shadow = self._shadows.get(id(master))
+        return shadow is not None and shadow.master() is master
+
+    def _add(self, new: list[Tensor]) -> None:
+        masters = [*self._masters(), *new]
+        if not self._shadows:
+            tell_after_steps(self)
+        for master in new:
+            shadow = self._shadows[id(master)] = _Shadow(master, f"weight_{next(self._numbers)}")
+            self._make(shadow, master)
+        self._seen = _State(*([*field, *[-1] * len(new)] for field in self._seen))
+        self._asked = -1
+        now = self._state(masters)
+        self._copy(now.changed_since(self._seen), masters, now)
 
     def _masters(self) -> list[Tensor]:
         """Returns the parameters, one for each shadow; drops the shadows of those that are gone."""

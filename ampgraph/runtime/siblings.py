@@ -233,8 +233,8 @@ def _is_complete(captured: CapturedGraph, reads: Reads) -> bool:
 
 def _seen(state: PythonState) -> list:
     """Returns what forward read; without the block's own forward, which the conversion has replaced."""
-    (attributes, sizes), *others = state.seen()
-    return [[pair for pair in attributes if pair[0] != "forward"], sizes, *others]
+    (attributes, *inside), *others = state.seen()
+    return [[pair for pair in attributes if pair[0] != "forward"], *inside, *others]
 
 
 def _structure(source: nn.Module) -> list | None:
