@@ -126,7 +126,7 @@ class ShadowWeights(nn.Module):
         return self._home.is_same()
 
     def names_of(self, masters: Sequence[Tensor]) -> list[str]:
-        """Returns the attributes that hold the shadows of parameters; creates the shadows that are missing."""
+        """Returns the attributes that hold the shadows of parameters; creates missing ones."""
         with _lock:
             new = {id(master): master for master in masters if not self._has(master)}
             if new:
