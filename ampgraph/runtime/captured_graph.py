@@ -249,7 +249,7 @@ class CapturedGraph:
 
     def _passes(
         self,
-        castable: Callable[[bool], list[str]],
+        names_of_casts: Callable[[bool], list[str]],
         values: Mapping[str, object],
         training: bool,
         shadowed: bool,
@@ -257,14 +257,14 @@ class CapturedGraph:
         """Decides which passes make the graph that runs of `graph_module`.
 
         Args:
-            castable: Returns the nodes that low copies could replace; see `ampgraph.runtime.boundary`.
+            names_of_casts: Returns the nodes that low copies could replace; see `castable`.
             values: The values of its attributes by node name.
             training: Whether gradients are enabled.
             shadowed: Whether the model's parameters are those that it has low copies of.
         """
         passes: list[Pass] = []
         if self.shadows is not None and shadowed:
-            names = castable(training and self.options.policy.objective == "fused")
+            names = names_of_casts(training and self.options.policy.objective == "fused")
             masters = accepted(names, values, self.shadows)
             copies = self.shadows.names_of([*masters.values()])
             holders = {name: f"_shadows.{copy}" for name, copy in zip(masters, copies, strict=True)}
@@ -277,7 +277,7 @@ class CapturedGraph:
         return tuple(passes)
 
 
-def unless_edited(run: Callable, graph_module: fx.GraphModule, compiled: Callable[[], Callable]) -> Callable:
+def unless_edited(run: Callable, graph_module: fx.GraphModule, again: Callable[[], Callable]) -> Callable:
     """Returns ``run``; after an edit of the graph module that it stands for, the compiled graph module."""
     code = type(graph_module).forward
     edited: list[Callable] = []
@@ -286,7 +286,7 @@ def unless_edited(run: Callable, graph_module: fx.GraphModule, compiled: Callabl
         if type(graph_module).forward is code:
             return run(*args, **kwargs)
         if not edited:
-            edited.append(compiled())
+            edited.append(again())
         return edited[0](*args, **kwargs)
 
     return choose

@@ -44,10 +44,12 @@ class _Derived:
 
     Attributes:
         graph_module: The graph, over the parameters of the block that came first.
+        options: The options of its blocks.
         aot: Its graphs after autograd.
     """
 
     graph_module: fx.GraphModule
+    options: Options
     aot: AotGraphs = field(default_factory=AotGraphs)
 
     @functools.cached_property
@@ -59,13 +61,10 @@ class _Derived:
     def eager_code(self) -> EagerCode:
         return EagerCode(self.graph_module)
 
-    def compiled(self, options: Options) -> Callable:
-        """Compiles the graph once; the function takes a module of `cls` first."""
-        if "_compiled" not in vars(self):
-            run = compiled_module(_RunGiven(), options.backend, options.mode, self.aot)
-            vars(self)["_compiled"] = run
-        found: Callable = vars(self)["_compiled"]
-        return found
+    @functools.cached_property
+    def compiled(self) -> Callable:
+        """The compiled graph, a function that takes a module of `cls` first."""
+        return compiled_module(_RunGiven(), self.options.backend, self.options.mode, self.aot)
 
 
 class Family:
@@ -123,7 +122,7 @@ class Family:
                 run: Callable = EagerProgram(found.eager_code, parts, otherwise, instead)
             else:
                 graph = over_dict_of(parts, found.cls)
-                run = functools.partial(found.compiled(self._options), graph)
+                run = functools.partial(found.compiled, graph)
             return run, found.graph_module.graph, found.aot
 
     def _find(self, passes: tuple[Pass, ...], parts: nn.Module) -> _Derived:
@@ -135,12 +134,12 @@ class Family:
         for name in ("_amp", PART, "_shadows"):  # the lint looks whether they are there
             object.__setattr__(graph_module, name, getattr(parts, name, None))
         run_passes(graph_module, passes)
-        self._derived.append((passes, _Derived(graph_module)))
+        self._derived.append((passes, _Derived(graph_module, self._options)))
         return self._derived[-1][1]
 
 
 class Families:
-    """The families of graphs that one captured graph becomes: its plan depends on the size of weights."""
+    """The families that one captured graph has: one for each plan, which depends on the size of weights."""
 
     def __init__(self) -> None:
         self._found: dict[tuple, Family] = {}
