@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Hashable, Iterator
+import functools
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
+from torch import fx, nn
 from torch.export import ExportedProgram
 
 from ampgraph.capture import Reads, capture_program
+from ampgraph.proxy.bound_proxy import over_dict_of
 from ampgraph.runtime.captured_graph import CapturedGraph
 from ampgraph.runtime.graph_cache import GraphCache
+from ampgraph.runtime.lowering import AotGraphs, compiled, compiled_module
 from ampgraph.runtime.options import Options
 from ampgraph.runtime.siblings import Call, Siblings, Unplanned
 
@@ -82,3 +86,37 @@ class SharedCaptures(Siblings):
 
         with mock.patch.object(GraphCache, "__init__", init):
             yield
+
+
+class SharedCompilations:
+    """Graphs of the same code are compiled once; the compiled function takes the graph that it runs."""
+
+    def __init__(self) -> None:
+        self._found: dict[tuple, tuple[Callable, type[nn.Module], AotGraphs]] = {}
+
+    def compiled(
+        self, graph_module: fx.GraphModule, backend: str | Callable, mode: str | None, graphs: AotGraphs
+    ) -> Callable:
+        """Does what `ampgraph.runtime.lowering.compiled` does."""
+        if not isinstance(backend, str) or backend == "eager" or mode is not None:
+            return compiled(graph_module, backend, mode, graphs)
+        targets = tuple(n.target for n in graph_module.graph.nodes if n.op == "call_function")
+        key = graph_module.code, targets, backend
+        if key not in self._found:
+            run = compiled_module(_RunsGiven(), backend, mode, graphs)
+            cls = type("Graph", (nn.Module,), {"forward": type(graph_module).forward})
+            self._found[key] = run, cls, graphs
+        run, cls, kept = self._found[key]
+        graphs.graphs = kept.graphs
+        return functools.partial(run, over_dict_of(graph_module, cls))
+
+    @contextmanager
+    def by_all(self) -> Iterator[None]:
+        """Every graph that a model runs by itself takes part."""
+        with mock.patch("ampgraph.runtime.captured_graph.compiled", self.compiled):
+            yield
+
+
+class _RunsGiven(nn.Module):
+    def forward(self, graph: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+        return graph(*args, **kwargs)

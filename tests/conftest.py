@@ -40,20 +40,24 @@ def _libraries_are_no_garbage():
 
 
 @pytest.fixture(autouse=True)
-def _one_thread_fresh_seed():
+def _one_thread_fresh_seed(request: pytest.FixtureRequest) -> Iterator[None]:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     yield
-    torch._dynamo.reset()
+    if "shared_captures" in request.fixturenames:
+        torch._dynamo.pgo.reset_code_state()  # sizes of one test are no reason for dynamic ones in the next
+    else:
+        torch._dynamo.reset()
 
 
 @pytest.fixture(scope="module")
 def shared_captures() -> Iterator[None]:
-    """For test files about what runs after a capture: models of one class share captures and plans."""
-    from .captures import SharedCaptures
+    """For test files about what runs after a capture: models of one class share captures, plans and code."""
+    from .captures import SharedCaptures, SharedCompilations
 
-    with SharedCaptures().by_all():
+    with SharedCaptures().by_all(), SharedCompilations().by_all():
         yield
+    torch._dynamo.reset()
 
 
 @pytest.fixture(scope="module")
