@@ -86,6 +86,9 @@ class Pass(abc.ABC):
 # Node names, each with the precision to assign.
 Pins = tuple[tuple[str, "Precision"], ...]
 Hook = Callable[[Pass, GraphModule, bool, float], Any]
+# A node, its target, its arguments and keyword arguments; then the keys and the values of its metadata.
+_Held = tuple[Any, ...]
+_META = 4
 
 
 def workspace(graph_module: GraphModule) -> Workspace:
@@ -105,9 +108,14 @@ def run_passes(graph_module: GraphModule, passes: Iterable[Pass], hook: Hook | N
         PassError: A contract was broken or a pass failed; the message names the pass.
     """
     modified = False
+    before: list[_Held] = []
     for step in passes:
         start = time.perf_counter()
-        changed = _run_one(step, graph_module)
+        if step.edits:
+            before = []
+        elif not before:  # passes that do not edit share one
+            before = [_held(node) for node in graph_module.graph.nodes]
+        changed = _run_one(step, graph_module, before)
         seconds = time.perf_counter() - start
         workspace(graph_module).seconds[step.name] = seconds
         modified |= changed
@@ -127,8 +135,7 @@ def _recompile(graph_module: GraphModule) -> None:
         ) from error
 
 
-def _run_one(step: Pass, graph_module: GraphModule) -> bool:
-    before = None if step.edits else [_seen(node) for node in graph_module.graph.nodes]
+def _run_one(step: Pass, graph_module: GraphModule, before: list[_Held]) -> bool:
     try:
         step.requires(graph_module)
         changed = step(graph_module).modified
@@ -139,35 +146,39 @@ def _run_one(step: Pass, graph_module: GraphModule) -> bool:
         raise
     except Exception as error:
         raise PassError(f"pass {step.name!r} failed: {type(error).__name__}: {error}") from error
-    if before is not None:
+    if not step.edits:
         _check_untouched(step, graph_module, changed, before)
     return changed
 
 
-def _seen(node: Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Returns the very objects that a node holds, so that a look at them again is cheap."""
-    return (node, node.target, node.args, node.kwargs), dict(node.meta)
+def _held(node: Node) -> _Held:
+    """Returns the very objects that a node holds, metadata last, so that a look at them again is cheap."""
+    return (node, node.target, node.args, node.kwargs, *node.meta, *node.meta.values())
 
 
-def _check_untouched(
-    step: Pass, graph_module: GraphModule, changed: bool, before: list[tuple[tuple[Any, ...], dict[str, Any]]]
-) -> None:
+def _check_untouched(step: Pass, graph_module: GraphModule, changed: bool, before: list[_Held]) -> None:
     """Raises `PassError` if an analysis pass edited the graph or wrote the metadata of a node."""
     nodes = list(graph_module.graph.nodes)
     if changed or len(nodes) != len(before):
         raise PassError(f"pass {step.name!r} is analysis and must not edit the graph.")
-    for node, (held, meta) in zip(nodes, before, strict=True):
-        if any(map(is_not, (node, node.target, node.args, node.kwargs), held)):
+    for node, held in zip(nodes, before, strict=True):
+        now = _held(node)
+        if len(held) == len(now) and not any(map(is_not, held, now)):
+            continue
+        if any(map(is_not, held[:_META], now[:_META])):
             raise PassError(f"pass {step.name!r} is analysis and must not edit the graph: {node.name!r}.")
-        if written := _differing(meta, node.meta):
-            raise PassError(
-                f"pass {step.name!r} is analysis and must not write node.meta: {written} of {node.name!r}; "
-                "its findings belong in the workspace."
-            )
+        raise PassError(
+            f"pass {step.name!r} is analysis and must not write node.meta: {_differing(held, now)} of "
+            f"{node.name!r}; its findings belong in the workspace."
+        )
 
 
-def _differing(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
-    if len(before) == len(after) and not any(map(is_not, before.values(), after.values())):
-        return []
-    keys = dict.fromkeys((*before, *after))
-    return [k for k in keys if k not in before or k not in after or before[k] is not after[k]]
+def _differing(before: _Held, after: _Held) -> list[str]:
+    """Returns the keys under which the metadata differs."""
+    old, new = _meta(before), _meta(after)
+    return [k for k in {**old, **new} if k not in old or k not in new or old[k] is not new[k]]
+
+
+def _meta(held: _Held) -> dict[str, Any]:
+    both = held[_META:]
+    return dict(zip(both, both[len(both) // 2 :], strict=False))

@@ -148,8 +148,7 @@ def _replaced(container: Any, path: tuple[int | str, ...], value: Node) -> Any:
 
 def set_named_argument(node: Node, name: str, value: object) -> None:
     """Sets an argument of an ATen call by its schema name."""
-    names = [a.name for a in node.target._schema.arguments]  # type: ignore[union-attr]
-    position = names.index(name)
+    position = kernels.argument_names(node.target).index(name)  # type: ignore[arg-type]
     if position < len(node.args):
         node.update_arg(position, value)  # type: ignore[arg-type]
     else:

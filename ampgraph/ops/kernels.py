@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cache
+from itertools import compress
 from typing import TypeVar
 
 import torch
@@ -12,6 +13,7 @@ from .._compat import VERSION, OpOverload
 from . import kernel_tables
 
 T = TypeVar("T")
+_NUMBER_TYPES = ("Tensor", "number", "Optional[number]", "Optional[Tensor]")
 
 
 @cache
@@ -42,6 +44,27 @@ def may_convert(target: OpOverload) -> bool:
 def overload_name(target: OpOverload) -> str:
     """Returns ``"aten.softmax.int"``; a default overload is spelled out, ``"aten.relu.default"``."""
     return str(target).replace("::", ".")
+
+
+@cache
+def argument_names(target: OpOverload) -> tuple[str, ...]:
+    """Returns the names of the arguments, in the order of the schema."""
+    return tuple(argument.name for argument in target._schema.arguments)
+
+
+@cache
+def written_slots(target: OpOverload) -> tuple[tuple[int, str], ...]:
+    """Returns position and name of the arguments that the op writes in place."""
+    aliases = (argument.alias_info for argument in target._schema.arguments)
+    written = (alias is not None and alias.is_write for alias in aliases)
+    return tuple(compress(enumerate(argument_names(target)), written))
+
+
+@cache
+def number_slots(target: OpOverload) -> tuple[tuple[int, str], ...]:
+    """Returns position and name of the arguments that take a tensor or a scalar value."""
+    types = (str(argument.type) for argument in target._schema.arguments)
+    return tuple(compress(enumerate(argument_names(target)), (t in _NUMBER_TYPES for t in types)))
 
 
 @cache

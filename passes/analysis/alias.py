@@ -9,7 +9,15 @@ import torch
 from torch.fx import Graph, Node
 
 from ampgraph._compat import FakeTensorMode, OpOverload, evaluate, size_hint, storage_key
-from ampgraph.ops.kernels import is_composite, is_dropout, is_opaque, is_view, may_convert, reads_strides
+from ampgraph.ops.kernels import (
+    is_composite,
+    is_dropout,
+    is_opaque,
+    is_view,
+    may_convert,
+    reads_strides,
+    written_slots,
+)
 
 from .arguments import argument
 
@@ -18,13 +26,9 @@ SOURCES = ("placeholder", "get_attr")
 
 def written_args(node: Node) -> list[Node]:
     """Returns the nodes that ``node`` writes in place, by its schema."""
-    if not isinstance(node.target, OpOverload) or not node.target._schema.is_mutable:
-        return []
-    written = []
-    for position, parameter in enumerate(node.target._schema.arguments):
-        if parameter.alias_info is None or not parameter.alias_info.is_write:
-            continue
-        value = node.args[position] if position < len(node.args) else node.kwargs.get(parameter.name)
+    written: list[Node] = []
+    for position, name in written_slots(node.target) if isinstance(node.target, OpOverload) else ():
+        value = node.args[position] if position < len(node.args) else node.kwargs.get(name)
         values = value if isinstance(value, (list, tuple)) else (value,)
         written += [v for v in values if isinstance(v, Node)]
     return written

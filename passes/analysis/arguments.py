@@ -7,6 +7,8 @@ from typing import Any
 
 from torch.fx import Node
 
+from ampgraph.ops import kernels
+
 
 def tensor_arguments(node: Node) -> Iterator[tuple[tuple[int | str, ...], Node]]:
     """Yields (path, node) for every node among the arguments; a path starts with a position or keyword."""
@@ -21,14 +23,14 @@ def argument_name(node: Node, path: tuple[int | str, ...]) -> str:
     first = path[0]
     if isinstance(first, str):
         return first
-    return node.target._schema.arguments[first].name  # type: ignore[union-attr]
+    return kernels.argument_names(node.target)[first]  # type: ignore[arg-type]
 
 
 def argument(node: Node, name: str) -> Any:
     """Returns an argument of an ATen call by its schema name, or None when it is not given."""
     if name in node.kwargs:
         return node.kwargs[name]
-    names = [a.name for a in node.target._schema.arguments]  # type: ignore[union-attr]
+    names = kernels.argument_names(node.target)  # type: ignore[arg-type]
     position = names.index(name) if name in names else len(node.args)
     return node.args[position] if position < len(node.args) else None
 

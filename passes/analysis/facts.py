@@ -89,8 +89,9 @@ Facts = dict[Node, NodeFacts]
 def tensors(node: Node) -> list[torch.Tensor]:
     """Returns the (fake) tensors that a node produces."""
     value = node.meta.get("val")
-    values = value if isinstance(value, (list, tuple)) else (value,)
-    return [v for v in values if isinstance(v, torch.Tensor)]
+    if isinstance(value, torch.Tensor):
+        return [value]
+    return [v for v in value if isinstance(v, torch.Tensor)] if isinstance(value, (list, tuple)) else []
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
@@ -115,8 +116,8 @@ def saves_large_statistics(node: Node, low_dtype: torch.dtype) -> bool:
 
 def has_kernel(node: Node, low_dtype: torch.dtype) -> bool:
     """Whether an ATen op has a kernel for ``low_dtype`` on the device of its tensors."""
-    found = [*tensors(node), *(t for n in node.all_input_nodes for t in tensors(n))]
-    device = found[0].device.type if found else ""
+    found = next((t for n in (node, *node.all_input_nodes) for t in tensors(n)), None)
+    device = "" if found is None else found.device.type
     return not kernels.fp32_only(node.target, device, low_dtype)  # type: ignore[arg-type]
 
 

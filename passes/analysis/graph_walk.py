@@ -28,7 +28,7 @@ def kind(node: Node) -> str:
 
 def operands(node: Node) -> tuple[Any, Any]:
     """Returns the first two arguments of an ATen call, however they were given; None for what is missing."""
-    names = [parameter.name for parameter in node.target._schema.arguments[:2]]  # type: ignore[union-attr]
+    names = kernels.argument_names(node.target)[:2]  # type: ignore[arg-type]
     first, second, *_ = (*(argument(node, name) for name in names), None, None)
     return first, second
 
@@ -44,7 +44,8 @@ def values_read(node: Node) -> list[Node]:
         return node.all_input_nodes
     if kernels.reads_no_values(node.target):
         return []
-    shape_only = kernels.shape_slots(node.target)
+    if not (shape_only := kernels.shape_slots(node.target)):
+        return node.all_input_nodes
     read = (tensor for path, tensor in tensor_arguments(node) if argument_name(node, path) not in shape_only)
     return list(dict.fromkeys(read))
 

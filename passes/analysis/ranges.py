@@ -24,8 +24,6 @@ from .alias import SOURCES
 from .arguments import argument, argument_name
 from .facts import Facts, Operand, OperandRule, saves_large_statistics
 
-_NUMBER_TYPES = ("Tensor", "number", "Optional[number]", "Optional[Tensor]")
-
 
 def find_range_pins(
     facts: Facts, low_dtype: torch.dtype, extents: Extents
@@ -96,12 +94,10 @@ def numbers(node: Node) -> Iterator[float]:
 
 def named_numbers(node: Node) -> Iterator[tuple[str, float]]:
     """Yields them with the names of the arguments."""
-    for position, parameter in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
-        if str(parameter.type) not in _NUMBER_TYPES:
-            continue
-        value = node.args[position] if position < len(node.args) else node.kwargs.get(parameter.name)
+    for position, name in kernels.number_slots(node.target):  # type: ignore[arg-type]
+        value = node.args[position] if position < len(node.args) else node.kwargs.get(name)
         if isinstance(value, (int, float)) and not isinstance(value, bool):
-            yield parameter.name, value
+            yield name, value
 
 
 class Extents:
