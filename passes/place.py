@@ -21,7 +21,7 @@ from .analysis.problem import Problem
 from .base import Pass, workspace
 from .placement.build_network import Weigher
 from .placement.build_plan import build_plan
-from .placement.cost_model import FP32_BYTES, cost_of, node_terms, scale_above_traffic
+from .placement.cost_model import FP32_BYTES, scale_above_traffic
 from .placement.labelling import Placement, autocast_rule, place_low, place_optimally
 from .placement.step_cost import StepCost
 from .placement.within import place_within
@@ -47,10 +47,10 @@ class PlaceCasts(Pass):
         problem = space.problem
         assert problem is not None
         costs, autocast = StepCost(problem), autocast_rule(problem)
-        baseline = costs.complete(autocast.labels, autocast.anchors, shared=False)
+        baseline = costs.complete(autocast, shared=False)
         baselines = {"fp32": _fp32_cost(problem, costs), "autocast": baseline}
         placement = place(problem, self.policy, costs, autocast)
-        cost = costs.complete(placement.labels, placement.anchors)
+        cost = costs.complete(placement)
         space.plan = build_plan(problem, placement, cost, baselines)
         space.costs, space.placement = costs, placement
         return False
@@ -73,7 +73,7 @@ def place(
     if policy.objective == "fused":
         return _place_fused(problem, costs, autocast)
     if policy.objective in ("auto", "traffic"):
-        baseline = _eager(costs, autocast, shared=False)
+        baseline = costs.eager(autocast, shared=False)
         bound = baseline.activation_cast_bytes - _cast_before(problem)
         return _within_step(costs, place_within(problem, bound), autocast, baseline)
     return _place_few(problem, policy.objective)
@@ -95,16 +95,9 @@ def _within_step(costs: StepCost, placement: Placement, autocast: Placement, bas
 
     To save casts in the forward it may leave values float32, whose gradients then are float32 too.
     """
-    found = _eager(costs, placement, shared=True)
+    found = costs.eager(placement)
     is_more = found.traffic + found.backward > baseline.traffic + baseline.backward
     return autocast if is_more else placement
-
-
-def _eager(costs: StepCost, placement: Placement, shared: bool) -> Cost:
-    """Returns the cost of a placement whose ops run one by one."""
-    cost = cost_of(costs.problem, placement.labels, placement.anchors, shared)
-    step = costs.eager(placement.labels, placement.anchors, cost.traffic, shared)
-    return replace(cost, backward=step.backward)
 
 
 def _cast_before(problem: Problem) -> int:
@@ -135,7 +128,7 @@ def _weigher(problem: Problem, objective: str) -> Weigher:
 
 
 def _fp32_cost(problem: Problem, costs: StepCost) -> Cost:
-    traffic = sum(FP32_BYTES * e for n in problem.facts for _, e in node_terms(problem, n))
-    labels = dict.fromkeys(problem.variables, FP32)
-    eager, fused = costs.eager(labels, {}, traffic, shared=True), costs.fused(labels)
-    return Cost(traffic, 0, 0, 0, 0, eager.backward, eager.saved, *fused)
+    """Returns the cost if everything were float32, and so without casts; also what is low in the source."""
+    cost = costs.complete(Placement(dict.fromkeys(problem.variables, FP32), {}))
+    traffic = FP32_BYTES * sum(problem.moved.values())
+    return replace(cost, traffic=traffic, cast_bytes=0, casts=0, activation_cast_bytes=0, activation_casts=0)

@@ -51,7 +51,7 @@ def cases(level: str, lists: str) -> list[Case]:
         problem = problem_of(random_graph(seed, steps=8 + seed % 7), policy)
         costs = StepCost(problem)
         rule = autocast_rule(problem)
-        baseline = costs.complete(rule.labels, rule.anchors, shared=False)
+        baseline = costs.complete(rule, shared=False)
         placed = _place_fused(problem, costs, rule)
         eager = _within_step(costs, place_within(problem, baseline.activation_cast_bytes), rule, baseline)
         made.append(Case(problem, costs, place_low(problem), placed, eager))
@@ -102,8 +102,8 @@ def test_eager_step_is_never_above_the_autocast_rule(level, lists):
     lower = 0
     for seed, case in enumerate(cases(level, lists)):
         rule = autocast_rule(case.problem)
-        limit = case.costs.complete(rule.labels, rule.anchors, shared=False)
-        found = case.costs.complete(case.eager.labels, case.eager.anchors)
+        limit = case.costs.complete(rule, shared=False)
+        found = case.costs.complete(case.eager)
         assert found.traffic + found.backward <= limit.traffic + limit.backward, seed
         assert found.activation_cast_bytes <= limit.activation_cast_bytes, seed
         lower += found.traffic + found.backward < limit.traffic + limit.backward

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
 from torch.fx import Node
 
-from .facts import Facts
+from .facts import Facts, OperandRule
 from .precision import FP32, Precision
 
 
@@ -57,6 +59,24 @@ class Problem:
     def source_precision(self, tensor: Node) -> Precision:
         """Returns the precision that ``tensor`` has in the source."""
         return Precision.of(self.facts[tensor].dtype, self.low_dtype)
+
+    @cached_property
+    def moved(self) -> dict[Node | Precision, int]:
+        """The elements that ops read and write, by whose label sets their width, or by the width itself."""
+        found: dict[Node | Precision, int] = defaultdict(int)
+        for node, fact in self.facts.items():
+            if not fact.moves_data:
+                continue
+            if fact.dtype is not None:
+                found[fact.dtype_source] += fact.elements
+            for operand in fact.operands:
+                tensor = self.facts[operand.tensor]
+                if operand.rule is OperandRule.SOURCE_DTYPE:
+                    found[self.source_precision(operand.tensor)] += tensor.elements
+                else:
+                    is_own = operand.rule is OperandRule.NODE_DTYPE
+                    found[node if is_own else tensor.dtype_source] += tensor.elements
+        return found
 
     def pin(self, tensor: Node) -> Precision | None:
         """Returns the pinned label of the node that produces ``tensor``."""

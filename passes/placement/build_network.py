@@ -34,7 +34,7 @@ from ampgraph.plan import Cost
 from ..analysis.facts import OperandRule
 from ..analysis.precision import FP32, LOW, Precision
 from ..analysis.problem import Problem
-from .cost_model import CAST_BYTES, FP32_BYTES, LOW_BYTES, node_terms, promoted_operands, required
+from .cost_model import CAST_BYTES, FP32_BYTES, LOW_BYTES, promoted_operands, required
 from .min_cut import INFINITE, SINK, SOURCE, CutNetwork, Vertex
 
 Weigher = Callable[[Cost], int]
@@ -81,6 +81,7 @@ class _Builder:
         self.weigh = weigh
         self.network = CutNetwork()
         self.widened: Widened = {}
+        self.cast_weights = _cast_weights(weigh, 1), _cast_weights(weigh, 0)
         self.undecided = {n: operands for n in problem.variables if (operands := self._open_operands(n))}
 
     def build(self) -> None:
@@ -90,11 +91,10 @@ class _Builder:
             if variable.pinned is None:
                 network.add_vertex(node)
                 self._add_constraints(node)
-        for node in problem.facts:
-            for owner, elements in node_terms(problem, node):
-                if not isinstance(owner, Precision) and problem.variables[owner].pinned is None:
-                    network.add_arc(owner, SINK, low_byte * elements)
-                    network.add_arc(SOURCE, owner, fp32_byte * elements)
+        for owner, elements in problem.moved.items():
+            if not isinstance(owner, Precision) and problem.variables[owner].pinned is None:
+                network.add_arc(owner, SINK, low_byte * elements)
+                network.add_arc(SOURCE, owner, fp32_byte * elements)
         for tensor in problem.uses:
             self._add_casts(tensor)
         for node, operands in self.undecided.items():
@@ -151,8 +151,8 @@ class _Builder:
                 widening[key].need(at)
             if at != SINK and required(problem, operand, LOW, None) is LOW:
                 narrowing[key].need(at)
-        moved, activation = CAST_BYTES * fact.elements, 0 if fact.is_parameter else 1
-        weight = self.weigh(Cost(moved, moved, 1, moved * activation, activation))
+        each, per_element = self.cast_weights[fact.is_parameter]
+        weight = each + per_element * fact.elements
         producer = self._vertex(fact.dtype_source)
         for group, readers in widening.items():
             cast = readers.shared(SINK, (tensor, "widen", group))
@@ -165,6 +165,12 @@ class _Builder:
             self.network.add_arc(cast, producer, weight * (readers.uses if fact.mutated else 1))
             for reader in readers.needing - {cast, SOURCE}:
                 self.network.add_arc(reader, cast, INFINITE)
+
+
+def _cast_weights(weigh: Weigher, activations: int) -> tuple[int, int]:
+    """Returns the weight of one cast, and of each element of its tensor."""
+    moved = CAST_BYTES * activations
+    return weigh(Cost(0, 0, 1, 0, activations)), weigh(Cost(CAST_BYTES, CAST_BYTES, 0, moved))
 
 
 class _Readers:

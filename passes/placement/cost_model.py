@@ -12,7 +12,7 @@ uses; `cost_of` counts bytes:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 from torch.fx import Node
 
@@ -98,7 +98,10 @@ def cost_of(problem: Problem, labels: Labels, anchors: Anchors, shared: bool = T
         anchors: The operand that each float32 promoting op over low operands widens.
         shared: Whether one cast serves all uses of a tensor; ``torch.autocast`` shares only weights.
     """
-    traffic = sum(_node_traffic(problem, labels, node) for node in problem.facts)
+    traffic = sum(
+        elements * WIDTHS[owner if isinstance(owner, Precision) else labels[owner]]
+        for owner, elements in problem.moved.items()
+    )
     casts = cast_bytes = activation_casts = activation_bytes = 0
     for (tensor, _), uses in demands(problem, labels, anchors).items():
         fact = problem.facts[tensor]
@@ -111,32 +114,8 @@ def cost_of(problem: Problem, labels: Labels, anchors: Anchors, shared: bool = T
     return Cost(traffic + cast_bytes, cast_bytes, casts, activation_bytes, activation_casts)
 
 
-def node_terms(problem: Problem, node: Node) -> Iterator[tuple[Node | Precision, int]]:
-    """Yields (whose label sets the width, or the label itself; elements) for all a node reads and writes."""
-    fact = problem.facts[node]
-    if not fact.moves_data:
-        return
-    if fact.dtype is not None:
-        yield fact.dtype_source, fact.elements
-    for operand in fact.operands:
-        elements = problem.facts[operand.tensor].elements
-        if operand.rule is OperandRule.NODE_DTYPE:
-            yield node, elements
-        elif operand.rule is not OperandRule.SOURCE_DTYPE:
-            yield problem.facts[operand.tensor].dtype_source, elements
-        else:
-            yield problem.source_precision(operand.tensor), elements
-
-
 def scale_above_traffic(problem: Problem) -> int:
     """Returns a factor larger than any traffic, so that traffic decides only ties."""
-    elements = sum(e for n in problem.facts for _, e in node_terms(problem, n))
+    elements = sum(problem.moved.values())
     casts = sum(problem.facts[t].elements * len(u) for t, u in problem.uses.items())
     return 1 + FP32_BYTES * elements + 2 * CAST_BYTES * casts
-
-
-def _node_traffic(problem: Problem, labels: Labels, node: Node) -> int:
-    return sum(
-        elements * WIDTHS[owner if isinstance(owner, Precision) else labels[owner]]
-        for owner, elements in node_terms(problem, node)
-    )

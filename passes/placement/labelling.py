@@ -19,7 +19,7 @@ from .cost_model import greedy_anchors, needs_anchor, promoted_operands
 MAX_WORK = 200_000
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Placement:
     """A labelling and its anchors.
 

@@ -23,6 +23,7 @@ from ..analysis.precision import FP32, LOW, Precision
 from ..analysis.problem import Problem
 from .cost_model import CAST_BYTES, WIDTHS, Anchors, Labels, cost_of, demands
 from .fused_kernels import FusedKernels, Kind, Read, elements, op_name
+from .labelling import Placement
 
 # At most this many kernels of a backward read one saved tensor.
 MAX_BACKWARD_READS = 3
@@ -75,35 +76,32 @@ class StepCost:
         # What no label changes, by tensor.
         self._readers_of: dict[Node, tuple[list[Read], dict[Node, list[Read]]]] = {}
         self._norms_of: dict[Node, int] = {}
+        self._eager_of: dict[tuple[Placement, bool], Cost] = {}
 
     def saving_low(self, norms: Sequence[Norm]) -> StepCost:
         """Returns the costs where the backward of these norms reads low values."""
         nodes = (node for norm in norms for node in (norm.output, *norm.inside))
         return StepCost(self.problem, self.kernels.saving_low(nodes), norms)
 
-    def complete(self, labels: Labels, anchors: Anchors, shared: bool = True) -> Cost:
-        """Returns the cost of a labelling with all fields; arguments as for `cost_of`."""
-        cost, fused = cost_of(self.problem, labels, anchors, shared), self.fused(labels)
-        eager = self.eager(labels, anchors, cost.traffic, shared)
+    def complete(self, placement: Placement, shared: bool = True) -> Cost:
+        """Returns the cost of a placement with all fields; ``shared`` as for `cost_of`."""
+        cost, fused = self.eager(placement, shared), self.fused(placement.labels)
         return replace(
-            cost,
-            backward=eager.backward,
-            saved=eager.saved,
-            fused_forward=fused.forward,
-            fused_backward=fused.backward,
-            fused_saved=fused.saved,
+            cost, fused_forward=fused.forward, fused_backward=fused.backward, fused_saved=fused.saved
         )
 
-    def eager(self, labels: Labels, anchors: Anchors, forward: int, shared: bool) -> Step:
-        """Returns the bytes of a step whose ops run one by one.
+    def eager(self, placement: Placement, shared: bool = True) -> Cost:
+        """Returns the cost of a placement whose ops run one by one; the same object at every call."""
+        if (placement, shared) not in self._eager_of:
+            labels, anchors = placement.labels, placement.anchors
+            cost = cost_of(self.problem, labels, anchors, shared)
+            backward, saved = self._eager_backward(labels, anchors, shared)
+            self._eager_of[placement, shared] = replace(cost, backward=backward, saved=saved)
+        return self._eager_of[placement, shared]
 
-        Args:
-            labels: A precision for every variable.
-            anchors: The operand that each float32 promoting op over low operands widens.
-            forward: The bytes of the forward.
-            shared: Whether one cast serves all uses of a tensor.
-        """
-        ledger, problem = _Ledger(forward), self.problem
+    def _eager_backward(self, labels: Labels, anchors: Anchors, shared: bool) -> tuple[int, int]:
+        """Returns the bytes of the backward, and those saved for it."""
+        ledger, problem = _Ledger(), self.problem
         for node, fact in problem.facts.items():
             if not fact.moves_data or not self.kernels.has_gradient[node]:
                 continue
@@ -124,7 +122,7 @@ class StepCost:
                 if needs_values and not (source.is_parameter and label is self._own(labels, operand.tensor)):
                     ledger.save(self.kernels.roots[operand.tensor], label, source.elements)
         self._count_accumulation(labels, anchors, shared, ledger)
-        return ledger.step()
+        return ledger.backward, ledger.step().saved
 
     def _count_sum(self, node: Node, labels: Labels, ledger: _Ledger) -> None:
         """Adds the backward of a sum: nothing; reduces for broadcast operands, casts for widened ones."""

@@ -176,13 +176,10 @@ class Bounded:
 
     def _closed_in(self, case: _Case, spend: bool = False) -> _Case:
         """Finds the corners of a case next to the bound, and the lower bound of the case."""
-        variables = {**self.problem.variables}
-        for node, label in case.pins.items():
-            variables[node] = replace(variables[node], pinned=label)
-        problem = replace(self.problem, variables=variables)
+        problem = self._pinned(case)
         lower, over, within = case.lower, case.over, case.within
         if spend:
-            self.search.budget -= CUT_STEPS * sum(v.pinned is None for v in variables.values())
+            self.search.budget -= CUT_STEPS * sum(v.pinned is None for v in problem.variables.values())
         if over is None:
             over, least = self._corner(problem, 1, 0)
             lower = max(lower, least)
@@ -206,6 +203,14 @@ class Bounded:
             else:
                 over = between
         return replace(case, lower=lower, over=over, within=within)
+
+    def _pinned(self, case: _Case) -> Problem:
+        if not case.pins:
+            return self.problem
+        variables = {**self.problem.variables}
+        for node, label in case.pins.items():
+            variables[node] = replace(variables[node], pinned=label)
+        return replace(self.problem, variables=variables)
 
     def _corner(self, problem: Problem, traffic: int, price: int) -> tuple[Point, float]:
         """Returns a point of least weight, and a lower bound of the traffic of points within the bound.
