@@ -89,14 +89,17 @@ class ClassifyOps(Pass):
             return fact
         if not fact.keeps_memory:
             fact.dtype_source = _dtype_giver(node, facts)
-        fact.is_parameter = _is_parameter(node, facts)
         read = [t for n in node.all_input_nodes for t in tensors(n)]
         fact.reads_sparse = not all(map(is_dense, read))
         fact.reads_other_low = any(t.dtype in LOW_DTYPES and t.dtype != self.policy.low_dtype for t in read)
         if isinstance(node.target, OpOverload):
             fact.op_class, fact.class_reason = self.policy.ops.classify(node, self.policy.low_dtype)
             fact.fixed_dtype = _explicit_dtype(node)
-            fact.moves_data = not viewed(node)
+            memory = viewed(node)
+            fact.moves_data = not memory
+            fact.is_parameter = any(facts[n].is_parameter for n in (written_args(node) or memory)[:1])
+        else:
+            fact.is_parameter = node.op == "get_attr" or input_mark(node).is_parameter
         fact.operands = [
             self._operand(node, fact, path, tensor)
             for path, tensor in tensor_arguments(node)
@@ -203,15 +206,6 @@ def _holds_statistics(node: Node, name: str, tensor: Node) -> bool:
     if argument(node, "weight") is None:
         return False
     return tensors(tensor)[0].dtype == torch.float32
-
-
-def _is_parameter(node: Node, facts: Facts) -> bool:
-    if node.op == "get_attr" or input_mark(node).is_parameter:
-        return True
-    if not isinstance(node.target, OpOverload) or not node.all_input_nodes:
-        return False
-    same_memory = written_args(node) or viewed(node)
-    return bool(same_memory) and facts[same_memory[0]].is_parameter
 
 
 def _dtype_giver(node: Node, facts: Facts) -> Node:

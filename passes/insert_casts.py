@@ -115,9 +115,9 @@ def refresh_metadata(graph: Graph, edited: Iterable[Node]) -> None:
 
 def _stays_as_it_was(node: Node) -> bool:
     """Whether the node reads and returns the source's dtypes under every plan."""
-    if isinstance(node.target, HigherOrderOperator):
-        return True
-    return isinstance(node.target, OpOverload) and kernels.is_opaque(node.target)
+    if isinstance(node.target, OpOverload):
+        return kernels.is_opaque(node.target)
+    return isinstance(node.target, HigherOrderOperator)
 
 
 def after(graph: Graph, node: Node) -> Node:

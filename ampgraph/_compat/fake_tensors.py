@@ -124,27 +124,25 @@ def result_dtypes(
     count = len(value) if isinstance(value, (list, tuple)) else 1
     default = torch.get_default_dtype()
     key = (node.target, count, default, _dtype_key(node.args, instead), _dtype_key(node.kwargs, instead))
-    if key not in _dtype_cache:
+    if (known := _dtype_cache.get(key)) is None:
         here = threading.get_ident()
         # Dtypes do not depend on gradients, and a parameter may be written under no_grad.
         with torch.no_grad(), errors_raised_not_logged(lambda: threading.get_ident() == here):
             values = evaluate(node, mode, one_step=True, instead=instead)
-        _dtype_cache[key] = dtypes_of(values)
-    return _dtype_cache[key]
+        known = _dtype_cache[key] = dtypes_of(values)
+    return known
 
 
 def dtypes_of(value: Any) -> tuple[torch.dtype | None, ...]:
     """Returns the dtype of each result in a value; None for a result that is not a tensor."""
+    if isinstance(value, torch.Tensor):
+        return (value.dtype,)
     values = value if isinstance(value, (list, tuple)) else (value,)
     return tuple(v.dtype if isinstance(v, torch.Tensor) else None for v in values)
 
 
 def _dtype_key(argument: Any, instead: Mapping[Node, torch.dtype]) -> Any:
     """Returns the properties of an argument that affect a result's dtype."""
-    if isinstance(argument, (list, tuple)):
-        return type(argument), tuple([_dtype_key(item, instead) for item in argument])
-    if isinstance(argument, dict):
-        return tuple([(name, _dtype_key(item, instead)) for name, item in argument.items()])
     if isinstance(argument, Node):
         value = argument.meta.get("val")
         if argument in instead and isinstance(value, FakeTensor):  # the same key, without a tensor for it
@@ -152,6 +150,10 @@ def _dtype_key(argument: Any, instead: Mapping[Node, torch.dtype]) -> Any:
         return _dtype_key(value, instead)
     if isinstance(argument, torch.Tensor):
         return argument.dtype, argument.dim() == 0, argument.device.type
+    if isinstance(argument, (list, tuple)):
+        return type(argument), tuple([_dtype_key(item, instead) for item in argument])
+    if isinstance(argument, dict):
+        return tuple([(name, _dtype_key(item, instead)) for name, item in argument.items()])
     if isinstance(argument, (bool, str, torch.dtype)) or argument is None:
         return argument
     return type(argument)

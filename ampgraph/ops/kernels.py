@@ -89,6 +89,12 @@ def lookup_names(target: OpOverload) -> tuple[str, ...]:
     return (*names, f"{functional}.{overload}", functional)
 
 
+@cache
+def functional_name(target: OpOverload) -> str:
+    """Returns the name of the op's functional form below ``aten.``: ``"add"`` for ``aten.add_.Tensor``."""
+    return lookup_names(target)[-1].removeprefix("aten.")
+
+
 def _aten_names(target: OpOverload) -> list[str]:
     return [name.removeprefix("aten.") for name in lookup_names(target) if name.startswith("aten.")]
 

@@ -21,9 +21,7 @@ _COPIES = frozenset(("clone", "contiguous", "masked_fill", "lift_fresh_copy", "d
 
 def kind(node: Node) -> str:
     """Returns the op's functional name below ``aten.``; empty for other ops."""
-    if not isinstance(node.target, OpOverload):
-        return ""
-    return kernels.lookup_names(node.target)[-1].removeprefix("aten.")
+    return kernels.functional_name(node.target) if isinstance(node.target, OpOverload) else ""
 
 
 def operands(node: Node) -> tuple[Any, Any]:

@@ -17,8 +17,8 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from functools import reduce
+from typing import NamedTuple
 
 import torch
 from torch.fx import GraphModule, Node
@@ -43,8 +43,7 @@ _DETACH = torch.ops.aten.detach_.default  # it does not write a value
 _FILLS = frozenset(("zeros", "ones", "full", "scalar_tensor", "empty", "empty_strided"))
 
 
-@dataclass(frozen=True)
-class Trace:
+class Trace(NamedTuple):
     """The origin of the value of one node.
 
     Attributes:

@@ -15,11 +15,15 @@ network was built does not matter.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Hashable
 from typing import NamedTuple
 
 from .min_cut import SINK, CutNetwork, Sides
 from .variable_elimination import eliminate, elimination_order
+
+# Up to so many table entries a vertex, elimination takes less time than a maximum flow.
+NARROW = 16
 
 
 class Found(NamedTuple):
@@ -46,7 +50,7 @@ class Search:
         total = lower = network.fixed_cost
         open_parts = []
         for part in network.split():
-            relaxed = part.cut()
+            relaxed = _relaxed(part)
             bound = part.cost(relaxed)
             if part.choices:
                 open_parts.append((part, relaxed, bound))
@@ -74,6 +78,14 @@ class Search:
         self.budget -= entries
         best = eliminate(part, order)
         return Found(value := part.cost(best), value, best)
+
+
+def _relaxed(part: CutNetwork) -> Sides:
+    """Returns the cut without the choices with the largest source side; elimination finds the same one."""
+    bare = copy.copy(part)
+    bare.choices = {}
+    plan = elimination_order(bare, NARROW * len(bare))
+    return part.cut() if plan is None else eliminate(bare, plan[0])
 
 
 def _size_and_name(open_part: tuple[CutNetwork, Sides, int]) -> tuple[int, str]:

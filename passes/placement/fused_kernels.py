@@ -11,8 +11,8 @@ import enum
 import functools
 import operator
 from collections.abc import Iterable
-from dataclasses import dataclass
 from math import prod
+from typing import NamedTuple
 
 import torch
 from torch.fx import Node
@@ -58,8 +58,7 @@ def elements(node: Node) -> int:
     return count if type(count) is int else prod(size_hint(s) for s in value.shape)
 
 
-@dataclass(frozen=True)
-class Read:
+class Read(NamedTuple):
     """A node that reads a tensor, the view through which it reads, and the view's elements."""
 
     reader: Node
@@ -71,6 +70,8 @@ class FusedKernels:
     """The kernels of a graph.
 
     Attributes:
+        names: The `op_name` of each node.
+        sizes: The `elements` of each node.
         kinds: How each node runs.
         roots: The tensor that each node's memory belongs to.
         has_gradient: Whether a gradient reaches each node.
@@ -81,6 +82,8 @@ class FusedKernels:
 
     def __init__(self, facts: Facts) -> None:
         self.facts = facts
+        self.names = {node: op_name(node) for node in facts}
+        self.sizes = {node: elements(node) for node in facts}
         self.kinds: dict[Node, Kind] = {}
         self.roots: dict[Node, Node] = {}
         self.has_gradient: dict[Node, bool] = {}
@@ -103,7 +106,7 @@ class FusedKernels:
 
     def is_norm(self, node: Node) -> bool:
         """Whether the node is a norm whose backward reads its operand."""
-        return op_name(node) in fusion.NORMS and node not in self.saved_low
+        return self.names[node] in fusion.NORMS and node not in self.saved_low
 
     def _find_all_saved(self) -> None:
         self.needs_values, self.kept = {}, set()
@@ -135,10 +138,10 @@ class FusedKernels:
             return False
         if kind not in (Kind.FUSED, Kind.CONCATENATES):
             return False
-        given, made = elements(tensor), elements(reader)
+        given, made = self.sizes[tensor], self.sizes[reader]
         if kind is Kind.CONCATENATES or given >= made:
             return True
-        return made % max(given, 1) == 0 and op_name(reader) not in fusion.REORDERS
+        return made % max(given, 1) == 0 and self.names[reader] not in fusion.REORDERS
 
     def reads(self, tensor: Node) -> list[Read]:
         """Returns who reads a tensor's memory, directly or through views; the same list at every call."""
@@ -157,7 +160,7 @@ class FusedKernels:
                 if self.kinds[user] is Kind.VIEW and self.roots[user] is tensor:
                     stack.append(user)
                 else:
-                    found[user, through] = Read(user, through, elements(through))
+                    found[user, through] = Read(user, through, self.sizes[through])
         return list(found.values())
 
     def _add(self, node: Node) -> None:
@@ -200,7 +203,7 @@ class FusedKernels:
             return Kind.OUTPUT
         if node.target is operator.getitem:
             return Kind.ITEM
-        name = op_name(node)
+        name = self.names[node]
         if not name or name in fusion.EXTERN:
             return Kind.EXTERN
         if not self.facts[node].moves_data and node.all_input_nodes:
@@ -231,7 +234,7 @@ class FusedKernels:
     def _find_saved(self, node: Node) -> None:
         if self.kinds[node] not in (Kind.FUSED, Kind.READS_MEMORY, Kind.CONCATENATES):
             return
-        name = op_name(node)
+        name = self.names[node]
         readers = [read.reader for read in self.reads(node)]
         beside = [r for r in readers if self.kinds[r] is Kind.FUSED and self.kernel(r) is self.kernel(node)]
         own = self._needs_operands(node, name)
@@ -239,8 +242,8 @@ class FusedKernels:
         self.needs_values[node] = (own or later) and self.has_gradient[node]
         if name not in fusion.SUMS or own or not (later or any(map(self.is_norm, beside))):
             return
-        paths = [n for n in node.all_input_nodes if self.has_gradient[n] and elements(n) == elements(node)]
-        if len(paths) > 1:
+        trained = (n for n in node.all_input_nodes if self.has_gradient[n])
+        if sum(self.sizes[n] == self.sizes[node] for n in trained) > 1:
             self.needs_values[node] = False
             self.kept.add(node)
 

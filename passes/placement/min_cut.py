@@ -182,10 +182,10 @@ class CutNetwork:
         return parts
 
     def part(self, members: Iterable[Vertex]) -> CutNetwork:
-        """Returns a copy of some vertices with all their arcs and choices; ``fixed_cost`` starts at 0."""
+        """Returns some vertices with their choices and arcs, which it shares; ``fixed_cost`` starts at 0."""
         part = CutNetwork()
         for v in members:
-            part._out[v], part._in[v] = {**self._out[v]}, {**self._in[v]}
+            part._out[v], part._in[v] = self._out[v], self._in[v]
             for name in ("_out_sum", "_in_sum", "_from_source", "_to_sink"):
                 getattr(part, name)[v] = getattr(self, name)[v]
             for name in (*self._heads.get(v, ()), *self._options.get(v, ())):
@@ -201,11 +201,13 @@ class CutNetwork:
         import networkx as nx
 
         graph = nx.DiGraph()
-        graph.add_nodes_from([SOURCE, SINK])
+        graph.add_nodes_from([SOURCE, SINK, *self._out])
         for v in self._out:
             pull = self._from_source[v] - self._to_sink[v]
-            graph.add_edge(SOURCE, v, capacity=max(pull, 0))
-            graph.add_edge(v, SINK, capacity=max(-pull, 0))
+            if pull > 0:
+                graph.add_edge(SOURCE, v, capacity=pull)
+            elif pull < 0:
+                graph.add_edge(v, SINK, capacity=-pull)
             graph.add_edges_from((v, u, {"capacity": c}) for u, c in self._out[v].items())
         # networkx gives the smallest sink side: the vertices that still reach the sink.
         _, (source_side, _) = nx.minimum_cut(graph, SOURCE, SINK)

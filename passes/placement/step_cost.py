@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import NamedTuple
 
 from torch.fx import Node
@@ -22,7 +23,7 @@ from ..analysis.norms import Norm
 from ..analysis.precision import FP32, LOW, Precision
 from ..analysis.problem import Problem
 from .cost_model import CAST_BYTES, WIDTHS, Anchors, Labels, cost_of, demands
-from .fused_kernels import FusedKernels, Kind, Read, elements, op_name
+from .fused_kernels import FusedKernels, Kind, Read
 from .labelling import Placement
 
 # At most this many kernels of a backward read one saved tensor.
@@ -105,15 +106,16 @@ class StepCost:
         for node, fact in problem.facts.items():
             if not fact.moves_data or not self.kernels.has_gradient[node]:
                 continue
-            if op_name(node) in fusion.SUMS:
+            name = self.kernels.names[node]
+            if name in fusion.SUMS:
                 self._count_sum(node, labels, ledger)
                 continue
             trained = [o for o in fact.operands if self.kernels.has_gradient[o.tensor]]
             if fact.dtype is not None:
-                one_each = self.kernels.kinds[node] is Kind.EXTERN or op_name(node) in fusion.PRODUCTS
-                reads = len(trained) if one_each and op_name(node) not in fusion.ATTENTION else 1
+                one_each = self.kernels.kinds[node] is Kind.EXTERN or name in fusion.PRODUCTS
+                reads = len(trained) if one_each and name not in fusion.ATTENTION else 1
                 ledger.backward += WIDTHS[labels[fact.dtype_source]] * fact.elements * reads
-            needs_values = op_name(node) not in fusion.LINEAR
+            needs_values = name not in fusion.LINEAR
             for operand in fact.operands:
                 label = self._label_read(labels, node, operand.tensor, operand.rule)
                 source = problem.facts[operand.tensor]
@@ -162,16 +164,22 @@ class StepCost:
     def fused(self, labels: Labels) -> Step:
         """Returns the bytes of a step that a compiler fuses."""
         ledger = _Ledger()
-        for tensor in self.problem.facts:
-            if self.kernels.roots[tensor] is tensor and self.kernels.is_managed(tensor):
-                self._count(tensor, labels, ledger)
+        for tensor in self._in_memory:
+            self._count(tensor, labels, ledger)
         for norm in self.saved_low:
             self._count_low_norm(norm, ledger)
         return ledger.step()
 
+    @cached_property
+    def _in_memory(self) -> list[Node]:
+        """The tensors that may be in memory after fusion: those with more than a number."""
+        kernels = self.kernels
+        found = (t for t in self.problem.facts if kernels.roots[t] is t and kernels.is_managed(t))
+        return [t for t in found if kernels.sizes[t] > 1 and kernels.producer_kind(t) is not Kind.OUTPUT]
+
     def _count_low_norm(self, norm: Norm, ledger: _Ledger) -> None:
         """Adds the normalized values. Their write is added where float32 values would not be written."""
-        x, size = self.kernels.roots[norm.x], WIDTHS[LOW] * elements(norm.output)
+        x, size = self.kernels.roots[norm.x], WIDTHS[LOW] * self.kernels.sizes[norm.output]
         is_in_kernel = self._is_in_kernel(x, (*norm.inside, norm.output)[0])
         ledger.saved_low += size
         ledger.forward += 0 if is_in_kernel else size
@@ -190,9 +198,7 @@ class StepCost:
 
     def _count(self, tensor: Node, labels: Labels, ledger: _Ledger) -> None:
         """Adds what is written and read of one tensor and of its gradient."""
-        size, kind = elements(tensor), self.kernels.producer_kind(tensor)
-        if size < 2 or kind is Kind.OUTPUT:
-            return
+        size, kind = self.kernels.sizes[tensor], self.kernels.producer_kind(tensor)
         own, trained = self._own(labels, tensor), self.kernels.has_gradient[tensor]
         if tensor not in self._readers_of:
             self._readers_of[tensor] = self._readers(tensor)
@@ -211,7 +217,7 @@ class StepCost:
             for label in wanted | ({own} if kernels else set()):
                 ledger.forward += WIDTHS[label] * size
         if kind is Kind.EXTERN:
-            is_attention = op_name(tensor) in fusion.ATTENTION
+            is_attention = self.kernels.names[tensor] in fusion.ATTENTION
             ledger.forward += WIDTHS[own] * size
             # The gradient is read for the gradients of input, weight and bias.
             ledger.backward += WIDTHS[own] * size * (3 if is_attention else 4) * trained
@@ -259,7 +265,7 @@ class StepCost:
     def _count_fused_read(self, tensor: Node, reads: list[Read], labels: Labels, ledger: _Ledger) -> None:
         own, size = self._own(labels, tensor), max(read.elements for read in reads)
         moved, readers = WIDTHS[own] * size, [read.reader for read in reads]
-        ledger.forward += moved * max(fusion.READS.get(op_name(r), 1) for r in readers)
+        ledger.forward += moved * max(fusion.READS.get(self.kernels.names[r], 1) for r in readers)
         if not any(self.kernels.has_gradient[r] for r in readers):
             return
         again = sum(self._backward_reads(r) for r in readers)
@@ -271,7 +277,7 @@ class StepCost:
 
     def _backward_reads(self, reader: Node) -> int:
         if self.kernels.needs_values.get(reader) or self.kernels.is_norm(reader):
-            return fusion.READS_BACKWARD.get(op_name(reader), 1)
+            return fusion.READS_BACKWARD.get(self.kernels.names[reader], 1)
         return 0
 
     def _count_norms(self, tensor: Node, labels: Labels, ledger: _Ledger) -> None:
@@ -279,7 +285,7 @@ class StepCost:
         if tensor not in self._norms_of:
             self._norms_of[tensor] = self._norm_reads(tensor)
         if times := self._norms_of[tensor]:
-            own, size = self._own(labels, tensor), elements(tensor)
+            own, size = self._own(labels, tensor), self.kernels.sizes[tensor]
             ledger.backward += WIDTHS[own] * size * times
             ledger.save(tensor, own, size)
 
