@@ -15,7 +15,7 @@ EXACT = {"policy": ampgraph.Policy(ops=ampgraph.OpLists()), "dtype": torch.bfloa
 BATCHES = [torch.randn(n, 4, generator=torch.Generator().manual_seed(n)) for n in (3, 3, 5)]
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(autouse=True, scope="module")
 def unfrozen():
     gc.unfreeze()
     kept_tensors._seen_frozen.clear()
@@ -197,3 +197,15 @@ def test_a_hook_that_stores_activations_stores_those_of_each_call():
     for x in BATCHES:
         amp(x)
         assert torch.equal(stored["linear"], model[0](x))
+
+
+def test_a_reference_cycle_that_forward_leaves_behind_keeps_nothing(recwarn):
+    class Cycle(nn.Module):
+        def forward(self, x):
+            state = State()
+            state.last, state.itself = x * 2, state
+            return state.last + 1
+
+    amp = ampgraph.convert(Cycle(), (BATCHES[0],), capture="ahead of time", **EXACT)
+    assert torch.equal(amp(BATCHES[2]), BATCHES[2] * 2 + 1)
+    assert not recwarn

@@ -70,6 +70,8 @@ class KeptTensors:
             yield
         finally:
             if self._alive():
+                gc.collect()  # some are alive in reference cycles; it looks at no older object
+            if self._alive():
                 self._new = {id(o) for o in gc.get_objects() if issubclass(type(o), _CONTAINERS)}
             if is_free:
                 gc.unfreeze()
@@ -101,10 +103,8 @@ class KeptTensors:
         Args:
             ignored: Containers to leave alone.
         """
-        if not self._alive():
+        if not (alive := self._alive()):
             return
-        gc.collect()  # some are alive in reference cycles
-        alive = self._alive()
         of_capture = {id(tensor) for tensor in alive}
         holders = [*self._put_back(of_capture)]
         own = (alive, holders, self._places, self._objects, *ignored)
