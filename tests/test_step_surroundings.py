@@ -37,6 +37,11 @@ def layer() -> nn.Sequential:
     return nn.Sequential(nn.Linear(8, 4))
 
 
+@torch.fx.wrap
+def doubled(x: Tensor) -> Tensor:
+    return 2 * x
+
+
 class Run:
     """A model that trains by a compiled step, or by the plain loop; ``reasons`` has those of all steps."""
 
@@ -175,6 +180,18 @@ def test_what_replaces_steps_and_forwards_runs() -> None:
         run.train(1)
     assert len(calls) > 4
     assert "hooks for all modules" in str(run.reasons[-1])
+
+
+def test_functions_that_symbolic_traces_keep_whole() -> None:
+    class Doubled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = layer()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return doubled(self.layer(x))
+
+    assert both(lambda run: run.train(4), model=Doubled).reasons[-2:] == [None, None]
 
 
 def test_a_step_copies_the_weights_once() -> None:

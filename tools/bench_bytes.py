@@ -38,6 +38,8 @@ import ampgraph
 from ampgraph import NoLossScale, OpLists, Policy
 from ampgraph.cli.torchvision_shim import allow_torchvision
 from ampgraph.passes import is_inserted_cast
+from ampgraph.step.trace_step import trace_step
+from ampgraph.step.whole_step import Rates
 from tests.eager_bytes import eager_step
 from tests.inductor_schedule import scheduled
 
@@ -45,6 +47,9 @@ from tests.inductor_schedule import scheduled
 REFRESH = 6
 # Bytes that a low copy takes.
 COPY = 2
+# Bytes that AdamW moves for each element: it reads the gradient, and reads and writes the parameter and two
+# means.
+ADAMW = 28
 Record = dict[str, dict[str, list[int]]]
 
 
@@ -54,12 +59,12 @@ class Variant:
 
     Attributes:
         policy: Its policy for bfloat16.
-        backends: Where it is counted.
+        backends: Where it is counted: op by op, in fused kernels, or in those of a whole step with AdamW.
         shares: Whether one cast serves all readers of an activation in eager mode.
     """
 
     policy: Policy
-    backends: tuple[str, ...] = ("fused", "eager")
+    backends: tuple[str, ...] = ("fused", "eager", "step")
     shares: bool = True
 
 
@@ -70,9 +75,9 @@ def _policy(copies: bool = False, **given: Any) -> Policy:
 TORCH = OpLists.torch()
 VARIANTS = {
     "autocast": Variant(_policy(ops=TORCH, placement="autocast"), shares=False),
-    "lists": Variant(_policy(placement="autocast"), shares=False),
+    "lists": Variant(_policy(placement="autocast"), ("fused", "eager"), shares=False),
     "sharing": Variant(_policy(placement="autocast"), ("eager",)),
-    "placement": Variant(_policy()),
+    "placement": Variant(_policy(), ("fused", "eager")),
     "O1": Variant(_policy(copies=True)),
     "O2": Variant(_policy(copies=True, level="O2")),
     "O1, torch's lists": Variant(_policy(ops=TORCH)),
@@ -80,7 +85,7 @@ VARIANTS = {
 
 
 def measured(name: str) -> Record:
-    """Returns, by variant, [forward, backward, saved, refresh] bytes by backend."""
+    """Returns, by variant, [forward, backward, saved, refresh] bytes by backend; of a step [all, AdamW]."""
     model, args = made(name)
     known: dict[str, list[int]] = {}
     record: Record = {}
@@ -94,21 +99,46 @@ def measured(name: str) -> Record:
 
 
 def _measured(model: Any, args: tuple, variant: Variant, backend: str, known: dict) -> list[int]:
-    objective = "fused" if backend == "fused" else "traffic"
+    objective = "traffic" if backend == "eager" else "fused"
     policy = variant.policy.replace(objective=objective)
-    amp = ampgraph.convert(model, args, policy=policy, backend="eager")
+    runs_on = "inductor" if backend == "step" else "eager"
+    amp = ampgraph.convert(model, args, policy=policy, backend=runs_on)
     graph_module = amp.training_graph
+    if backend == "step":
+        return _whole_step(amp, args, known)
     refreshed = _low_copies(amp, graph_module)
     if backend == "eager":
         if not variant.shares:
             _cast_at_every_use(graph_module)
         return [*eager_step(graph_module, args), refreshed]
-    lines = (f"{n.format_node()} {getattr(n.meta.get('val'), 'dtype', '')}" for n in graph_module.graph.nodes)
-    key = hashlib.sha1("\n".join(lines).encode()).hexdigest()
+    key = _key(graph_module)
     if key not in known:
         schedule = scheduled(_called(graph_module), *args)
         known[key] = [*schedule.bytes, schedule.saved]
     return [*known[key], refreshed]
+
+
+def _whole_step(amp: ampgraph.AmpModule, args: tuple, known: dict[str, list[int]]) -> list[int]:
+    """Returns the bytes of a step as `ampgraph.compile_step` captures it, and those of AdamW alone."""
+    parameters = [p for p in amp.source.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(parameters, fused=True)
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()  # creates the state
+    optimizer.zero_grad()
+    step = trace_step(amp, optimizer, lambda amp, *args: amp(*args), None, args, {})
+    key = _key(step.graph_module)
+    if key not in known:
+        with torch.no_grad():
+            schedule = scheduled(_called(step.graph_module), *Rates(optimizer)(), *args)
+        alone = ADAMW * sum(p.numel() for p in parameters)
+        known[key] = [sum(schedule.bytes), alone]
+    return known[key]
+
+
+def _key(graph_module: torch.fx.GraphModule) -> str:
+    lines = (f"{n.format_node()} {getattr(n.meta.get('val'), 'dtype', '')}" for n in graph_module.graph.nodes)
+    return hashlib.sha1("\n".join(lines).encode()).hexdigest()
 
 
 def _called(graph_module: torch.fx.GraphModule) -> Callable:
@@ -149,6 +179,17 @@ def moved(record: Record, label: str, backend: str) -> int:
     return forward + backward + refresh
 
 
+def stepped(record: Record, label: str, backend: str) -> int:
+    """Returns the bytes of a whole step."""
+    return record[label][backend][0]
+
+
+def around(record: Record, label: str, backend: str) -> int:
+    """Returns the bytes of a whole step without those of the optimizer alone."""
+    whole, optimizer = record[label][backend]
+    return whole - optimizer
+
+
 def saved(record: Record, label: str, backend: str) -> int:
     """Returns the bytes saved for the backward."""
     return record[label][backend][2]
@@ -179,6 +220,14 @@ def _columns(goals: tuple[float | None, ...]) -> tuple[Column, ...]:
 
 FUSED = _columns((0.95, 0.90, 0.92, 0.82))
 EAGER = _columns((0.84, 0.75, None, None))
+STEP: tuple[Column, ...] = (
+    ("O1", around, "O1", 0.95, 1.0),
+    ("O2", around, "O2", 0.90, 1.0),
+    ("O1, torch's lists", around, "O1, torch's lists", None, 1.0),
+    ("O1, with AdamW", stepped, "O1", None, 1.0),
+    ("O2, with AdamW", stepped, "O2", None, 1.0),
+    ("O1, torch's lists, with AdamW", stepped, "O1, torch's lists", None, 1.0),
+)
 STEPS = (
     ("lists", "autocast", "lists"),
     ("sharing", "lists", "sharing"),
@@ -256,13 +305,22 @@ def page(records: dict[str, Record], failed: dict[str, str], command: str, at: s
         "Every figure is a ratio to the rule of `torch.autocast` with torch's lists on the same graph. "
         "Nothing is timed. No figure is from a GPU.",
         "## Compiled",
-        "Forward and backward, as Inductor schedules them for a CPU: bytes that each fused kernel and each "
-        "library kernel reads and writes. One refresh of the low copies, 6 bytes a parameter, is included at "
-        "each level that has them, so a loop with one forward an update is counted. Saved: what the forward "
+        "Forward and backward of the plain loop, as Inductor schedules them for a CPU: bytes that each fused "
+        "kernel and each library kernel reads and writes. One refresh of the low copies, a kernel that moves "
+        "6 bytes a parameter, is included at each level that has them, so a loop with one forward an update "
+        "is counted. Saved: what the forward "
         "keeps for the backward, without inputs, parameters and low copies. Casts of weights count as saved "
         "under the rule of `torch.autocast`; *saved + copies* counts the low copies beside them.",
         table(records, FUSED, "fused"),
         above(records, FUSED, "fused"),
+        "## A whole compiled step",
+        "Forward, backward and AdamW as one graph, as `ampgraph.compile_step` captures it, on Inductor. The "
+        "rule of `torch.autocast` is captured in the same way: its graph casts weights and has no low "
+        "copies. The kernels of the update write the low copies (2 bytes a parameter) and read low gradients. "
+        f"The first three columns are without the bytes of AdamW alone ({ADAMW} a parameter: it reads the "
+        "gradient, and reads and writes the parameter and two means), the others with them.",
+        table(records, STEP, "step"),
+        above(records, STEP, "step"),
         "## Eager",
         "Forward and backward, op by op; each cast of an activation counts at each use under the rule of "
         "`torch.autocast`. The refresh is included.",

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from .._compat import flat_inputs
+from ..capture.ahead_of_time import capturing
 from ..errors import AmpGraphError
 from ..module import AmpModule
 from ..policy.loss_scale import DynamicLossScale, adapted
@@ -65,10 +66,13 @@ def trace_step(
         return tracer.trace(fakes, tensors[len(live) : len(live) + len(rates)], scale, leaves, spec)
 
     amp.scaler.guard.overflows.looks = False  # a trace has no values
-    with amp._graphs.lock.alone(), without_effects(surroundings) as effects:
+    # A trace replaces functions as a capture does, those of `torch.fx.wrap` among them.
+    with amp._graphs.lock.alone(), without_effects(surroundings) as effects, capturing():
         graph_module = make_fx(whole, tracing_mode="fake", _allow_non_fake_inputs=True)(*live, *inputs)
     if effects:
         raise AmpGraphError(f"loss_fn {', '.join(effects)}")
+    if not all(captured.state is None or captured.state.is_same() for captured in tracer.traced.used):
+        raise AmpGraphError("the model reads other Python values than at its capture")
     _hold(graph_module, live, surroundings)
     return WholeStep(amp, optimizer, tracer.traced, graph_module, surroundings)
 
