@@ -10,8 +10,9 @@ from typing import ClassVar
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from ampgraph._compat import OpOverload
 from ampgraph.marks import BoundaryMark, set_mark
-from ampgraph.ops.fusion_tables import CONVOLUTIONS
+from ampgraph.ops.fusion_tables import CONVOLUTIONS, EXTERN, READS_MEMORY
 from ampgraph.training.gradient_boundary import shadow_weights
 
 from .analysis.gradient_flow import differentiable_outputs, groups, reached_by_gradients
@@ -99,6 +100,29 @@ def is_laid_out_again(parameter: Node) -> bool:
     value = parameter.meta["val"]
     formats = {4: torch.channels_last, 5: torch.channels_last_3d}
     return value.dim() in formats and not value.is_contiguous(memory_format=formats[value.dim()])
+
+
+def is_cast_by_readers(parameter: Node) -> bool:
+    """Whether a compiler casts a parameter inside the kernels that read it, so that a copy saves nothing.
+
+    This holds for most biases, weights of norms and scales. Kernels of libraries need the copy in memory.
+    """
+    found = list(casts_of(parameter))
+    for tensor in found:
+        for user in tensor.users:
+            if isinstance(user.target, OpOverload) and user.target.is_view:
+                found.append(user)
+            elif _reads_memory(user, tensor):
+                return False
+    return True
+
+
+def _reads_memory(reader: Node, tensor: Node) -> bool:
+    name = op_name(reader)
+    if name == "linear" and tensor in reader.args[2:]:
+        x = reader.args[0].meta["val"]  # type: ignore[union-attr]
+        return x.dim() < 3 or x.is_contiguous()  # of other inputs a linear adds the bias after the product
+    return not name or name in EXTERN or name in READS_MEMORY
 
 
 def reads_copy(node: Node) -> bool:

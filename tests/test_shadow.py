@@ -484,3 +484,26 @@ def test_freezing_a_weight_between_calls():
     model[0].requires_grad_(True)
     amp(X).sum().backward()
     assert model[0].weight.grad is not None
+
+
+def test_compiled_training_copies_no_weight_that_a_fused_kernel_casts() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.scale = nn.Linear(8, 8), nn.Parameter(torch.ones(8))
+            self.mixed, self.over = nn.Parameter(torch.ones(8, 8)), nn.Linear(2, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.layer(x) * self.scale.view(1, 8)
+            return self.over(torch.matmul(x, self.mixed).view(2, 2, 8).transpose(0, 2))
+
+    expected = {"eager": 6, "aot_eager": 4}
+    for backend, count in expected.items():
+        model, x = Scaled(), torch.randn(4, 8)
+        amp = ampgraph.convert(model, (x,), policy="O2", dtype=torch.bfloat16, backend=backend)
+        amp(x).sum().backward()
+        names = {id(p): name for name, p in model.named_parameters()}
+        pairs = amp._graphs.shadows.pairs()
+        copied = sorted(names[id(master)] for _, master in pairs)
+        assert len(copied) == count, copied
+        assert {"layer.bias", "layer.weight", "mixed", "over.weight"} <= {*copied}

@@ -11,7 +11,7 @@ from torch import fx
 from ..errors import warn_user
 from ..passes import ScaleLoss
 from ..passes.analysis.alias import written_memory
-from ..passes.read_shadows import casts_of, is_laid_out_again
+from ..passes.read_shadows import casts_of, is_cast_by_readers, is_laid_out_again
 from ..plan import Plan
 from ..training.gradient_boundary import scale_gradients, unscale_gradients
 from ..training.scaler import LossScaler
@@ -33,9 +33,10 @@ def shadowed_parameters(
         graph: The graph.
         values: The live value of each of its nodes that has one.
         shadows: The low copies.
-        casts_fuse: Whether casts fuse and every call may follow an update. Then weights of convolutions are
-            excluded too: a compiler gives them another memory layout in the kernel of the cast, and would
-            need a kernel more for a copy.
+        casts_fuse: Whether casts fuse and every call may follow an update. Then parameters are excluded too
+            whose casts cost nothing: those that fused kernels read, and weights of convolutions. A compiler
+            gives these another memory layout in the kernel of the cast, and would need a kernel more for a
+            copy.
     """
     return accepted(castable(graph, casts_fuse), values, shadows)
 
@@ -44,7 +45,11 @@ def castable(graph: fx.Graph, casts_fuse: bool) -> list[str]:
     """Returns the nodes that low copies could replace, if they are parameters; see `shadowed_parameters`."""
     written = written_memory(graph)
     nodes = [node for node in graph.nodes if casts_of(node) and node not in written]
-    return [node.name for node in nodes if not (casts_fuse and is_laid_out_again(node))]
+    return [
+        node.name
+        for node in nodes
+        if not (casts_fuse and (is_laid_out_again(node) or is_cast_by_readers(node)))
+    ]
 
 
 def accepted(
