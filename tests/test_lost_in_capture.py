@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -268,9 +269,15 @@ def losses_and_gradients(model, x):
     return {n: p.grad for n, p in model.named_parameters()}, out
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("level", ["O1", "O2"])
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def every_pair():
+    """Yields all combinations; half of them, where any two values still meet, are not exhaustive."""
+    values = ("eager", "aot_eager"), ("O1", "O2"), (torch.float16, torch.bfloat16)
+    for places in itertools.product((0, 1), repeat=3):
+        marks = [pytest.mark.exhaustive] if sum(places) % 2 else []
+        yield pytest.param(*(of[at] for of, at in zip(values, places, strict=True)), marks=marks)
+
+
+@pytest.mark.parametrize(("backend", "level", "dtype"), every_pair())
 def test_just_in_time_converts_around_custom_functions(backend, level, dtype, recwarn):
     torch.manual_seed(0)
     model = Customs()
