@@ -358,6 +358,21 @@ def test_a_difference_is_another_capture(captures, which) -> None:
     assert blocks["layers.1"].graph_module is not blocks["layers.0"].graph_module
 
 
+def test_a_block_that_changes_after_its_capture_still_lends_it(captures) -> None:
+    model, x = net(), torch.randn(5, WIDTH)
+    policy = Policy(dtype=torch.bfloat16)
+    expected = alone(model, x, policy)
+    other = ampgraph.convert(copy.deepcopy(model.layers[1]), (x,), policy=policy)(x)
+    captures.clear()
+    ampgraph.convert_blocks(model, "layers.*", policy=policy)
+    model.layers[0](x)
+    model.layers[0].add_module("unused", nn.Linear(2, 2))
+    assert torch.equal(model.layers[1](x), other)
+    assert len(captures) == 1
+    del model.layers[0].unused
+    check(model, x, expected)
+
+
 def test_other_classes_rules_and_arguments_are_other_captures(captures) -> None:
     x = torch.randn(5, WIDTH)
     for model, given, count in (

@@ -64,7 +64,8 @@ class Reads:
     """
 
     def __init__(self, source: nn.Module) -> None:
-        self.modules = {id(m): m for m in map(source_of, source.modules())}
+        self._ordered = [source_of(module) for module in source.modules()]
+        self.modules = {id(module): module for module in self._ordered}
         self.code = Code(source)
         self._source = source
         self.attributes: dict[Key, object] = {}
@@ -89,11 +90,10 @@ class Reads:
             self.attributes[key] = copied(value) if is_settled else value
 
     def of(self, other: nn.Module) -> Reads:
-        """Returns the same reads of another model of the same structure, which has other modules."""
-        pairs = zip(self._source.modules(), other.modules(), strict=True)
-        twins = {id(source_of(a)): source_of(b) for a, b in pairs}
+        """Returns the same reads of another model, of the structure that this one had at first."""
         moved = copy.copy(self)
-        moved._source = other
+        moved._source, moved._ordered = other, [source_of(module) for module in other.modules()]
+        twins = {id(a): b for a, b in zip(self._ordered, moved._ordered, strict=True)}
         moved.modules = {id(twin): twin for twin in twins.values()}
         moved.attributes = {(id(twins[key]), name): v for (key, name), v in self.attributes.items()}
         return moved
