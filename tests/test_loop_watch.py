@@ -16,6 +16,8 @@ import ampgraph
 from ampgraph import DynamicLossScale, NoLossScale, Policy, StaticLossScale
 from ampgraph.training.unscaled_step_warning import UnscaledStepWarning
 
+from .cases import every_pair
+
 FLOAT16 = Policy(dtype=torch.float16, loss_scale=DynamicLossScale(init_scale=1024.0))
 DOUBLE = r"a torch\.amp\.GradScaler multiplies the loss"
 
@@ -324,9 +326,10 @@ def bert_trainer(folder: Any, **options: Any) -> Any:
     )
 
 
-@pytest.mark.parametrize("optimizer", ["adamw_torch", "adamw_torch_fused"])
-@pytest.mark.parametrize("is_attached", [False, True])
-@pytest.mark.parametrize("batches", [1, 12])
+@pytest.mark.parametrize(
+    ("batches", "is_attached", "optimizer"),
+    every_pair((1, 12), (False, True), ("adamw_torch", "adamw_torch_fused")),
+)
 def test_a_trainer_with_bert(is_attached, optimizer, batches, tmp_path) -> None:
     trainer = bert_trainer(tmp_path, optim=optimizer, gradient_accumulation_steps=batches)
     blocks = ampgraph.convert_blocks(trainer.model, "", policy=FLOAT16)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 
 import pytest
 import torch
@@ -12,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ampgraph
 
+from .cases import every_pair
 from .helpers import dtype_of
 
 X = torch.randn(3, 8, generator=torch.Generator().manual_seed(0))
@@ -269,15 +269,10 @@ def losses_and_gradients(model, x):
     return {n: p.grad for n, p in model.named_parameters()}, out
 
 
-def every_pair():
-    """Yields all combinations; half of them, where any two values still meet, are not exhaustive."""
-    values = ("eager", "aot_eager"), ("O1", "O2"), (torch.float16, torch.bfloat16)
-    for places in itertools.product((0, 1), repeat=3):
-        marks = [pytest.mark.exhaustive] if sum(places) % 2 else []
-        yield pytest.param(*(of[at] for of, at in zip(values, places, strict=True)), marks=marks)
-
-
-@pytest.mark.parametrize(("backend", "level", "dtype"), every_pair())
+@pytest.mark.parametrize(
+    ("backend", "level", "dtype"),
+    every_pair(("eager", "aot_eager"), ("O1", "O2"), (torch.float16, torch.bfloat16)),
+)
 def test_just_in_time_converts_around_custom_functions(backend, level, dtype, recwarn):
     torch.manual_seed(0)
     model = Customs()
