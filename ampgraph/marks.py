@@ -102,7 +102,7 @@ _NO_INPUT = InputMark()
 def mark_of(node: Node, kind: type[M]) -> M | None:
     """Returns the mark of a node if it is of that kind."""
     found = node.meta.get(META_KEY)
-    return found if isinstance(found, kind) else None
+    return found if found is not None and isinstance(found, kind) else None
 
 
 def set_mark(node: Node, mark: Mark) -> None:

@@ -103,6 +103,7 @@ def _value(node: Node, instead: Mapping[Node, torch.dtype]) -> Any:
     return with_dtypes(value, (instead[node],)) if node in instead else value
 
 
+_NUMBERS = (*py_sym_types, bool, int, float)
 _dtype_cache: dict[Any, tuple[torch.dtype | None, ...]] = {}
 
 
@@ -119,7 +120,7 @@ def result_dtypes(
         value = node.args[0].meta["val"][node.args[1]]  # type: ignore[union-attr,index]
         return dtypes_of(value)
     value = node.meta.get("val")
-    if isinstance(value, (*py_sym_types, bool, int, float)):
+    if isinstance(value, _NUMBERS):
         return (None,)  # FakeTensor does not know the value that ``item`` reads
     count = len(value) if isinstance(value, (list, tuple)) else 1
     default = torch.get_default_dtype()

@@ -78,6 +78,16 @@ class Problem:
                     found[node if is_own else tensor.dtype_source] += tensor.elements
         return found
 
+    @cached_property
+    def promoted(self) -> dict[Node, list[Node]]:
+        """The tensors that decide the dtype of a result, for each op that promotes."""
+        found: dict[Node, dict[Node, None]] = {}
+        for node in self.variables:
+            for operand in self.facts[node].operands:
+                if operand.rule is OperandRule.PROMOTED:
+                    found.setdefault(node, {})[operand.tensor] = None
+        return {node: list(tensors) for node, tensors in found.items()}
+
     def pin(self, tensor: Node) -> Precision | None:
         """Returns the pinned label of the node that produces ``tensor``."""
         return self.variables[self.facts[tensor].dtype_source].pinned

@@ -34,7 +34,7 @@ from ampgraph.plan import Cost
 from ..analysis.facts import OperandRule
 from ..analysis.precision import FP32, LOW, Precision
 from ..analysis.problem import Problem
-from .cost_model import CAST_BYTES, FP32_BYTES, LOW_BYTES, promoted_operands, required
+from .cost_model import CAST_BYTES, FP32_BYTES, LOW_BYTES, required
 from .min_cut import INFINITE, SINK, SOURCE, CutNetwork, Vertex
 
 Weigher = Callable[[Cost], int]
@@ -82,7 +82,7 @@ class _Builder:
         self.network = CutNetwork()
         self.widened: Widened = {}
         self.cast_weights = _cast_weights(weigh, 1), _cast_weights(weigh, 0)
-        self.undecided = {n: operands for n in problem.variables if (operands := self._open_operands(n))}
+        self.undecided = {n: tensors for n, tensors in problem.promoted.items() if self._is_undecided(n)}
 
     def build(self) -> None:
         problem, network = self.problem, self.network
@@ -116,12 +116,11 @@ class _Builder:
         pinned = self.problem.variables[node].pinned
         return node if pinned is None else _TERMINALS[pinned]
 
-    def _open_operands(self, node: Node) -> list[Node]:
-        """Returns the operands that may become the anchor of a promoting op."""
+    def _is_undecided(self, node: Node) -> bool:
+        """Whether it is open which operand of a promoting op is float32, if the op is."""
         if self.problem.variables[node].pinned is LOW:
-            return []
-        operands = promoted_operands(self.problem, node)
-        return [] if any(self.problem.pin(t) is FP32 for t in operands) else operands
+            return False
+        return all(self.problem.pin(t) is not FP32 for t in self.problem.promoted[node])
 
     def _add_constraints(self, node: Node) -> None:
         problem, variable = self.problem, self.problem.variables[node]

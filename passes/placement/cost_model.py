@@ -51,38 +51,33 @@ def demands(problem: Problem, labels: Labels, anchors: Anchors) -> dict[Demand, 
     """Returns, for each (tensor, needed label) that differs from the tensor's own, the uses that need it."""
     found: dict[Demand, list[tuple[Node, Operand]]] = {}
     for node, fact in problem.facts.items():
-        label = labels.get(node, FP32)
+        label, anchor = labels.get(node, FP32), anchors.get(node)
         for operand in fact.operands:
-            need = required(problem, operand, label, anchors.get(node))
+            need = required(problem, operand, label, anchor)
             if need is not None and need is not label_of(problem, labels, operand.tensor):
                 found.setdefault((operand.tensor, need), []).append((node, operand))
     return found
 
 
-def promoted_operands(problem: Problem, node: Node) -> list[Node]:
-    """Returns the tensors that decide the dtype of a promoting op's result."""
-    operands = problem.facts[node].operands
-    return list(dict.fromkeys(s.tensor for s in operands if s.rule is OperandRule.PROMOTED))
-
-
-def needs_anchor(problem: Problem, labels: Labels, node: Node) -> bool:
-    """Whether a float32 op that promotes would read only low operands and so return low."""
-    if labels.get(node, LOW) is LOW:
-        return False
-    operands = promoted_operands(problem, node)
-    return bool(operands) and all(label_of(problem, labels, t) is LOW for t in operands)
+def missing_anchors(problem: Problem, labels: Labels) -> list[Node]:
+    """Returns the float32 ops that promote and would read only low operands, and so return low."""
+    return [
+        node
+        for node, tensors in problem.promoted.items()
+        if labels.get(node) is FP32 and all(label_of(problem, labels, t) is LOW for t in tensors)
+    ]
 
 
 def greedy_anchors(problem: Problem, labels: Labels) -> dict[Node, Node]:
     """Chooses an anchor for every op that needs one: an operand that is widened anyway, else the smallest."""
-    missing = sorted((n for n in problem.variables if needs_anchor(problem, labels, n)), key=lambda n: n.name)
+    missing = sorted(missing_anchors(problem, labels), key=lambda n: n.name)
     if not missing:
         return {}
     chosen: dict[Node, Node] = {}
     widened = {tensor for tensor, need in demands(problem, labels, chosen) if need is FP32}
     for node in missing:
         chosen[node] = min(
-            promoted_operands(problem, node),
+            problem.promoted[node],
             key=lambda t: (t not in widened and problem.facts[t].elements, t.name),
         )
         widened.add(chosen[node])

@@ -13,7 +13,7 @@ from ..analysis.precision import FP32, LOW, Precision
 from ..analysis.problem import Problem
 from .build_network import Price, Weigher, cut_network
 from .choices import Search
-from .cost_model import greedy_anchors, needs_anchor, promoted_operands
+from .cost_model import greedy_anchors, missing_anchors
 
 # Steps that may be spent on proving one plan minimal: table entries of eliminations, and cuts by their size.
 MAX_WORK = 200_000
@@ -89,10 +89,9 @@ def place_optimally(
         n: (LOW if sides[n] else FP32) if v.pinned is None else v.pinned for n, v in problem.variables.items()
     }
     anchors = {}
-    for node in problem.variables:
-        if needs_anchor(problem, labels, node):
-            anchors[node] = min(
-                promoted_operands(problem, node),
-                key=lambda t: (sides.get(widened[t, node], False), problem.facts[t].elements, t.name),
-            )
+    for node in missing_anchors(problem, labels):
+        anchors[node] = min(
+            problem.promoted[node],
+            key=lambda t: (sides.get(widened[t, node], False), problem.facts[t].elements, t.name),
+        )
     return Placement(labels, anchors, cost - lower)

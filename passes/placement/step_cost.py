@@ -7,7 +7,7 @@ that another kernel reads, and values that the backward reads.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -76,7 +76,6 @@ class StepCost:
         self.saved_low = saved_low
         # What no label changes, by tensor.
         self._readers_of: dict[Node, tuple[list[Read], dict[Node, list[Read]]]] = {}
-        self._norms_of: dict[Node, int] = {}
         self._eager_of: dict[tuple[Placement, bool], Cost] = {}
 
     def saving_low(self, norms: Sequence[Norm]) -> StepCost:
@@ -143,10 +142,7 @@ class StepCost:
     def _count_accumulation(self, labels: Labels, anchors: Anchors, shared: bool, ledger: _Ledger) -> None:
         """Adds the backward of casts, and the sums of the gradients of tensors with several uses."""
         problem, trained = self.problem, self.kernels.has_gradient
-        edges: dict[Node, int] = defaultdict(int)
-        for node, fact in problem.facts.items():
-            for operand in fact.operands if trained[node] else ():
-                edges[operand.tensor] += trained[operand.tensor]
+        edges = dict(self._uses_trained)
         for (tensor, need), uses in demands(problem, labels, anchors).items():
             fact = problem.facts[tensor]
             count = sum(trained[node] for node, _ in uses)
@@ -166,9 +162,18 @@ class StepCost:
         ledger = _Ledger()
         for tensor in self._in_memory:
             self._count(tensor, labels, ledger)
+        for tensor, times in self._normalized.items():
+            self._count_norms(tensor, times, labels, ledger)
         for norm in self.saved_low:
             self._count_low_norm(norm, ledger)
         return ledger.step()
+
+    @cached_property
+    def _uses_trained(self) -> dict[Node, int]:
+        """How many gradients each tensor gets from the ops that read it."""
+        trained = self.kernels.has_gradient
+        reads = ((n, o.tensor) for n, fact in self.problem.facts.items() for o in fact.operands)
+        return Counter(tensor for node, tensor in reads if trained[node] and trained[tensor])
 
     @cached_property
     def _in_memory(self) -> list[Node]:
@@ -224,7 +229,6 @@ class StepCost:
         if kind is Kind.CONCATENATES:
             ledger.forward += WIDTHS[own] * size
             ledger.backward += WIDTHS[own] * size * trained
-        self._count_norms(tensor, labels, ledger)
 
     def _readers(self, tensor: Node) -> tuple[list[Read], dict[Node, list[Read]]]:
         """Returns the reads by library kernels, and those by fused kernels in memory, by kernel."""
@@ -280,14 +284,16 @@ class StepCost:
             return fusion.READS_BACKWARD.get(self.kernels.names[reader], 1)
         return 0
 
-    def _count_norms(self, tensor: Node, labels: Labels, ledger: _Ledger) -> None:
-        """Adds what the backward reads of values that a kernel computes and passes on in registers."""
-        if tensor not in self._norms_of:
-            self._norms_of[tensor] = self._norm_reads(tensor)
-        if times := self._norms_of[tensor]:
-            own, size = self._own(labels, tensor), self.kernels.sizes[tensor]
-            ledger.backward += WIDTHS[own] * size * times
-            ledger.save(tensor, own, size)
+    @cached_property
+    def _normalized(self) -> dict[Node, int]:
+        """The values that a kernel passes on in registers and the backward reads, and how often."""
+        return {tensor: times for tensor in self._in_memory if (times := self._norm_reads(tensor))}
+
+    def _count_norms(self, tensor: Node, times: int, labels: Labels, ledger: _Ledger) -> None:
+        """Adds what the backward reads of one of these values."""
+        own, size = self._own(labels, tensor), self.kernels.sizes[tensor]
+        ledger.backward += WIDTHS[own] * size * times
+        ledger.save(tensor, own, size)
 
     def _norm_reads(self, tensor: Node) -> int:
         if tensor in self.kernels.kept:
