@@ -9,7 +9,7 @@ a few kernels.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +19,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 from .._compat import storage_key
 from ..errors import AmpGraphError
 
-Tensors = Sequence[Tensor]
+Tensors = list[Tensor] | tuple[Tensor, ...]
 
 
 class _Group(NamedTuple):

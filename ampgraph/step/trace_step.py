@@ -206,8 +206,8 @@ class _Tracer:
         wanted = [self._fakes[id(p)] for p in reals]
         probe = [self._fakes[id(state.probe)]] if is_scaled else []
         found = torch.autograd.grad(loss, [*wanted, *probe], allow_unused=True)
-        both = zip(wanted, found, strict=False)
-        pairs = [(p, g if self.traced.fuses else _laid_out(g, p)) for p, g in both if g is not None]
+        all_pairs = zip(wanted, found, strict=False)
+        pairs = [(p, g if self.traced.fuses else _laid_out(g, p)) for p, g in all_pairs if g is not None]
         if not is_scaled:
             return pairs, None
         size = probe[0].shape[0]
