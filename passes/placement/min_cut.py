@@ -1,4 +1,4 @@
-"""Exact minimum s-t cut with choices: presolve in linear time, the hard core by networkx.
+"""Exact minimum s-t cut with choices: presolve in linear time, the hard core by `choices` and networkx.
 
 Every vertex ends on the source side (low) or the sink side (float32). An arc (u, v) with capacity c costs
 c when u ends on the source side and v on the sink side. A *choice* (head, options) demands that, if its
