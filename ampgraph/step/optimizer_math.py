@@ -98,8 +98,8 @@ def _group(optimizer: Optimizer, options: dict[str, Any]) -> _Group | None:
     states = [optimizer.state.get(p, {}) for p in parameters]
     names = {name for held in states for name, value in held.items() if isinstance(value, Tensor)}
     whole = [name for name in names if all(isinstance(held.get(name), Tensor) for held in states)]
-    state = {name: [held[name] for held in states] for name in sorted(whole)}
-    steps = torch._foreach_add(state["step"], 1) if "step" in state else []
+    state: dict[str, Tensors] = {name: [held[name] for held in states] for name in sorted(whole)}
+    steps: Tensors = [*torch._foreach_add(state["step"], 1)] if "step" in state else []
     return _Group(options, parameters, gradients, state, steps)
 
 
@@ -119,7 +119,8 @@ def _adam(group: _Group) -> Updated:
     mean = torch._foreach_lerp(group.held("exp_avg"), gradients, 1 - beta1)
     squares = torch._foreach_mul(group.held("exp_avg_sq"), beta2)
     squares = torch._foreach_addcmul(squares, gradients, gradients, value=1 - beta2)
-    state, largest = {"exp_avg": mean, "exp_avg_sq": squares}, squares
+    state: dict[str, Tensors] = {"exp_avg": mean, "exp_avg_sq": squares}
+    largest = squares
     if options["amsgrad"]:
         largest = state["max_exp_avg_sq"] = torch._foreach_maximum(group.held("max_exp_avg_sq"), squares)
     roots = torch._foreach_sqrt(_grown(beta2, group.steps))
@@ -136,7 +137,8 @@ def _grown(beta: float, steps: Tensors) -> Tensors:
 
 
 def _sgd(group: _Group) -> Updated:
-    options, gradients, state = group.options, group.decayed(), {}
+    options, gradients = group.options, group.decayed()
+    state: dict[str, Tensors] = {}
     if momentum := options["momentum"]:
         buffers = torch._foreach_mul(group.held("momentum_buffer"), momentum)
         buffers = torch._foreach_add(buffers, gradients, alpha=1 - options["dampening"])
