@@ -35,7 +35,7 @@ from tests.zoo import models as zoo  # noqa: E402
 aten = torch.ops.aten
 
 COMMAND = "python tools/bench_convert.py --output docs/results/conversion.md"
-SIZES = (1_000, 5_000, 20_000)
+SIZES = (1_000, 5_000, 20_000, 100_000)
 LEVELS = ("O1", "O2")
 MODELS = (
     "timm/resnet50",
