@@ -80,7 +80,7 @@ def user_line(node: Node) -> str:
     A node of the loss-scaling boundary has no line.
     """
     frames = _FRAME.findall(node.meta.get("stack_trace") or "")
-    frames = [frame for frame in frames if not frame[0].startswith(_OWN)]
+    frames = [frame for frame in frames if not frame[0].startswith((_OWN, "<eval_with_key>"))]
     users = [frame for frame in frames if not frame[0].startswith(_NOT_USERS)] or frames
     return ":".join(users[-1]) if users else ""
 

@@ -301,3 +301,5 @@ def test_the_line_of_a_library_beside_torch_is_the_users():
     assert user_line(node) == f"{beside}:7"
     node.meta["stack_trace"] = f'File "{ampgraph.origin.__file__}", line 3\n'
     assert user_line(node) == ""
+    node.meta["stack_trace"] += 'File "<eval_with_key>.12", line 4\n'  # its number differs from run to run
+    assert user_line(node) == ""
