@@ -71,7 +71,9 @@ _INSIDE = (str(Path(__file__).parent), str(Path(torch.__file__).parent), context
 
 def warn_user(message: str) -> None:
     """Issues a `UserWarning` at the innermost line outside ampgraph and torch."""
+    passes = sys.modules.get(f"{__package__}.passes")  # beside the package in a clone
+    inside = (*_INSIDE, *getattr(passes, "__path__", ()))
     frame, level = sys._getframe(), 1
-    while frame.f_back and frame.f_code.co_filename.startswith(_INSIDE):
+    while frame.f_back and frame.f_code.co_filename.startswith(inside):
         frame, level = frame.f_back, level + 1
     warnings.warn(message, stacklevel=level)

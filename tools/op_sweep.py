@@ -30,7 +30,9 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 
 import op_sweep_report  # noqa: E402
 import torch  # noqa: E402
+from provenance import commit  # noqa: E402
 
+from ampgraph.errors import did_you_mean  # noqa: E402
 from tests.one_op import Case, Unusable, cases_of, first_line, name_of, op_db, op_names  # noqa: E402
 from tests.one_op_checks import Finding, KernelError, TorchError, check, check_just_in_time  # noqa: E402
 
@@ -112,14 +114,18 @@ def _too_slow(*_: object) -> None:
 def sweep_all(
     names: list[str], path: Path, samples: int, levels: tuple[str, ...], processes: int
 ) -> list[Record]:
-    """Sweeps the ops that ``path`` lacks, each in a separate process; returns all its records."""
+    """Sweeps the ops that ``path`` lacks, each in a separate process; returns all records of this code."""
+    here = commit()
     records = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    records = [r for r in records if r.get("commit") == here and not here.endswith("+changes")]
     done = {record["op"] for record in records}
     todo = [name for name in names if name not in done]
+    path.parent.mkdir(parents=True, exist_ok=True)
     start = time.perf_counter()
     context = multiprocessing.get_context("spawn")
     with context.Pool(processes, maxtasksperchild=40) as pool, path.open("a") as file:
         for index, record in enumerate(pool.imap_unordered(_Sweep(samples, levels), todo), 1):
+            record["commit"] = here
             records.append(record)
             file.write(json.dumps(record) + "\n")
             file.flush()
@@ -156,7 +162,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--samples", type=int, default=4, help="samples of each op; default: %(default)s")
     parser.add_argument("--levels", default="O1,O2", help="comma-separated; default: %(default)s")
     parser.add_argument("--processes", type=int, default=2, help="default: %(default)s")
-    parser.add_argument("--records", type=Path, default=Path("op_sweep.jsonl"), help="default: %(default)s")
+    parser.add_argument("--records", type=Path, default=ROOT / "out/op_sweep.jsonl", help="read and extended")
     parser.add_argument("--output", type=Path, help="where to write the report; default: print it")
     return parser.parse_args(argv)
 
@@ -166,6 +172,10 @@ def main(argv: list[str] | None = None) -> int:
     options = parse(argv)
     patterns = options.names or ["*"]
     names = [name for name in op_names() if any(fnmatchcase(name, p) for p in patterns)]
+    if not names:
+        near = did_you_mean(patterns[0].removeprefix("aten."), op_names())
+        print(f"op_sweep: no op is named {' or '.join(patterns)}.{near}", file=sys.stderr)
+        return 2
     levels = tuple(options.levels.split(","))
     records = sweep_all(names, options.records, options.samples, levels, options.processes)
     report = op_sweep_report.report(sorted(records, key=lambda r: r["op"]), options.samples, levels)
