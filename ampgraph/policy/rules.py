@@ -53,11 +53,15 @@ class RuleBook:
             near = did_you_mean(pattern.rstrip(".*"), [*self.modules, *names])
             raise PolicyError(f"rule {pattern!r} matches no module and no node of the model.{near}")
 
-    def unmatched(self, nodes: Iterable[str]) -> list[str]:
-        """Returns the patterns that match no module and none of the nodes."""
+    def named(self, nodes: Iterable[str]) -> dict[str, list[str]]:
+        """Returns the nodes that each rule for node names matches."""
         names = list(nodes)
         globs = self._of_nodes.items()
-        return [pattern for pattern, glob in globs if not any(fnmatchcase(n, glob) for n in names)]
+        return {pattern: [n for n in names if fnmatchcase(n, glob)] for pattern, glob in globs}
+
+    def unmatched(self, nodes: Iterable[str]) -> list[str]:
+        """Returns the patterns that match no module and none of the nodes."""
+        return [pattern for pattern, names in self.named(nodes).items() if not names]
 
     def match(self, node: str, modules: Iterable[str]) -> Match | None:
         """Returns the rule that applies to a node: a rule for its name, else for the innermost module.

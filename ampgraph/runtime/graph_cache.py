@@ -28,6 +28,7 @@ from .module_structure import Structure
 from .options import Options
 from .places import Places
 from .python_state import PythonState
+from .rule_targets import Targets, targets_of, warn_of_others
 from .shadow_weights import ShadowWeights
 from .siblings import Call, Siblings, Unplanned
 from .signature import Likeness, Signature, accepted_shapes, fits, signature_of
@@ -86,6 +87,7 @@ class GraphCache:
         self._current: CapturedGraph | None = None
         self._current_flags: Flags | None = None
         self._told: set[str] = set()
+        self._rule_targets: Targets | None = None
         self._runs_by: Runner | None = None
         self.watch = CoverageWatch(source, options)
         self._classes = Places()
@@ -292,6 +294,10 @@ class GraphCache:
         modules = [name for name, _ in self._source.named_modules()]
         # A rule for a node that the first graph has may match none in another mode.
         plan = rewrite(graph_module, options.policy, modules, check_rules=not self._graphs)
+        targets = targets_of(graph_module, plan, options.policy.rules, modules)
+        if self._rule_targets is None:
+            self._rule_targets = targets
+        warn_of_others(options.named(self._name), self._rule_targets, targets, self._source.training)
         shapes = accepted_shapes(graph_module)
         timing = Timing(timing.capture, time.perf_counter() - timing.rewrite)
         return CapturedGraph(

@@ -1,0 +1,49 @@
+"""Whether rules for node names mean the same ops in every graph of a model: names belong to one graph."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+
+from torch import fx
+
+from ..errors import warn_user
+from ..origin import module_path, op_name, user_line
+from ..plan import Plan
+from ..policy.rules import RuleBook
+
+# For each pattern, how often it matches an op of a module at a line.
+Targets = dict[str, Counter[tuple[str, str, str]]]
+
+
+def targets_of(
+    graph_module: fx.GraphModule, plan: Plan, rules: Mapping[str, str], modules: Iterable[str]
+) -> Targets:
+    """Returns the ops that rules for node names match in a rewritten graph."""
+    if not rules:
+        return {}
+    nodes = {n.name: n for n in graph_module.graph.nodes if n.name in plan.decisions and op_name(n)}
+    found = RuleBook(rules, modules).named(nodes)
+    return {pattern: Counter(_target(nodes[name]) for name in names) for pattern, names in found.items()}
+
+
+def _target(node: fx.Node) -> tuple[str, str, str]:
+    return module_path(node), op_name(node), user_line(node)
+
+
+def warn_of_others(model: str, first: Targets, here: Targets, training: bool) -> None:
+    """Warns of rules that match other ops in a later graph than in the first."""
+    for pattern in (pattern for pattern, targets in here.items() if targets != first.get(pattern, targets)):
+        mode = "training" if training else "evaluation"
+        inside = next((module for module, _, _ in sorted(first[pattern]) if module), "")
+        instead = f"a rule for the module ({inside + '*'!r})" if inside else "rules for modules"
+        warn_user(
+            f"{model}: rule {pattern!r} matches {_words(here[pattern])} in this graph ({mode} mode), and "
+            f"{_words(first[pattern])} in the first. Node names belong to one graph: write {instead}, or "
+            "convert the model in this mode with rules for its names."
+        )
+
+
+def _words(targets: Counter[tuple[str, str, str]]) -> str:
+    words = [f"{op} of {module or 'the model'} ({line})" for module, op, line in sorted(targets)]
+    return ", ".join(words[:3]) + (" .." if len(words) > 3 else "") if words else "no op"
