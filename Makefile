@@ -33,7 +33,7 @@ test-distributed: $(VENV)/.dev
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
-	@if $(BIN)/ruff format --check --quiet .; then echo "ruff format: clean"; else echo "ruff format: the tree is not formatted by ruff; not checked"; fi
+	$(BIN)/ruff format --check --quiet . || { echo "run ruff format ." >&2; exit 1; }
 
 # mypy needs the installed package: ampgraph.passes lies in ./passes, which only an installation resolves.
 typecheck: $(VENV)/.dev

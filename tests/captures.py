@@ -16,6 +16,7 @@ from torch.export import ExportedProgram
 from ampgraph.capture import Reads, capture_program
 from ampgraph.proxy.bound_proxy import over_dict_of
 from ampgraph.runtime.captured_graph import CapturedGraph
+from ampgraph.runtime.family import RunGiven
 from ampgraph.runtime.graph_cache import GraphCache
 from ampgraph.runtime.lowering import AotGraphs, compiled, compiled_module
 from ampgraph.runtime.options import Options
@@ -103,7 +104,7 @@ class SharedCompilations:
         targets = tuple(n.target for n in graph_module.graph.nodes if n.op == "call_function")
         key = graph_module.code, targets, backend
         if key not in self._found:
-            run = compiled_module(_RunsGiven(), backend, mode, graphs)
+            run = compiled_module(RunGiven(), backend, mode, graphs)
             cls = type("Graph", (nn.Module,), {"forward": type(graph_module).forward})
             self._found[key] = run, cls, graphs
         run, cls, kept = self._found[key]
@@ -115,8 +116,3 @@ class SharedCompilations:
         """Every graph that a model runs by itself takes part."""
         with mock.patch("ampgraph.runtime.captured_graph.compiled", self.compiled):
             yield
-
-
-class _RunsGiven(nn.Module):
-    def forward(self, graph: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-        return graph(*args, **kwargs)

@@ -101,7 +101,9 @@ def test_low_copies_cost_what_they_are_written_with() -> None:
     assert amp.training_graph is not None  # it has made the copies
     optimizer = SGD(model.parameters(), fused=True)
     step = trace_step.trace_step(amp, optimizer, lambda amp, x: amp(x).sum(), None, (x,), {})
-    assert len(amp._graphs.shadows.pairs()) == 1  # type: ignore[union-attr]
+    shadows = amp._graphs.shadows
+    assert shadows is not None
+    assert len(shadows.pairs()) == 1
     with torch.no_grad():
         kernels = scheduled(lambda *args: step.graph_module(*args), *Rates(optimizer)(), x).forward
     # The parameter is read and written, a low gradient is read, the low copy is written; and the rate.

@@ -100,7 +100,9 @@ def test_normalize() -> None:
     added = build.call(aten.add_.Tensor, build.call(aten.mul.Tensor, x, 2), 1)
     memory = build.call(aten.exp.default, added)
     build.call(aten.fill_.Scalar, build.call(aten.select.int, memory, 1, 0), 3.0)
-    assert_expected_inline(change(build.finish(memory), Normalize()), """\
+    assert_expected_inline(
+        change(build.finish(memory), Normalize()),
+        """\
 x0 f32
 mul_tensor = mul.Tensor(x0, 2) f32
 add__tensor = add_.Tensor(mul_tensor, 1) f32
@@ -116,7 +118,8 @@ exp_default = exp(add__tensor) f32
 clone_default = clone(exp_default) f32
 select_int = select.int(clone_default, 1, 0) f32
 fill__scalar = fill_.Scalar(select_int, 3.0) f32
-return [clone_default]""")
+return [clone_default]""",
+    )
 
 
 def test_inline_regions() -> None:
@@ -128,7 +131,9 @@ def test_inline_regions() -> None:
         with torch.autocast("cpu", enabled=False):
             return x @ y
 
-    assert_expected_inline(change(captured(Fn(regions), torch.ones(4, 4)), InlineRegions(O1)), """\
+    assert_expected_inline(
+        change(captured(Fn(regions), torch.ones(4, 4)), InlineRegions(O1)),
+        """\
 args_0 f32
 submod_2
 exp = wrap_with_set_grad_enabled(False, submod_2, args_0) f32
@@ -144,13 +149,16 @@ _set_grad_enabled = _set_grad_enabled(False)
 exp_1 = exp(args_0) f32
 _set_grad_enabled_1 = _set_grad_enabled(is_grad_enabled)
 matmul_1 = matmul(args_0, exp_1) f32  guard=fp32
-return [matmul_1]""")
+return [matmul_1]""",
+    )
 
 
 def test_inline_transforms() -> None:
     """The op of one sample becomes the op of the batch."""
     graph_module = captured(Fn(lambda x, y: torch.vmap(torch.dot)(x, y)), torch.ones(3, 4), torch.ones(3, 4))
-    assert_expected_inline(change(graph_module, InlineTransforms()), """\
+    assert_expected_inline(
+        change(graph_module, InlineTransforms()),
+        """\
 args_0 f32
 args_1 f32
 lazy_load_decompositions = lazy_load_decompositions()
@@ -174,7 +182,8 @@ bmm = bmm(view, view_1) f32
 _unsafe_view = _unsafe_view(bmm, [3, 1, 1]) f32
 squeeze = squeeze.dim(_unsafe_view, -1) f32
 squeeze_1 = squeeze.dim(squeeze, -1) f32
-return [squeeze_1]""")
+return [squeeze_1]""",
+    )
 
 
 def test_classify() -> None:
@@ -185,7 +194,9 @@ def test_classify() -> None:
         + "".join(f"; {operand.tensor.name} {operand.rule.name}" for operand in fact.operands)
         for node, fact in found.items()
     ]
-    assert_expected_inline(findings(graph_module, lines), """\
+    assert_expected_inline(
+        findings(graph_module, lines),
+        """\
 w1 f32
 x0 f32
 linear_default = linear(x0, w1) f32
@@ -198,7 +209,8 @@ x0: no class
 linear_default: white; x0 NODE_DTYPE; w1 NODE_DTYPE
 relu_default: clear; linear_default NODE_DTYPE
 softmax_int: black; relu_default DTYPE_ARG
-output: no class; softmax_int SOURCE_DTYPE""")
+output: no class; softmax_int SOURCE_DTYPE""",
+    )
 
 
 def test_propagate() -> None:
@@ -207,7 +219,9 @@ def test_propagate() -> None:
         f"{node.name}: {'free' if variable.pinned is None else variable.pinned.name} by {variable.by}"
         for node, variable in workspace(graph_module).problem.variables.items()
     ]
-    assert_expected_inline(findings(graph_module, lines), """\
+    assert_expected_inline(
+        findings(graph_module, lines),
+        """\
 w1 f32
 x0 f32
 linear_default = linear(x0, w1) f32
@@ -219,7 +233,8 @@ w1: FP32 by source
 x0: FP32 by source
 linear_default: LOW by list
 relu_default: free by placement
-softmax_int: FP32 by list""")
+softmax_int: FP32 by list""",
+    )
 
 
 def test_place() -> None:
@@ -229,7 +244,9 @@ def test_place() -> None:
     lines += [f"cast {c.tensor} to {type_name(c.dst)}: {c.bytes} bytes" for c in plan.casts]
     lines += [f"{node} sets {argument}" for node, argument in plan.dtype_args.items()]
     assert plan.optimal
-    assert_expected_inline(findings(graph_module, lines), """\
+    assert_expected_inline(
+        findings(graph_module, lines),
+        """\
 w1 f32
 x0 f32
 linear_default = linear(x0, w1) f32
@@ -245,7 +262,8 @@ softmax_int: f32 by list
 output: - by source
 cast x0 to bf16: 192 bytes
 cast w1 to bf16: 384 bytes
-softmax_int sets dtype""")
+softmax_int sets dtype""",
+    )
 
 
 def norm() -> GraphModule:
@@ -262,7 +280,9 @@ def test_choose_saved() -> None:
     graph_module = after(norm(), *analysis(policy), ChooseSaved(policy))
     plan = workspace(graph_module).plan
     lines = [f"saved low: {', '.join(plan.saved_low)}", *plan["layer_norm_default"].reason.split("; ")]
-    assert_expected_inline(findings(graph_module, lines), """\
+    assert_expected_inline(
+        findings(graph_module, lines),
+        """\
 w2 f32
 w1 f32
 x0 f32
@@ -274,13 +294,16 @@ return [linear_default_1]
 ---
 saved low: layer_norm_default
 gray: follows 'add_tensor', which is float32
-its backward reads the normalized values in bfloat16""")
+its backward reads the normalized values in bfloat16""",
+    )
 
 
 def test_save_norms() -> None:
     """The norm runs without gradients; the op that has its name gives the gradients."""
     graph_module = after(norm(), *analysis(O1), InsertCasts())
-    assert_expected_inline(change(graph_module, SaveNorms(("layer_norm_default",), LOW)), """\
+    assert_expected_inline(
+        change(graph_module, SaveNorms(("layer_norm_default",), LOW)),
+        """\
 w2 f32
 w1 f32
 x0 f32
@@ -313,7 +336,8 @@ layer_norm_default = norm_gradient(add_tensor, w2, None, getitem, mul_tensor, ge
 to_dtype_2 = to.dtype(layer_norm_default, bf16) bf16
 linear_default_1 = linear(to_dtype_2, to_dtype_1) bf16
 to_dtype_3 = to.dtype(linear_default_1, f32) f32
-return [to_dtype_3]""")
+return [to_dtype_3]""",
+    )
 
 
 def test_save_norms_written_out() -> None:
@@ -324,7 +348,9 @@ def test_save_norms_written_out() -> None:
     inverse = build.call(aten.rsqrt.default, build.call(aten.add.Tensor, mean, 1e-6))
     normed = build.call(aten.mul.Tensor, scale, build.call(aten.mul.Tensor, x, inverse))
     graph_module = build.finish(build.call(aten.add.Tensor, x, normed))
-    assert_expected_inline(change(graph_module, SaveNorms((normed.name,), LOW)), """\
+    assert_expected_inline(
+        change(graph_module, SaveNorms((normed.name,), LOW)),
+        """\
 w1 f32
 x0 f32
 pow_tensor_scalar = pow.Tensor_Scalar(x0, 2) f32
@@ -348,12 +374,15 @@ detach_default_1 = detach(w1) f32
 mul_tensor_2 = mul.Tensor(detach_default_1, mul_tensor) f32
 mul_tensor_1 = norm_gradient(x0, w1, None, mul_tensor_2, mul_tensor, rsqrt_default, 1, False, bf16) f32
 add_tensor_1 = add.Tensor(x0, mul_tensor_1) f32
-return [add_tensor_1]""")
+return [add_tensor_1]""",
+    )
 
 
 def test_insert_casts() -> None:
     """The casts of the plan, and the dtype argument of softmax, which reads low and computes in float32."""
-    assert_expected_inline(change(after(mlp(), *analysis(O1)), InsertCasts()), """\
+    assert_expected_inline(
+        change(after(mlp(), *analysis(O1)), InsertCasts()),
+        """\
 w1 f32
 x0 f32
 linear_default = linear(x0, w1) f32
@@ -368,7 +397,8 @@ to_dtype_1 = to.dtype(w1, bf16) bf16
 linear_default = linear(to_dtype, to_dtype_1) bf16
 relu_default = relu(linear_default) bf16
 softmax_int = softmax.int(relu_default, -1, dtype=f32) f32
-return [softmax_int]""")
+return [softmax_int]""",
+    )
 
 
 def test_clean_casts() -> None:
@@ -377,7 +407,9 @@ def test_clean_casts() -> None:
     x, weight = build.input(4, 8), build.weight(8, 8)
     wide = build.call(aten.to.dtype, build.call(aten.linear.default, x, weight), torch.float32)
     graph_module = build.finish(build.call(aten.linear.default, wide, weight), wide)
-    assert_expected_inline(change(after(graph_module, *analysis(O1), InsertCasts()), CleanCasts()), """\
+    assert_expected_inline(
+        change(after(graph_module, *analysis(O1), InsertCasts()), CleanCasts()),
+        """\
 w1 f32
 x0 f32
 to_dtype_1 = to.dtype(x0, bf16) bf16
@@ -397,13 +429,16 @@ linear_default = linear(to_dtype_1, to_dtype_2) bf16
 to_dtype = to.dtype(linear_default, f32) f32
 linear_default_1 = linear(linear_default, to_dtype_2) bf16
 to_dtype_4 = to.dtype(linear_default_1, f32) f32
-return [to_dtype_4, to_dtype]""")
+return [to_dtype_4, to_dtype]""",
+    )
 
 
 def test_remove_casts() -> None:
     """The graph that the plan was made for; the default of the dtype argument is written out."""
     graph_module = after(mlp(), *analysis(O1), InsertCasts())
-    assert_expected_inline(change(graph_module, RemoveCasts(workspace(graph_module).plan)), """\
+    assert_expected_inline(
+        change(graph_module, RemoveCasts(workspace(graph_module).plan)),
+        """\
 w1 f32
 x0 f32
 to_dtype = to.dtype(x0, bf16) bf16
@@ -418,13 +453,16 @@ x0 f32
 linear_default = linear(x0, w1) f32
 relu_default = relu(linear_default) f32
 softmax_int = softmax.int(relu_default, -1, dtype=None) f32
-return [softmax_int]""")
+return [softmax_int]""",
+    )
 
 
 def test_explicit_casts() -> None:
     """Softmax widens by its argument; the cast says it."""
     graph_module = after(mlp(), *analysis(O1), InsertCasts())
-    assert_expected_inline(change(graph_module, ExplicitCasts(LOW)), """\
+    assert_expected_inline(
+        change(graph_module, ExplicitCasts(LOW)),
+        """\
 w1 f32
 x0 f32
 to_dtype = to.dtype(x0, bf16) bf16
@@ -442,7 +480,8 @@ linear_default = linear(to_dtype, to_dtype_1) bf16
 relu_default = relu(linear_default) bf16
 to_dtype_2 = to.dtype(relu_default, f32) f32
 softmax_int = softmax.int(to_dtype_2, -1, dtype=f32) f32
-return [softmax_int]""")
+return [softmax_int]""",
+    )
 
 
 def test_read_stored() -> None:
@@ -452,7 +491,9 @@ def test_read_stored() -> None:
     product = build.call(aten.linear.default, x, weight)
     graph_module = build.finish(product, build.call(aten.exp.default, weight))
     after(graph_module, *analysis(KEPT_LOW), InsertCasts())
-    assert_expected_inline(change(graph_module, ReadStored(("w1",), LOW)), """\
+    assert_expected_inline(
+        change(graph_module, ReadStored(("w1",), LOW)),
+        """\
 w1 f32
 x0 f32
 to_dtype = to.dtype(x0, bf16) bf16
@@ -467,7 +508,8 @@ to_dtype = to.dtype(x0, bf16) bf16
 linear_default = linear(to_dtype, w1) bf16
 to_dtype_2 = to.dtype(w1, f32) f32
 exp_default = exp(to_dtype_2) f32
-return [linear_default, exp_default]""")
+return [linear_default, exp_default]""",
+    )
 
 
 def test_read_shadows() -> None:
@@ -476,7 +518,9 @@ def test_read_shadows() -> None:
     x, weight, _low = build.input(4, 8), build.weight(8, 8), build.input(8, 8, dtype=LOW)
     graph_module = build.finish(build.call(aten.linear.default, x, weight))
     after(graph_module, *analysis(O1), InsertCasts())
-    assert_expected_inline(change(graph_module, ReadShadows({"w1": "x2"}, differentiable=True)), """\
+    assert_expected_inline(
+        change(graph_module, ReadShadows({"w1": "x2"}, differentiable=True)),
+        """\
 x2 bf16
 w1 f32
 x0 f32
@@ -494,7 +538,8 @@ getitem = getitem(shadow_weights, 0) bf16
 to_dtype = to.dtype(x0, bf16) bf16
 linear_default = linear(to_dtype, getitem) bf16
 to_dtype_2 = to.dtype(linear_default, f32) f32
-return [to_dtype_2]""")
+return [to_dtype_2]""",
+    )
 
 
 def test_scale_loss() -> None:
@@ -504,7 +549,9 @@ def test_scale_loss() -> None:
     probe = build.input(2)
     graph_module = build.finish(build.call(aten.linear.default, x, weight))
     step = ScaleLoss((("w1", 0),), 2, state=(scale.name, inverse.name, probe.name))
-    assert_expected_inline(change(graph_module, step), """\
+    assert_expected_inline(
+        change(graph_module, step),
+        """\
 x4 f32
 x3 f32
 x2 f32
@@ -525,7 +572,8 @@ getitem = getitem(unscale_gradients, 0) f32
 linear_default = linear(getitem_1, getitem) f32
 scale_gradients = scale_gradients(x2, linear_default) f32
 getitem_2 = getitem(scale_gradients, 0) f32
-return [getitem_2]""")
+return [getitem_2]""",
+    )
 
 
 def test_verify() -> None:
@@ -537,7 +585,9 @@ def test_verify() -> None:
     graph_module.graph.erase_node(lost)
     with pytest.raises(VerifyError) as caught:
         run_passes(graph_module, [Verify()])
-    assert_expected_inline(findings(graph_module, textwrap.wrap(str(caught.value), 100)), """\
+    assert_expected_inline(
+        findings(graph_module, textwrap.wrap(str(caught.value), 100)),
+        """\
 w1 f32
 x0 f32
 to_dtype_1 = to.dtype(w1, bf16) bf16
@@ -547,4 +597,5 @@ softmax_int = softmax.int(relu_default, -1, dtype=f32) f32
 return [softmax_int]
 ---
 verify: node 'linear_default' (aten.linear.default) is recorded as (torch.bfloat16,) but yields
-(torch.float32,)""")
+(torch.float32,)""",
+    )

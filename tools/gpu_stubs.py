@@ -159,9 +159,7 @@ def compile_for_stub() -> None:
     class OnCpu(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             cpu = torch.device("cpu")
-            args, kwargs = tree_map(
-                lambda a: cpu if isinstance(a, torch.device) else a, (args, kwargs or {})
-            )
+            args, kwargs = tree_map(lambda a: cpu if isinstance(a, torch.device) else a, (args, kwargs or {}))
             return func(*args, **kwargs)
 
     triton.runtime.driver.set_active(Driver())

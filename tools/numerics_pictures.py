@@ -1,6 +1,6 @@
 """Draws docs/numerics-own.svg and docs/numerics-exponents.svg by running the code of docs/numerics.md.
 
-    python tools/numerics_pictures.py
+python tools/numerics_pictures.py
 """
 
 from __future__ import annotations

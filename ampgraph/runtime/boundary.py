@@ -45,11 +45,9 @@ def castable(graph: fx.Graph, casts_fuse: bool) -> list[str]:
     """Returns the nodes that low copies could replace, if they are parameters; see `shadowed_parameters`."""
     written = written_memory(graph)
     nodes = [node for node in graph.nodes if casts_of(node) and node not in written]
-    return [
-        node.name
-        for node in nodes
-        if not (casts_fuse and (is_laid_out_again(node) or is_cast_by_readers(node)))
-    ]
+    if casts_fuse:
+        nodes = [node for node in nodes if not (is_laid_out_again(node) or is_cast_by_readers(node))]
+    return [node.name for node in nodes]
 
 
 def accepted(

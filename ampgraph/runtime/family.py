@@ -31,7 +31,7 @@ from .options import Options
 _OF_ONE_BLOCK = ("reduce-overhead", "max-autotune")
 
 
-class _RunGiven(nn.Module):
+class RunGiven(nn.Module):
     """Runs the graph that it is given."""
 
     def forward(self, graph: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
@@ -64,7 +64,7 @@ class _Derived:
     @functools.cached_property
     def compiled(self) -> Callable:
         """The compiled graph, a function that takes a module of `cls` first."""
-        return compiled_module(_RunGiven(), self.options.backend, self.options.mode, self.aot)
+        return compiled_module(RunGiven(), self.options.backend, self.options.mode, self.aot)
 
 
 class Family:

@@ -29,9 +29,7 @@ class Writes:
         kwargs: The keyword arguments.
     """
 
-    def __init__(
-        self, root: nn.Module, targets: list[str], args: tuple, kwargs: dict[str, Any]
-    ) -> None:
+    def __init__(self, root: nn.Module, targets: list[str], args: tuple, kwargs: dict[str, Any]) -> None:
         self._root, self._targets = root, targets
         self._attributes = attrgetter(*targets) if targets else None
         self._is_single = len(targets) == 1

@@ -60,9 +60,7 @@ class Values:
         return found
 
 
-def find_range_hazards(
-    values: Values, fixed: Mapping[Node, Precision], follows: bool
-) -> dict[Node, Hazard]:
+def find_range_hazards(values: Values, fixed: Mapping[Node, Precision], follows: bool) -> dict[Node, Hazard]:
     """Returns the nodes that must stay float32 because of the range of their values.
 
     Args:
