@@ -221,7 +221,8 @@ class AmpModule(Converted):
 
     def _call_captured(self, args: tuple, kwargs: dict[str, Any]) -> Any:
         try:
-            captured = self._graphs.find(args, kwargs)
+            found = self._graphs.find_for_run(args, kwargs)
+            captured = found.captured
             if captured.lost and self._needs_gradients(args, kwargs):
                 raise self._lost_error(captured)
         except AheadOfTimeError as error:
@@ -240,7 +241,7 @@ class AmpModule(Converted):
             raise reason from error
         try:
             with self._graphs.lock:
-                return captured.run(*args, **kwargs)
+                return captured.run(args, kwargs, found.is_in_place)
         except (RuntimeError, AttributeError) as error:  # FSDP2 may miss its own state, too
             if (reason := sharded_error(self.source)) is None:
                 raise

@@ -11,6 +11,9 @@ import torch
 from torch import nn
 
 import ampgraph
+from ampgraph._compat import dict_versions, has_dict_versions
+from ampgraph.runtime import module_structure
+from ampgraph.runtime.module_structure import Structure
 
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
 IDS = torch.arange(6).view(2, 3)
@@ -65,7 +68,21 @@ def _other_hook(m):
     m.first._forward_hooks[next(iter(m.first._forward_hooks))] = lambda module, args, y: y * 9
 
 
+def _other_weight_in_the_dict(m):
+    m.last._parameters.update(weight=parameter(8, 3.0))
+
+
+def _first_hook(m):
+    m.last.register_forward_hook(lambda module, args, y: y * 9)
+
+
 CHANGES = {
+    "weight in the dict": _other_weight_in_the_dict,
+    "buffer in the dict": lambda m: m._buffers.__ior__({"high": torch.full((8,), 5.0)}),
+    "module in the dict": lambda m: m._modules.__setitem__("last", nn.Linear(8, 8, bias=False)),
+    "attribute in the dict": lambda m: vars(m).update(gain=3),
+    "first hook": _first_hook,
+    "forward": lambda m: vars(m.last).setdefault("forward", lambda x: x * 7),
     "untied weight": lambda m: setattr(m.last, "weight", parameter(8, 3.0)),
     "untied buffer": lambda m: setattr(m, "high", torch.full((8,), 5.0)),
     "class": lambda m: setattr(m, "__class__", LouderTied),
@@ -87,12 +104,15 @@ def assert_like(found, expected):
 
 
 @pytest.mark.parametrize("how", CHANGES)
-@pytest.mark.parametrize("level", ["O0", "O1"])
-def test_an_exchanged_part_is_seen(how, level):
+@pytest.mark.parametrize("level", ["O0", "O1", "O1 without versions of dicts"])
+def test_an_exchanged_part_is_seen(how, level, monkeypatch):
     torch.manual_seed(0)
+    if level not in ("O0", "O1"):
+        monkeypatch.setattr(module_structure, "dict_versions", lambda *_: None)
     model = Tied()
-    amp = ampgraph.convert(model, (X,), policy=level, dtype=torch.bfloat16, backend="eager")
-    assert_like(amp(X), model(X))
+    amp = ampgraph.convert(model, (X,), policy=level[:2], dtype=torch.bfloat16, backend="eager")
+    for _ in range(3):
+        assert_like(amp(X), model(X))
     CHANGES[how](model)
     assert_like(amp(X), model(X))
     assert_like(amp(X), model(X))
@@ -121,6 +141,44 @@ def test_parts_of_the_same_kind_are_not_captured_again():
     model.sizes, model.gain = [1, 2], int("1")
     assert_like(amp(X), model(X))
     assert len(amp.graph_modules) == 1
+
+
+needs_versions = pytest.mark.skipif(not has_dict_versions(), reason="this Python has no versions of dicts")
+
+
+@needs_versions
+def test_only_a_write_lets_a_call_read_the_modules():
+    model = Tied()
+    amp = ampgraph.convert(model, (X,), dtype=torch.bfloat16, backend="eager")
+    amp(X)
+    flags = amp._graphs.modes()
+    amp(X)
+    assert amp._graphs.modes() is flags
+    model.note = "unread"
+    assert amp._graphs.modes() is not flags
+    assert amp._graphs.modes() == flags
+    assert len(amp.graph_modules) == 1
+
+
+@needs_versions
+def test_a_write_between_two_looks_is_seen_and_a_read_is_not():
+    held, other = {"a": 1}, OrderedDict(b=2)
+    versions = dict_versions([held, other])
+    before = versions()
+    assert held["a"] == 1
+    assert versions() == before
+    other["b"] = 3
+    assert versions() != before
+
+
+def test_what_is_no_dict_has_no_versions():
+    assert dict_versions([{}, torch.nn.ParameterDict()]) is None
+
+
+@needs_versions
+def test_a_model_of_no_parts_has_versions_too():
+    structure = Structure(nn.Identity(), counts_data=True)
+    assert structure.flags() is structure.flags()
 
 
 class Words(nn.Module):

@@ -3,6 +3,7 @@
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from .dict_versions import dict_versions, has_dict_versions
 from .dynamo import (
     BreakLog,
     aot_eager,
@@ -102,6 +103,7 @@ __all__ = [
     "compiled_by_dynamo",
     "current_backward",
     "data_of",
+    "dict_versions",
     "dtypes_of",
     "errors_raised_not_logged",
     "evaluate",
@@ -110,6 +112,7 @@ __all__ = [
     "find_backend",
     "flat_inputs",
     "has_content",
+    "has_dict_versions",
     "has_dispatch_modes",
     "has_global_hooks",
     "has_triton",

@@ -110,14 +110,26 @@ class CapturedGraph:
         """The code of `graph_module`, which is another after an edit."""
         return type(self.graph_module).forward
 
-    def fits(self, args: tuple, kwargs: dict[str, Any]) -> bool:
-        """Whether the model is unchanged since the capture and the arguments share memory as at capture."""
-        if self.state is not None and not self.state.fits(args, kwargs):
+    def fits(self, args: tuple, kwargs: dict[str, Any], is_untouched: bool = False) -> bool:
+        """Whether the model is unchanged since the capture and the arguments share memory as at capture.
+
+        Args:
+            args: The positional arguments.
+            kwargs: The keyword arguments.
+            is_untouched: Whether nothing was written to the dict of a module since the model fitted.
+        """
+        if self.state is not None and not self.state.fits(args, kwargs, is_untouched):
             return False
         return self.writes is None or self.writes.allows(args, kwargs)
 
-    def run(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the graph; with gradients enabled, the graph with the boundary."""
+    def run(self, args: tuple, kwargs: dict[str, Any], is_in_place: bool) -> Any:
+        """Runs the graph; with gradients enabled, the graph with the boundary.
+
+        Args:
+            args: The positional arguments.
+            kwargs: The keyword arguments.
+            is_in_place: Whether the model has the parameters that its low copies are of.
+        """
         training = torch.is_grad_enabled()
         if (made := self._made) is not None and type(made[0]).forward is not made[1]:
             self._derive_again()
@@ -125,7 +137,7 @@ class CapturedGraph:
             self.scaler.check_loop()
             if self.scaler.guard.overflows.looks:
                 self._look(args, kwargs)
-        shadowed = self.shadows is not None and self.shadows.are_in_place()
+        shadowed = self.shadows is not None and is_in_place
         kind = training, shadowed
         runner = self._runners.get(kind)
         if runner is None:

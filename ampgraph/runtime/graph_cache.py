@@ -21,10 +21,9 @@ from .captured_graph import CapturedGraph, Runner, Timing
 from .coverage import CoverageWatch
 from .device import device_of
 from .export_call import export_call
-from .held_tensors import Kinds
 from .low_storage import LowStorage
 from .lowering import AotGraphs
-from .module_structure import Structure
+from .module_structure import Flags, Structure
 from .options import Options
 from .places import Places
 from .python_state import PythonState
@@ -38,18 +37,23 @@ log = logging.getLogger("ampgraph")
 
 MANY_CAPTURES = 8
 
-# The training mode of every module, because a model may run other code in another mode; and the kinds of
-# its tensors.
-Flags = tuple[tuple[bool, ...], Kinds]
 
+class Found(NamedTuple):
+    """The last call that found its graph.
 
-class _Last(NamedTuple):
-    """The last call that found its graph: what the model and the arguments were, and the graph."""
+    Attributes:
+        structure: The parts of the model.
+        flags: Its modes and the kinds of its tensors.
+        likeness: The arguments.
+        captured: The graph.
+        is_in_place: Whether the model had the parameters that its low copies are of.
+    """
 
     structure: Structure
     flags: Flags
     likeness: Likeness
     captured: CapturedGraph
+    is_in_place: bool
 
 
 class GraphCache:
@@ -83,7 +87,7 @@ class GraphCache:
         self._siblings = None if options.policy.level == "O3" else siblings
         self._structure = Structure(source, copies)
         self._graphs: dict[tuple[Flags, Hashable], list[CapturedGraph]] = {}
-        self._last: _Last | None = None
+        self._last: Found | None = None
         self._current: CapturedGraph | None = None
         self._current_flags: Flags | None = None
         self._told: set[str] = set()
@@ -131,6 +135,10 @@ class GraphCache:
 
     def find(self, args: tuple, kwargs: dict[str, Any]) -> CapturedGraph:
         """Returns the captured graph for these arguments; captures one if none fits."""
+        return self.find_for_run(args, kwargs).captured
+
+    def find_for_run(self, args: tuple, kwargs: dict[str, Any]) -> Found:
+        """Returns that graph and what holds for this call."""
         flags, last = self._flags(), self._last
         structure = self._structure
         if (
@@ -138,13 +146,20 @@ class GraphCache:
             and last.structure is structure
             and last.flags == flags
             and last.likeness.fits(args, kwargs)
-            and last.captured.fits(args, kwargs)
+            and last.captured.fits(args, kwargs, is_untouched=last.flags is flags)
         ):
             self._current, self._current_flags = last.captured, flags
-            return last.captured
-        captured = self._find(args, kwargs, flags)
-        self._last = _Last(structure, flags, Likeness(args, kwargs), captured)
-        return captured
+            found = (
+                last if last.flags is flags else last._replace(flags=flags, is_in_place=self._is_in_place())
+            )
+        else:
+            captured = self._find(args, kwargs, flags)
+            found = Found(structure, flags, Likeness(args, kwargs), captured, self._is_in_place())
+        self._last = found
+        return found
+
+    def _is_in_place(self) -> bool:
+        return self.shadows is not None and self.shadows.are_in_place()
 
     def _find(self, args: tuple, kwargs: dict[str, Any], flags: Flags) -> CapturedGraph:
         """Returns the captured graph of a call that is not like the last."""
@@ -222,10 +237,12 @@ class GraphCache:
         return type(self._source).__name__
 
     def _flags(self) -> Flags:
-        if not self._structure.is_current():
+        flags = self._structure.flags()
+        if flags is None:
             with capture_lock:  # a capture in another thread sets hooks for as long as it lasts
                 self._follow_structure()
-        return self._structure.training_modes(), self._structure.tensors.kinds()
+            flags = self._structure.flags_now()
+        return flags
 
     def _follow_structure(self) -> None:
         if self._structure.is_current():

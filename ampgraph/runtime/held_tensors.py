@@ -57,10 +57,13 @@ class HeldTensors:
         """Returns the kinds now; the same object as long as nothing changes. Runs at every call."""
         if torch.compiler.is_dynamo_compiling():  # strict export does not trace the comparison
             return self._kinds
-        is_same = self._counts_data and not self._gone and times_asked_in_all() == self._asked
-        if not (is_same and [*map(id, self._values())] == self._ids):
+        if not (self.are_untouched() and [*map(id, self._values())] == self._ids):
             self._note(self._kinds)
         return self._kinds
+
+    def are_untouched(self) -> bool:
+        """Whether the kinds are known to be the same if the dicts hold the same objects."""
+        return self._counts_data and not self._gone and times_asked_in_all() == self._asked
 
     def _values(self) -> chain[Any]:
         return chain.from_iterable(map(dict.values, self._slots))

@@ -7,20 +7,26 @@ from itertools import chain, repeat
 from operator import is_
 from typing import Any
 
+import torch
 from torch import nn
 
-from .._compat import hooks_registered
-from .held_tensors import HeldTensors
+from .._compat import dict_versions, hooks_registered
+from .held_tensors import HeldTensors, Kinds
 
 _PARTS = ("_parameters", "_buffers", "_modules")
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
+# The training mode of every module, because a model may run other code in another mode; and the kinds of
+# its tensors.
+Flags = tuple[tuple[bool, ...], Kinds]
 
 
 class Structure:
     """The modules of a model at capture, with their classes, parts, hooks and instance ``forward``.
 
     Each check reads all modules in a few calls of C functions that Dynamo can trace. It keeps the dicts,
-    which show later changes, and compares no values of tensors.
+    which show later changes, and compares no values of tensors. Where Python tells that no dict was written
+    to, nothing else is read.
 
     Args:
         source: The model.
@@ -56,6 +62,34 @@ class Structure:
         self._computed = [m for m in self.modules if hasattr(type(m), "training")]
         self._seen = self._now()
         self.tensors = HeldTensors([held for held in slots if held], counts_data)
+        self._versions = None
+        if not self._computed:
+            self._versions = dict_versions([*own, *slots, *children, *self._hooked], self.modules)
+        self._noted: tuple[bytes, Flags] | None = None
+
+    def flags(self) -> Flags | None:
+        """Returns modes and kinds, or None if a part changed. Runs at every call.
+
+        As long as nothing was written to a module or its dicts, it returns one object.
+        """
+        if self._versions is None or torch.compiler.is_dynamo_compiling():
+            return self.flags_now() if self.is_current() else None
+        versions, noted = self._versions(), self._noted  # first: another thread may write now
+        if noted is not None and versions == noted[0] and self._are_hooks_and_data_same():
+            return noted[1]
+        if not self.is_current():
+            return None
+        flags = self.flags_now()
+        self._noted = versions, flags
+        return flags
+
+    def flags_now(self) -> Flags:
+        """Returns modes and kinds, and looks for no other change."""
+        return self.training_modes(), self.tensors.kinds()
+
+    def _are_hooks_and_data_same(self) -> bool:
+        """Whether no module has its first hook now, and no parameter other data."""
+        return self.tensors.are_untouched() and not self._has_new_hooks()
 
     def is_current(self) -> bool:
         """Whether no part was added, removed or exchanged for one of another kind. Runs at every call."""

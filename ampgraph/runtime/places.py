@@ -65,6 +65,35 @@ class _Inside(_Kinds):
         return len(self.plain) + len(self.objects) + len(self.containers) + len(self.sizes)
 
 
+class _Reads:
+    """Reads of places that are compared in a few calls of C functions.
+
+    Args:
+        plain: The places of plain values, with the values.
+        objects: The places of objects that must stay the same, with the objects.
+    """
+
+    def __init__(self, plain: list[tuple[Place, Any]], objects: list[tuple[Place, Any]]) -> None:
+        self._plain_columns, rest = _columns(plain)
+        self._plain_rows = _rows(rest)
+        self._seen_rows = [*chain.from_iterable(seen for _, _, seen in self._plain_rows)]
+        self._object_columns, rest = _columns(objects)
+        self._object_rows = _rows(rest)
+
+    def are_same(self) -> bool:
+        """Whether all places hold the same; may raise what a place raises that has gone."""
+        rows = [get(held) for get, held, _ in self._plain_rows]
+        if not _are_still([*chain.from_iterable(rows)], self._seen_rows):
+            return False
+        for get, holders, seen in self._plain_columns:
+            if not _are_still([*map(get, holders)], seen):
+                return False
+        for get, held, seen in self._object_rows:
+            if not all(map(is_, get(held), seen)):
+                return False
+        return all(all(map(is_, map(get, holders), seen)) for get, holders, seen in self._object_columns)
+
+
 class Places:
     """Some places, and what they held when they were added; of objects there, their attributes as well.
 
@@ -91,7 +120,7 @@ class Places:
         if len(self._inside) > before:
             self._opened[place.path] = place.value()
 
-    def like(self, places: Sequence[Place]) -> Places | None:
+    def like(self, places: Sequence[Place], watched: Collection[int]) -> Places | None:
         """Returns the places of a model that holds the same objects, settled; None if it holds others.
 
         What is inside these objects is not looked for again.
@@ -108,41 +137,37 @@ class Places:
         if missing or made._inside:
             return None
         made._inside, made._opened = self._inside, self._opened
-        made.settle()
+        made.settle(watched)
         return made
 
-    def settle(self) -> None:
-        """Takes down what the places hold now."""
+    def settle(self, watched: Collection[int] = ()) -> None:
+        """Takes down what the places hold now.
+
+        Args:
+            watched: The ids of dicts of which the caller of `are_same` may know that nothing was written.
+        """
         given, inside = self._given, self._inside
         self._plain, self._objects = [*given.plain, *inside.plain], [*given.objects, *inside.objects]
         self._containers, self._sizes = [*given.containers, *inside.containers], inside.sizes
         self._seen_plain = [place.value() for place in self._plain]
         self._seen_objects = [place.value() for place in self._objects]
-        pairs = list(zip(self._plain, self._seen_plain, strict=True))
-        self._computed = [(place, seen) for place, seen in pairs if place.value() is not seen]
-        kept = [(place, seen) for place, seen in pairs if place.value() is seen]
-        self._plain_columns, rest = _columns(*zip(*kept, strict=True)) if kept else ([], [])
-        self._plain_rows = _rows(rest)
-        self._seen_rows = [*chain.from_iterable(seen for _, _, seen in self._plain_rows)]
-        self._object_columns, rest = _columns(self._objects, self._seen_objects)
-        self._object_rows = _rows(rest)
+        plain = list(zip(self._plain, self._seen_plain, strict=True))
+        self._computed = [(place, seen) for place, seen in plain if place.value() is not seen]
+        plain = [(place, seen) for place, seen in plain if place.value() is seen]
+        objects = list(zip(self._objects, self._seen_objects, strict=True))
+        self._watched = _Reads(_held_in(watched, plain), _held_in(watched, objects))
+        self._others = _Reads(_not_held_in(watched, plain), _not_held_in(watched, objects))
         self._seen_sizes = [*map(len, self._sizes)]
 
-    def are_same(self) -> bool:
-        """Whether all places hold the same. Runs at every call."""
+    def are_same(self, is_untouched: bool = False) -> bool:
+        """Whether all places hold the same. Runs at every call.
+
+        Args:
+            is_untouched: Whether nothing was written to the watched dicts since they held the same.
+        """
         try:
-            rows = [get(held) for get, held, _ in self._plain_rows]
-            if not _are_still([*chain.from_iterable(rows)], self._seen_rows):
+            if not ((is_untouched or self._watched.are_same()) and self._others.are_same()):
                 return False
-            for get, holders, seen in self._plain_columns:
-                if not _are_still([*map(get, holders)], seen):
-                    return False
-            for get, held, seen in self._object_rows:
-                if not all(map(is_, get(held), seen)):
-                    return False
-            for get, holders, seen in self._object_columns:
-                if not all(map(is_, map(get, holders), seen)):
-                    return False
         # Gone, or an array now, which compares item by item; ValueError is an empty cell's as well.
         except (KeyError, AttributeError, ValueError, RuntimeError):
             return False
@@ -255,10 +280,18 @@ def _settings_of_class(cls: type) -> Iterator[str]:
                 yield name
 
 
-def _columns(places: Sequence[Place], seen: Sequence[Any]) -> tuple[list[_Read], list[tuple[Place, Any]]]:
+def _held_in(dicts: Collection[int], places: list[tuple[Place, Any]]) -> list[tuple[Place, Any]]:
+    return [(place, seen) for place, seen in places if id(place.holder) in dicts]
+
+
+def _not_held_in(dicts: Collection[int], places: list[tuple[Place, Any]]) -> list[tuple[Place, Any]]:
+    return [(place, seen) for place, seen in places if id(place.holder) not in dicts]
+
+
+def _columns(places: list[tuple[Place, Any]]) -> tuple[list[_Read], list[tuple[Place, Any]]]:
     """Returns reads of one name from many holders, and the places that are left."""
     named: dict[tuple[bool, str], list[tuple[Place, Any]]] = {}
-    for place, value in zip(places, seen, strict=True):
+    for place, value in places:
         named.setdefault((isinstance(place.holder, dict), place.name), []).append((place, value))
     columns: list[_Read] = []
     rest: list[tuple[Place, Any]] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -50,9 +51,9 @@ class PythonState:
         alike: PythonState | None = None,
     ) -> None:
         self._source = source
-        attributes = _attributes(reads)
-        found = alike._attributes.like(attributes) if alike else None
-        self._attributes: Places = found or _settled(attributes)
+        attributes, own = _attributes(reads), {id(vars(m)) for m in source.modules()}
+        found = alike._attributes.like(attributes, own) if alike else None
+        self._attributes: Places = found or _settled(attributes, own)
         self._code: Places = alike._code if alike else _settled(reads.code_places())
         asked = (getattr(torch, name) for name in _SETTINGS if name in reads.code.names)
         self._questions = [torch.get_default_dtype, *asked]
@@ -62,11 +63,19 @@ class PythonState:
             Layouts(source, args, kwargs, reads.asks_for_offset) if reads.asks_for_layout else None
         )
 
-    def fits(self, args: tuple, kwargs: dict[str, Any]) -> bool:
-        """Whether forward would read the same values. Runs at every call."""
+    def fits(self, args: tuple, kwargs: dict[str, Any], is_untouched: bool = False) -> bool:
+        """Whether forward would read the same values. Runs at every call.
+
+        Args:
+            args: The positional arguments.
+            kwargs: The keyword arguments.
+            is_untouched: Whether nothing was written to the dict of a module since forward read the same.
+        """
         if torch.compiler.is_dynamo_compiling():  # strict export cannot trace the comparison
             return True
-        if [ask() for ask in self._questions] != self._answers or not self._attributes.are_same():
+        if [ask() for ask in self._questions] != self._answers:
+            return False
+        if not self._attributes.are_same(is_untouched):
             return False
         # A capture replaces functions of torch for as long as it lasts.
         if not self._code.are_same() and not is_capturing_here():
@@ -107,11 +116,11 @@ def _attributes(reads: Reads) -> list[Place]:
     return found
 
 
-def _settled(places: list[Place]) -> Places:
+def _settled(places: list[Place], watched: Collection[int] = ()) -> Places:
     settled = Places()
     for place in places:
         settled.add(place)
-    settled.settle()
+    settled.settle(watched)
     return settled
 
 
