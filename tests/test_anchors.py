@@ -6,6 +6,7 @@ import copy
 import itertools
 import random
 
+import numpy
 import pytest
 import torch
 from torch import fx
@@ -91,61 +92,89 @@ def random_graph(seed, steps):
     return build, [n for n in pool if n not in used]
 
 
-def prices(problem, low):
-    """Yields (traffic, cast bytes, casts) of one labelling for every choice of anchors."""
-    facts = problem.facts
-    is_low = lambda tensor: low[facts[tensor].dtype_source]  # noqa: E731
-    lacking = {}
-    for node in low:
-        operands = {s.tensor for s in facts[node].operands if s.rule is OperandRule.PROMOTED}
-        if operands and not low[node] and all(map(is_low, operands)):
-            lacking[node] = sorted(operands, key=str)
-    traffic, fixed = 0, []
-    for node, fact in facts.items():
-        if fact.moves_data and fact.dtype is not None:
-            traffic += fact.elements * (2 if is_low(node) else 4)
-        for operand in fact.operands:
-            want = have = is_low(operand.tensor)
-            if operand.rule is OperandRule.SOURCE_DTYPE:
-                want = facts[operand.tensor].dtype == LOW
-            elif operand.rule is not OperandRule.EITHER and (
-                low[node] or operand.rule is OperandRule.NODE_DTYPE
-            ):
-                want = low[node]
-            if fact.moves_data:
-                read = {OperandRule.SOURCE_DTYPE: False, OperandRule.NODE_DTYPE: low.get(node, False)}.get(
-                    operand.rule, have
+class Prices:
+    """What labellings cost: each value is an array with one number for each labelling."""
+
+    def __init__(self, problem, low):
+        self.facts, self.low = problem.facts, low
+        self.traffic, self.fixed = 0, {}
+        for node, fact in self.facts.items():
+            if fact.moves_data and fact.dtype is not None:
+                self.traffic += fact.elements * numpy.where(self._is_low(node), 2, 4)
+            for operand in fact.operands:
+                self._add(node, operand, fact.moves_data)
+
+    def _is_low(self, tensor):
+        return self.low[self.facts[tensor].dtype_source]
+
+    def _add(self, node, operand, moves_data):
+        tensor, rule = operand.tensor, operand.rule
+        want = have = self._is_low(tensor)
+        if rule is OperandRule.SOURCE_DTYPE:
+            want = numpy.full_like(have, self.facts[tensor].dtype == LOW)
+        elif rule is OperandRule.NODE_DTYPE:
+            want = self.low[node]
+        elif rule is not OperandRule.EITHER:
+            want = have | self.low[node]
+        if moves_data:
+            read = {
+                OperandRule.SOURCE_DTYPE: numpy.zeros_like(have),
+                OperandRule.NODE_DTYPE: self.low.get(node, numpy.zeros_like(have)),
+            }.get(rule, have)
+            self.traffic += self.facts[tensor].elements * numpy.where(read, 2, 4)
+        self.fixed[tensor] = self.fixed.get(tensor, False) | (want != have)
+
+    def _lacking(self):
+        """Returns (operands, where): where it is True, one of these operands has to be cast."""
+        found = [((), numpy.zeros_like(self.traffic, dtype=bool))]
+        for node, is_low in self.low.items():
+            operands = {s.tensor for s in self.facts[node].operands if s.rule is OperandRule.PROMOTED}
+            if operands:
+                where = numpy.logical_and.reduce([~is_low, *map(self._is_low, operands)])
+                found.append((sorted(operands, key=str), where))
+        return found
+
+    def of_every_choice(self):
+        """Yields arrays (traffic, cast bytes, casts): every labelling with every choice of anchors."""
+        operands, table = zip(*self._lacking(), strict=True)
+        table = numpy.array(table)
+        weights = {tensor: 6 * fact.elements for tensor, fact in self.facts.items()}
+        moved = sum(weights[tensor] * is_cast for tensor, is_cast in self.fixed.items())
+        casts = sum(is_cast.astype(int) for is_cast in self.fixed.values())
+        for pattern in numpy.unique(table, axis=1).T:
+            rows = (table == pattern[:, None]).all(axis=0)
+            for chosen in itertools.product(*itertools.compress(operands, pattern)):
+                added = {tensor: ~self.fixed[tensor][rows] for tensor in chosen}
+                more = sum(weights[tensor] * is_cast for tensor, is_cast in added.items())
+                yield (
+                    self.traffic[rows] + moved[rows] + more,
+                    moved[rows] + more,
+                    casts[rows] + sum(added.values()),
                 )
-                traffic += facts[operand.tensor].elements * (2 if read else 4)
-            if want != have:
-                fixed.append(operand.tensor)
-    for chosen in itertools.product(*lacking.values()):
-        casts = {*fixed, *chosen}
-        moved = sum(6 * facts[t].elements for t in casts)
-        yield traffic + moved, moved, len(casts)
 
 
 def brute_force(problem):
     free = [n for n, v in problem.variables.items() if v.pinned is None]
-    found = []
-    for sides in itertools.product((True, False), repeat=len(free)):
-        low = {n: v.pinned is Precision.LOW for n, v in problem.variables.items()} | dict(
-            zip(free, sides, strict=True)
-        )
-        if all(_allowed(problem, node, low) for node in free if low[node]):
-            found += prices(problem, low)
+    sides = numpy.array([*itertools.product((True, False), repeat=len(free))]).reshape(
+        2 ** len(free), len(free)
+    )
+    low = {n: numpy.full(len(sides), v.pinned is Precision.LOW) for n, v in problem.variables.items()}
+    low |= dict(zip(free, sides.T, strict=True))
+    allowed = numpy.ones(len(sides), dtype=bool)
+    for node in free:
+        allowed &= _allowed(problem, node, low) | ~low[node]
+    found = [*Prices(problem, {n: of[allowed] for n, of in low.items()}).of_every_choice()]
     return {
-        "traffic": min(t for t, _, _ in found),
-        "cast_bytes": min(b * 10**9 + t for t, b, _ in found),
-        "casts": min(c * 10**9 + t for t, _, c in found),
+        "traffic": min(t.min() for t, _, _ in found),
+        "cast_bytes": min((b * 10**9 + t).min() for t, b, _ in found),
+        "casts": min((c * 10**9 + t).min() for t, _, c in found),
     }
 
 
 def _allowed(problem, node, low):
     variable, facts = problem.variables[node], problem.facts
-    return not variable.follows or all(
-        low[facts[s.tensor].dtype_source] for s in facts[node].operands if s.follow
-    )
+    follows = [low[facts[s.tensor].dtype_source] for s in facts[node].operands if s.follow]
+    return numpy.logical_and.reduce([numpy.ones_like(low[node]), *(follows if variable.follows else ())])
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])

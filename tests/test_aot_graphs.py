@@ -1,6 +1,7 @@
 """`amp.forward_graph` and `amp.backward_graph`: the graphs of AOTAutograd."""
 
 import collections
+import functools
 import itertools
 
 import pytest
@@ -37,7 +38,10 @@ class ReturnsItsArgument(nn.Module):
         return Doubled.apply(x)
 
 
+@functools.cache
 def trained(args, backend="aot_eager", **options):
+    """Returns a model after one step; shared by the tests, which change none of it."""
+    torch.manual_seed(0)
     amp = ampgraph.convert(ReluNet(), args, dtype=torch.float16, backend=backend, **options)
     amp(X).square().mean().backward()
     return amp

@@ -18,6 +18,7 @@ from ampgraph.training.unscaled_step_warning import UnscaledStepWarning
 
 from .cases import every_pair
 
+pytestmark = pytest.mark.usefixtures("shared_captures")
 FLOAT16 = Policy(dtype=torch.float16, loss_scale=DynamicLossScale(init_scale=1024.0))
 DOUBLE = r"a torch\.amp\.GradScaler multiplies the loss"
 

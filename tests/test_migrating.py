@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
+import functools
 import re
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
 import pytest
@@ -13,6 +16,7 @@ from ampgraph import DynamicLossScale
 
 from .test_readme import ROOT, code
 
+pytestmark = pytest.mark.usefixtures("shared_captures")
 PAGE = ROOT / "docs" / "migrating.md"
 SECTIONS = ["torch.autocast and GradScaler", "Paddle", "OneFlow", "MindSpore"]
 CELL = re.compile(r"^\|(.*)\|([^|]*)\|$", re.MULTILINE)
@@ -28,9 +32,24 @@ def lines(section: str) -> list[str]:
     return [line for cell in cells for line in INLINE.findall(cell) if line not in FRAGMENTS]
 
 
-def prepared() -> dict[str, Any]:
+@functools.cache
+def parts() -> tuple[dict[str, Any], CodeType]:
+    """What the page's code imports and defines, and the code after it."""
+    body = ast.parse(code(PAGE)).body
+    defined = 1 + max(at for at, statement in enumerate(body) if isinstance(statement, ast.ClassDef))
+    first, rest = (
+        compile(ast.Module(part, []), str(PAGE), "exec") for part in (body[:defined], body[defined:])
+    )
     namespace: dict[str, Any] = {"__name__": "page"}
-    exec(compile(code(PAGE), str(PAGE), "exec"), namespace)
+    exec(first, namespace)
+    return namespace, rest
+
+
+def prepared() -> dict[str, Any]:
+    """What the page's code makes; models of one class share captures."""
+    namespace, rest = parts()
+    namespace = dict(namespace)
+    exec(rest, namespace)
     return namespace
 
 

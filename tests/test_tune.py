@@ -24,6 +24,7 @@ from ampgraph.tuning.tuner import RUNS
 from .small_graphs import EverySet, SmallModel
 from .zoo import models as zoo
 
+pytestmark = pytest.mark.usefixtures("shared_captures")
 F16, BF16 = torch.float16, torch.bfloat16
 REAL = ("transformers/bert", "transformers/llama", "timm/vit_tiny_patch16_224", "timm/convnext_atto")
 
