@@ -214,7 +214,7 @@ class AmpModule(Converted):
         self._check_wrapper()
         if is_distributed():
             args, kwargs = waited(args, kwargs)
-        self.scaler.note_wrapper()
+            self.scaler.note_wrapper()
         if "_compiled" in self.__dict__:
             return self._call_compiled(args, kwargs)
         return self._call_captured(args, kwargs)
