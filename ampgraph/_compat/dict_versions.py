@@ -33,9 +33,10 @@ class DictVersions:
     def __init__(self, dicts: Sequence[dict[Any, Any]], objects: Sequence[object] = ()) -> None:
         np = _numpy()
         self._kept = [*dicts], [*objects]
-        places = [*(id(d) + _VERSION for d in dicts), *(id(o) + _CLASS for o in objects)]
-        first = min(places, default=0)
-        words = (max(places) - first) // _WORD + 1 if places else 0
+        # In the order of memory, for the cache.
+        places = sorted({*(id(d) + _VERSION for d in dicts), *(id(o) + _CLASS for o in objects)})
+        first = places[0] if places else 0
+        words = (places[-1] - first) // _WORD + 1 if places else 0
         memory = np.asarray(_Memory(first, words)) if places else np.empty(0, np.int64)
         self._take = memory.take
         self._at = np.array([(place - first) // _WORD for place in places], np.intp)
