@@ -36,9 +36,10 @@ class Normalize(Pass):
     def run(self, graph_module: GraphModule) -> bool:
         graph = graph_module.graph
         modified = _drop_dtype_asserts(graph)
-        modified |= _functionalize(graph)
-        modified |= _let_casts_copy(graph)
-        modified |= _isolate_written_memory(graph)
+        if any(map(written_args, graph.nodes)):
+            modified |= _functionalize(graph)
+            modified |= _let_casts_copy(graph)
+            modified |= _isolate_written_memory(graph)
         return modified
 
 

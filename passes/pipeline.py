@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 from collections.abc import Iterable, Iterator
 
 from torch import fx
@@ -78,6 +80,24 @@ def default_pipeline(
     )
 
 
+@contextlib.contextmanager
+def _paused_collector() -> Iterator[None]:
+    """Pauses the garbage collector.
+
+    The passes allocate many objects that live to the end, and make no cycles. Each collection would visit
+    all of them in vain. In another thread the collector pauses too, never longer.
+    """
+    if not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+@_paused_collector()
 def rewrite(
     graph_module: fx.GraphModule,
     policy: Policy,

@@ -51,7 +51,7 @@ class PlaceCasts(Pass):
         baselines = {"fp32": _fp32_cost(problem, costs), "autocast": baseline}
         placement = place(problem, self.policy, costs, autocast)
         cost = costs.complete(placement)
-        space.plan = build_plan(problem, placement, cost, baselines)
+        space.plan = build_plan(problem, placement, costs.demands(placement), cost, baselines)
         space.costs, space.placement = costs, placement
         return False
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import gc
 from dataclasses import dataclass
 from typing import ClassVar
 from weakref import WeakKeyDictionary
@@ -536,3 +538,27 @@ def test_plan_is_frozen_and_picklable():
     again = pickle.loads(pickle.dumps(plan))
     assert dict(again.decisions) == dict(plan.decisions)
     assert again.casts == plan.casts
+
+
+@pytest.mark.parametrize("was_enabled", [True, False])
+@pytest.mark.parametrize("fails", [True, False])
+def test_the_garbage_collector_pauses_and_is_as_before(was_enabled: bool, fails: bool) -> None:
+    seen: list[bool] = []
+
+    def look(*_: object) -> None:
+        seen.append(gc.isenabled())
+        if fails:
+            raise ValueError("stop")
+
+    graph_module = captured(LAYERS, X)
+    stopping = pytest.raises(ValueError, match="stop") if fails else contextlib.nullcontext()
+    try:
+        if not was_enabled:
+            gc.disable()
+        with stopping:
+            rewrite(graph_module, Policy("O2", dtype=torch.float16), hook=look)
+        assert seen
+        assert not any(seen)
+        assert gc.isenabled() is was_enabled
+    finally:
+        gc.enable()

@@ -6,7 +6,7 @@ import contextlib
 import operator
 import threading
 from collections.abc import Iterator, Mapping
-from types import MappingProxyType
+from types import MappingProxyType, NoneType
 from typing import Any
 
 import torch
@@ -104,6 +104,7 @@ def _value(node: Node, instead: Mapping[Node, torch.dtype]) -> Any:
 
 
 _NUMBERS = (*py_sym_types, bool, int, float)
+_KEPT_IN_KEY = (bool, str, torch.dtype, NoneType)
 _dtype_cache: dict[Any, tuple[torch.dtype | None, ...]] = {}
 
 
@@ -148,15 +149,15 @@ def _dtype_key(argument: Any, instead: Mapping[Node, torch.dtype]) -> Any:
         value = argument.meta.get("val")
         if argument in instead and isinstance(value, FakeTensor):  # the same key, without a tensor for it
             return instead[argument], value.dim() == 0, value.device.type
-        return _dtype_key(value, instead)
+        argument = value
     if isinstance(argument, torch.Tensor):
         return argument.dtype, argument.dim() == 0, argument.device.type
+    if isinstance(argument, _KEPT_IN_KEY):
+        return argument
     if isinstance(argument, (list, tuple)):
         return type(argument), tuple([_dtype_key(item, instead) for item in argument])
     if isinstance(argument, dict):
         return tuple([(name, _dtype_key(item, instead)) for name, item in argument.items()])
-    if isinstance(argument, (bool, str, torch.dtype)) or argument is None:
-        return argument
     return type(argument)
 
 

@@ -26,8 +26,10 @@ SOURCES = ("placeholder", "get_attr")
 
 def written_args(node: Node) -> list[Node]:
     """Returns the nodes that ``node`` writes in place, by its schema."""
+    if not isinstance(node.target, OpOverload) or not (slots := written_slots(node.target)):
+        return []
     written: list[Node] = []
-    for position, name in written_slots(node.target) if isinstance(node.target, OpOverload) else ():
+    for position, name in slots:
         value = node.args[position] if position < len(node.args) else node.kwargs.get(name)
         values = value if isinstance(value, (list, tuple)) else (value,)
         written += [v for v in values if isinstance(v, Node)]

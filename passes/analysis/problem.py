@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch.fx import Node
 
-from .facts import Facts, OperandRule
+from .facts import Facts, Operand, OperandRule
 from .precision import FP32, Precision
 
 
@@ -60,6 +60,21 @@ class Problem:
         """Returns the precision that ``tensor`` has in the source."""
         return Precision.of(self.facts[tensor].dtype, self.low_dtype)
 
+    def width_read(self, node: Node, operand: Operand) -> Node | Precision:
+        """Returns whose label is the dtype in which a node reads an operand, or the dtype."""
+        if operand.rule is OperandRule.SOURCE_DTYPE:
+            return self.source_precision(operand.tensor)
+        if operand.rule is OperandRule.NODE_DTYPE:
+            return node
+        return self.facts[operand.tensor].dtype_source
+
+    @cached_property
+    def reads(self) -> list[tuple[Node, Operand, Node]]:
+        """Each operand whose dtype matters, with the node that reads it and the node whose label it has."""
+        facts = self.facts
+        reads = ((node, operand) for node, fact in facts.items() for operand in fact.operands)
+        return [(n, o, facts[o.tensor].dtype_source) for n, o in reads if o.rule is not OperandRule.EITHER]
+
     @cached_property
     def moved(self) -> dict[Node | Precision, int]:
         """The elements that ops read and write, by whose label sets their width, or by the width itself."""
@@ -70,12 +85,7 @@ class Problem:
             if fact.dtype is not None:
                 found[fact.dtype_source] += fact.elements
             for operand in fact.operands:
-                tensor = self.facts[operand.tensor]
-                if operand.rule is OperandRule.SOURCE_DTYPE:
-                    found[self.source_precision(operand.tensor)] += tensor.elements
-                else:
-                    is_own = operand.rule is OperandRule.NODE_DTYPE
-                    found[node if is_own else tensor.dtype_source] += tensor.elements
+                found[self.width_read(node, operand)] += self.facts[operand.tensor].elements
         return found
 
     @cached_property

@@ -34,7 +34,7 @@ from ampgraph.plan import Cost
 from ..analysis.facts import OperandRule
 from ..analysis.precision import FP32, LOW, Precision
 from ..analysis.problem import Problem
-from .cost_model import CAST_BYTES, FP32_BYTES, LOW_BYTES, required
+from .cost_model import CAST_BYTES, FP32_BYTES, LOW_BYTES
 from .min_cut import INFINITE, SINK, SOURCE, CutNetwork, Vertex
 
 Weigher = Callable[[Cost], int]
@@ -82,6 +82,9 @@ class _Builder:
         self.network = CutNetwork()
         self.widened: Widened = {}
         self.cast_weights = _cast_weights(weigh, 1), _cast_weights(weigh, 0)
+        self.vertices: dict[Node, Vertex] = {
+            n: n if v.pinned is None else _TERMINALS[v.pinned] for n, v in problem.variables.items()
+        }
         self.undecided = {n: tensors for n, tensors in problem.promoted.items() if self._is_undecided(n)}
 
     def build(self) -> None:
@@ -111,10 +114,7 @@ class _Builder:
         self.network.add_arc(paid, SINK, price.amount)
 
     def _vertex(self, node: Node) -> Vertex:
-        if node not in self.problem.variables:
-            return SINK
-        pinned = self.problem.variables[node].pinned
-        return node if pinned is None else _TERMINALS[pinned]
+        return self.vertices.get(node, SINK)
 
     def _is_undecided(self, node: Node) -> bool:
         """Whether it is open which operand of a promoting op is float32, if the op is."""
@@ -146,9 +146,9 @@ class _Builder:
                 at = _TERMINALS[problem.source_precision(tensor)]
                 (narrowing if at == SOURCE else widening)[key].need(at)
                 continue
-            elif at != SOURCE and required(problem, operand, FP32, None) is FP32:
+            elif at != SOURCE and operand.rule is OperandRule.NODE_DTYPE:
                 widening[key].need(at)
-            if at != SINK and required(problem, operand, LOW, None) is LOW:
+            if at != SINK and operand.rule is not OperandRule.EITHER:
                 narrowing[key].need(at)
         each, per_element = self.cast_weights[fact.is_parameter]
         weight = each + per_element * fact.elements

@@ -12,16 +12,17 @@ from ampgraph.plan import Cast, Cost, Decision, Plan, Use
 from ..analysis.facts import Operand, OperandRule
 from ..analysis.precision import Precision
 from ..analysis.problem import Problem
-from .cost_model import CAST_BYTES, Anchors, Demand, Labels, demands, label_of
+from .cost_model import CAST_BYTES, Anchors, Demand, Demands, Labels, label_of
 from .labelling import Placement
 
 
-def build_plan(problem: Problem, placement: Placement, cost: Cost, baselines: Mapping[str, Cost]) -> Plan:
-    """Freezes a placement; see `Plan`."""
+def build_plan(
+    problem: Problem, placement: Placement, casts_of: Demands, cost: Cost, baselines: Mapping[str, Cost]
+) -> Plan:
+    """Freezes a placement, whose `demands` are known; see `Plan`."""
     labels, anchors, gap = placement.labels, placement.anchors, placement.gap
     decisions = {n.name: _decision(problem, labels, n, placement.motive) for n in problem.facts}
-    found = demands(problem, labels, anchors)
-    casts = [c for demand, uses in found.items() for c in _casts(problem, decisions, demand, uses)]
+    casts = [c for demand, uses in casts_of.items() for c in _casts(problem, decisions, demand, uses)]
     widened, dtype_args = _in_kernel(problem, labels, anchors)
     return Plan(decisions, tuple(casts), widened, dtype_args, problem.low_dtype, cost, baselines, gap)
 

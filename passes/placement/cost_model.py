@@ -29,6 +29,7 @@ WIDTHS = {LOW: LOW_BYTES, FP32: FP32_BYTES}
 Labels = Mapping[Node, Precision]
 Anchors = Mapping[Node, Node]
 Demand = tuple[Node, Precision]
+Demands = dict[Demand, list[tuple[Node, Operand]]]
 
 
 def label_of(problem: Problem, labels: Labels, tensor: Node) -> Precision:
@@ -47,15 +48,13 @@ def required(problem: Problem, operand: Operand, label: Precision, anchor: Node 
     return FP32 if operand.rule is OperandRule.PROMOTED and operand.tensor is anchor else None
 
 
-def demands(problem: Problem, labels: Labels, anchors: Anchors) -> dict[Demand, list[tuple[Node, Operand]]]:
+def demands(problem: Problem, labels: Labels, anchors: Anchors) -> Demands:
     """Returns, for each (tensor, needed label) that differs from the tensor's own, the uses that need it."""
-    found: dict[Demand, list[tuple[Node, Operand]]] = {}
-    for node, fact in problem.facts.items():
-        label, anchor = labels.get(node, FP32), anchors.get(node)
-        for operand in fact.operands:
-            need = required(problem, operand, label, anchor)
-            if need is not None and need is not label_of(problem, labels, operand.tensor):
-                found.setdefault((operand.tensor, need), []).append((node, operand))
+    found: Demands = {}
+    for node, operand, owner in problem.reads:
+        need = required(problem, operand, labels.get(node, FP32), anchors.get(node))
+        if need is not None and need is not labels[owner]:
+            found.setdefault((operand.tensor, need), []).append((node, operand))
     return found
 
 
@@ -93,12 +92,14 @@ def cost_of(problem: Problem, labels: Labels, anchors: Anchors, shared: bool = T
         anchors: The operand that each float32 promoting op over low operands widens.
         shared: Whether one cast serves all uses of a tensor; ``torch.autocast`` shares only weights.
     """
-    traffic = sum(
-        elements * WIDTHS[owner if isinstance(owner, Precision) else labels[owner]]
-        for owner, elements in problem.moved.items()
-    )
+    return cost_of_casts(problem, labels, demands(problem, labels, anchors), shared)
+
+
+def cost_of_casts(problem: Problem, labels: Labels, casts_of: Demands, shared: bool) -> Cost:
+    """Counts the bytes of a labelling whose `demands` are known; see `cost_of`."""
+    traffic = bytes_of(problem.moved, labels)
     casts = cast_bytes = activation_casts = activation_bytes = 0
-    for (tensor, _), uses in demands(problem, labels, anchors).items():
+    for (tensor, _), uses in casts_of.items():
         fact = problem.facts[tensor]
         count = 1 if (shared or fact.is_parameter) and not fact.mutated else len(uses)
         casts += count
@@ -107,6 +108,13 @@ def cost_of(problem: Problem, labels: Labels, anchors: Anchors, shared: bool = T
             activation_casts += count
             activation_bytes += count * CAST_BYTES * fact.elements
     return Cost(traffic + cast_bytes, cast_bytes, casts, activation_bytes, activation_casts)
+
+
+def bytes_of(moved: Mapping[Node | Precision, int], labels: Labels) -> int:
+    """Returns the bytes of elements whose width is a node's label, or is fixed."""
+    all_labels: dict[Node | Precision, Precision] = {**labels, LOW: LOW, FP32: FP32}
+    low = sum([elements for owner, elements in moved.items() if all_labels[owner] is LOW])
+    return LOW_BYTES * low + FP32_BYTES * (sum(moved.values()) - low)
 
 
 def scale_above_traffic(problem: Problem) -> int:
