@@ -78,7 +78,8 @@ class ClassifyOps(Pass):
         return False
 
     def _facts(self, node: Node, facts: Facts, shared: _Shared) -> NodeFacts:
-        fact = NodeFacts(self._dtype(node), node, elements=_elements(node, self.policy.low_dtype))
+        low_dtype, values = self.policy.low_dtype, tensors(node)
+        fact = NodeFacts(self._dtype(node, values), node, elements=_elements(values, low_dtype))
         fact.mutated, fact.reads_whole_storage, fact.returned_input_view = shared.of(node)
         if node.target is operator.getitem and isinstance(node.args[0], Node) and _is_sequence(node.args[0]):
             # An op that returns float32 and low tensors keeps them all. Each is then its own dtype source,
@@ -91,9 +92,9 @@ class ClassifyOps(Pass):
             fact.dtype_source = _dtype_giver(node, facts)
         read = [t for n in node.all_input_nodes for t in tensors(n)]
         fact.reads_sparse = not all(map(is_dense, read))
-        fact.reads_other_low = any(t.dtype in LOW_DTYPES and t.dtype != self.policy.low_dtype for t in read)
+        fact.reads_other_low = any(t.dtype in LOW_DTYPES and t.dtype != low_dtype for t in read)
         if isinstance(node.target, OpOverload):
-            fact.op_class, fact.class_reason = self.policy.ops.classify(node, self.policy.low_dtype)
+            fact.op_class, fact.class_reason = self.policy.ops.classify(node, low_dtype)
             fact.fixed_dtype = _explicit_dtype(node)
             memory = viewed(node)
             fact.moves_data = not memory
@@ -123,10 +124,10 @@ class ClassifyOps(Pass):
         fact.refuses_low, fact.wide_results = probe_low_dtype(node, operands, self.policy.low_dtype)
         fact.elements -= sum(_elements_of(node.meta["val"][i]) for i in fact.wide_results)
 
-    def _dtype(self, node: Node) -> torch.dtype | None:
-        if not all(map(is_dense, tensors(node))) or _is_nested(node):
+    def _dtype(self, node: Node, values: list[torch.Tensor]) -> torch.dtype | None:
+        if not all(map(is_dense, values)) or _is_nested(node):
             return None
-        dtypes = {v.dtype for v in tensors(node)}
+        dtypes = {v.dtype for v in values}
         managed = dtypes & {torch.float32, self.policy.low_dtype}
         if len(managed) != 1 or any(d.is_floating_point or d.is_complex for d in dtypes - managed):
             return None
@@ -192,7 +193,7 @@ class ClassifyOps(Pass):
             return False
         if any(v.dtype.is_floating_point or v.dtype.is_complex for v in tensors(node)):
             return False
-        managed = [t for _, t in tensor_arguments(node) if self._dtype(t)]
+        managed = [t for _, t in tensor_arguments(node) if self._dtype(t, tensors(t))]
         return kernels.promotes(node.target) or len(managed) == 1
 
 
@@ -247,9 +248,9 @@ def _is_nested(node: Node) -> bool:
     return _is_sequence(node) and any(isinstance(v, (list, tuple)) for v in node.meta["val"])
 
 
-def _elements(node: Node, low_dtype: torch.dtype) -> int:
-    return sum(_elements_of(v) for v in tensors(node) if v.dtype in (torch.float32, low_dtype))
+def _elements(values: list[torch.Tensor], low_dtype: torch.dtype) -> int:
+    return sum([_elements_of(v) for v in values if v.dtype in (torch.float32, low_dtype)])
 
 
 def _elements_of(tensor: torch.Tensor) -> int:
-    return prod(size_hint(s) for s in tensor.shape)
+    return prod(map(size_hint, tensor.shape))

@@ -175,13 +175,13 @@ def with_dtypes(value: Any, dtypes: tuple[torch.dtype | None, ...]) -> Any:
 def _with_dtype(value: Any, dtype: torch.dtype | None) -> Any:
     if not isinstance(value, FakeTensor) or dtype is None or value.dtype == dtype:
         return value
-    sizes = (*value.shape, *value.stride())
-    if all(isinstance(s, int) for s in sizes):
+    shape, stride = value.shape, value.stride()
+    if not any(isinstance(s, torch.SymInt) for s in (*shape, *stride)):
         # The same as value.to(dtype) under the mode, at a tenth of the cost.
-        meta = torch.empty_strided(value.shape, value.stride(), dtype=dtype, device="meta")
+        meta = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
         return FakeTensor(value.fake_mode, meta, value.device)
     with value.fake_mode:
-        return torch.empty_strided(value.shape, value.stride(), dtype=dtype, device=value.device)
+        return torch.empty_strided(shape, stride, dtype=dtype, device=value.device)
 
 
 @contextlib.contextmanager

@@ -116,8 +116,8 @@ def saves_large_statistics(node: Node, low_dtype: torch.dtype) -> bool:
 
 def has_kernel(node: Node, low_dtype: torch.dtype) -> bool:
     """Whether an ATen op has a kernel for ``low_dtype`` on the device of its tensors."""
-    found = next((t for n in (node, *node.all_input_nodes) for t in tensors(n)), None)
-    device = "" if found is None else found.device.type
+    found = tensors(node) or [t for n in node.all_input_nodes for t in tensors(n)]
+    device = found[0].device.type if found else ""
     return not kernels.fp32_only(node.target, device, low_dtype)  # type: ignore[arg-type]
 
 

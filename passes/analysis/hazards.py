@@ -133,19 +133,20 @@ class _Tracer:
         return Trace(counted=counted and not number, few=boolean or number)
 
     def _op(self, node: Node, fact: NodeFacts) -> Trace:
-        reads = [self._read(n) for n in values_read(node)]
-        trace = reduce(Trace.__or__, reads, Trace())
+        values, read = tensors(node), values_read(node)
+        trace = reduce(Trace.__or__, map(self._read, read)) if read else Trace()
         random = isinstance(node.target, OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
         trace = Trace(
             trace.measured or random,
-            trace.counted or self._counts(node),
-            self._takes_few_values(node, fact, trace),
+            trace.counted or (not read and _holds_integers(values)),
+            self._takes_few_values(node, fact, trace, values),
             trace.moved,
         )
         if fact.dtype is None:
             return trace
         label = self.labels[node] = self._label(node, fact, trace)
-        return trace | Trace(moved=label is not Precision.of(fact.dtype, self.low_dtype))
+        is_moved = label is not Precision.of(fact.dtype, self.low_dtype)
+        return trace._replace(moved=True) if is_moved else trace
 
     def _read(self, node: Node) -> Trace:
         trace = self.traces[node]
@@ -166,16 +167,10 @@ class _Tracer:
         followed = (self.facts[s.tensor].dtype_source for s in fact.operands if s.follow)
         return Precision.following(self.labels[source] for source in followed)
 
-    def _counts(self, node: Node) -> bool:
-        """Whether the node creates integers without inputs: ``arange``."""
-        made = any(not is_number(v) and not v.dtype.is_floating_point for v in tensors(node))
-        return made and not values_read(node)
-
-    def _takes_few_values(self, node: Node, fact: NodeFacts, read: Trace) -> bool:
-        values = tensors(node)
+    def _takes_few_values(self, node: Node, fact: NodeFacts, read: Trace, values: list[torch.Tensor]) -> bool:
         if all(v.dtype is torch.bool for v in values):
             return True  # numbers are not tensors
-        if all(is_number(v) for v in values) and not read.counted:
+        if not read.counted and all(map(is_number, values)):
             return True
         if node.target is operator.getitem:
             return read.few
@@ -186,6 +181,11 @@ class _Tracer:
             return name in _FILLS or (kernels.reads_no_values(node.target) and not name.startswith("rand"))
         keeps = fact.op_class is OpClass.CLEAR or kernels.promotes(node.target) or is_cast(node)
         return keeps and read.few
+
+
+def _holds_integers(values: list[torch.Tensor]) -> bool:
+    """Whether one of the values is a tensor of integers: ``arange`` makes them."""
+    return any(not v.dtype.is_floating_point and not is_number(v) for v in values)
 
 
 def is_number(value: torch.Tensor) -> bool:

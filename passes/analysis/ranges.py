@@ -47,13 +47,14 @@ def find_range_pins(
             continue
         if not isinstance(node.target, OpOverload) or fact.dtype is None:
             continue
-        if own := _number_reason(node, low_dtype):
+        named = [*named_numbers(node)]
+        if own := _number_reason(node, named, low_dtype):
             pins[node] = own
         slots = [s for s in fact.operands if s.tensor in out_of_range and not _is_harmless(node, s)]
         if slots:
             pins.setdefault(node, out_of_range[slots[0].tensor])
         large = [out_of_range[s.tensor] for s in slots if not _divides(node, argument_name(node, s.path))]
-        if is_large := any(_makes_large(node, *each, low_dtype) for each in named_numbers(node)):
+        if is_large := any(_makes_large(node, *each, low_dtype) for each in named):
             large.insert(0, pins[node])
         if large and (is_large or _keeps_size(node, fact.op_class)):
             out_of_range[node] = large[0]
@@ -81,10 +82,10 @@ def _keeps_size(node: Node, op_class: OpClass | None) -> bool:
     return op_class is OpClass.CLEAR or kernels.promotes(node.target) or not node.all_input_nodes
 
 
-def _number_reason(node: Node, low_dtype: torch.dtype) -> str | None:
+def _number_reason(node: Node, named: list[tuple[str, float]], low_dtype: torch.dtype) -> str | None:
     if saves_large_statistics(node, low_dtype) and argument(node, "weight") is None:
         return f"1/sqrt(eps) with eps={argument(node, 'eps'):.4g} is not held by {low_dtype}"
-    return next(filter(None, (misfit(number, low_dtype) for number in numbers(node))), None)
+    return next(filter(None, (misfit(number, low_dtype) for _, number in named)), None)
 
 
 def numbers(node: Node) -> Iterator[float]:

@@ -112,9 +112,10 @@ def cost_of_casts(problem: Problem, labels: Labels, casts_of: Demands, shared: b
 
 def bytes_of(moved: Mapping[Node | Precision, int], labels: Labels) -> int:
     """Returns the bytes of elements whose width is a node's label, or is fixed."""
-    all_labels: dict[Node | Precision, Precision] = {**labels, LOW: LOW, FP32: FP32}
-    low = sum([elements for owner, elements in moved.items() if all_labels[owner] is LOW])
-    return LOW_BYTES * low + FP32_BYTES * (sum(moved.values()) - low)
+    low: set[Node | Precision] = {LOW}
+    low.update(node for node, label in labels.items() if label is LOW)
+    low_elements = sum([elements for owner, elements in moved.items() if owner in low])
+    return LOW_BYTES * low_elements + FP32_BYTES * (sum(moved.values()) - low_elements)
 
 
 def scale_above_traffic(problem: Problem) -> int:

@@ -64,18 +64,19 @@ class CutNetwork:
 
     def add_arc(self, u: Vertex, v: Vertex, capacity: int) -> None:
         """Adds ``capacity`` to the arc from u to v; either may be `SOURCE` or `SINK`."""
-        if u in (v, SINK) or capacity == 0 or v == SOURCE:
+        if capacity == 0 or u in (v, SINK) or v == SOURCE:
             return
-        for vertex in (u, v):
-            if vertex not in (SOURCE, SINK):
-                self.add_vertex(vertex)
         if u == SOURCE and v == SINK:
             self.fixed_cost += capacity
         elif u == SOURCE:
+            self.add_vertex(v)
             self._from_source[v] += capacity
         elif v == SINK:
+            self.add_vertex(u)
             self._to_sink[u] += capacity
         else:
+            self.add_vertex(u)
+            self.add_vertex(v)
             self._out[u][v] = self._out[u].get(v, 0) + capacity
             self._in[v][u] = self._in[v].get(u, 0) + capacity
             self._out_sum[u] += capacity
@@ -186,8 +187,8 @@ class CutNetwork:
         part = CutNetwork()
         for v in members:
             part._out[v], part._in[v] = self._out[v], self._in[v]
-            for name in ("_out_sum", "_in_sum", "_from_source", "_to_sink"):
-                getattr(part, name)[v] = getattr(self, name)[v]
+            part._out_sum[v], part._in_sum[v] = self._out_sum[v], self._in_sum[v]
+            part._from_source[v], part._to_sink[v] = self._from_source[v], self._to_sink[v]
             for name in (*self._heads.get(v, ()), *self._options.get(v, ())):
                 head, options = self.choices[name]
                 part.choices[name] = head, {**options}

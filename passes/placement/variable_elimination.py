@@ -61,12 +61,11 @@ def eliminate(network: CutNetwork, order: list[Vertex]) -> Sides:
         least: Table = {}
         choice: dict[tuple[bool, ...], bool] = {}
         for sides in product((True, False), repeat=len(scope)):
-            costs = [
-                sum(table[tuple([full[i] for i in at])] for at, table in indexed)
-                for full in ((True, *sides), (False, *sides))
-            ]
-            choice[sides] = costs[0] <= costs[1]
-            least[sides] = min(costs)
+            low, fp32 = (True, *sides), (False, *sides)
+            if_low = sum([table[tuple([low[i] for i in at])] for at, table in indexed])
+            if_fp32 = sum([table[tuple([fp32[i] for i in at])] for at, table in indexed])
+            choice[sides] = if_low <= if_fp32
+            least[sides] = min(if_low, if_fp32)
         for term in mine:
             for u in term[0]:
                 if u != v:
