@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -314,3 +315,163 @@ def test_wrong_arguments_are_refused() -> None:
     step = ampgraph.compile_step(run.amp, run.optimizer, lambda amp, x: amp(x))
     with pytest.raises(PolicyError, match=r"shape \(6, 4\)"):
         step(X)
+
+
+def damped(model: nn.Module, fused: bool = True) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9, dampening=0.5, fused=fused)
+
+
+def test_first_steps_that_overflow_leave_no_momentum() -> None:
+    def trained(whole: bool, fused: bool) -> Run:
+        run = Run(make=lambda model: damped(model, fused), model=net(0.0))
+        if not whole:
+            run.amp.scaler.attach(run.optimizer)
+        for i in range(8):
+            weight = torch.tensor(1e38 if i in (0, 1, 6) else 1.0)
+            run.losses.append((run.step(X, Y, weight) if whole else run._plain(X, weight, None)).item())
+            if i < 2:
+                assert not any("momentum_buffer" in held for held in run.optimizer.state.values())
+        return run
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # the graph waits for the state, without a warning
+        whole = trained(whole=True, fused=True)
+    assert whole.step.reason is None
+    assert_equal(whole, trained(whole=False, fused=True))
+    for mine, theirs in zip(whole.model.parameters(), trained(False, False).model.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-7)
+
+
+def test_a_graph_for_a_compiler_waits_for_momentum() -> None:
+    def compiler(graph_module: torch.fx.GraphModule, inputs: list[Any]) -> Callable:
+        return graph_module.forward
+
+    run = Run(make=damped, backend=compiler, model=net(0.0))
+    for _ in range(2):
+        run.step(X, Y, torch.tensor(1e38))
+    assert run.step.reason == "the optimizer creates state in this step"
+    for _ in range(4):
+        run.step(X, Y, ONE)
+    assert run.step.reason is None
+
+
+class Decaying(torch.optim.Adam):
+    """Adds to the fused step, which the kernel cannot leave out."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable | None = None) -> Any:
+        result = super().step(closure)
+        for group in self.param_groups:
+            torch._foreach_mul_(group["params"], 0.9)
+        return result
+
+
+def loaded(model: nn.Module) -> torch.optim.Optimizer:
+    """Returns a fused optimizer with the settings of one that is not."""
+    optimizer = torch.optim.Adam(model.parameters(), fused=True)
+    optimizer.load_state_dict(torch.optim.Adam(model.parameters()).state_dict())
+    return optimizer
+
+
+@pytest.mark.parametrize("make", [lambda model: Decaying(model.parameters(), fused=True), loaded])
+def test_steps_that_no_kernel_leaves_out_are_left_out(make: Callable[[nn.Module], Any]) -> None:
+    run = Run(make=make, model=net(0.0))
+    for weight, is_bad in ((ONE, False), (torch.tensor(1e38), True)):
+        before = copy.deepcopy(run.model.state_dict())
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            run.step(X, Y, weight)
+        assert torch.equal(before["0.weight"], run.model[0].weight) == is_bad
+
+
+def test_a_step_that_is_replaced_in_the_class_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    original = torch.optim.SGD.step
+
+    @functools.wraps(original)
+    def step(self: torch.optim.SGD, closure: Callable | None = None) -> Any:
+        calls.append(self)
+        return original(self, closure)
+
+    monkeypatch.setattr(torch.optim.SGD, "step", step)
+    run = Run(make=sgd)
+    with pytest.warns(UserWarning, match="the step of this SGD is replaced"):
+        run.train(4, whole=True, bad=0)
+    assert len(calls) == 4
+
+
+def test_settings_that_no_step_reads_and_tensors_inside_settings() -> None:
+    def make(model: nn.Module) -> torch.optim.Optimizer:
+        betas = torch.tensor(0.9), torch.tensor(0.99)
+        rate = torch.tensor(1e-2)
+        return torch.optim.AdamW(model.parameters(), lr=rate, betas=betas, fused=True, capturable=True)
+
+    runs = [Run(make=make), Run(make=make)]
+    for run, is_whole in zip(runs, (True, False), strict=True):
+        for i in range(4):
+            run.optimizer.param_groups[0]["round"] = i
+            run.train(2, is_whole)
+        assert len(run.step.graph_modules) == is_whole
+        run.optimizer.param_groups[0]["betas"][0].fill_(0.5)
+        run.train(6, is_whole)
+    assert runs[0].step.reason is None
+    assert_equal(*runs)
+
+
+def test_a_schedule_that_changes_other_settings_is_named() -> None:
+    run = Run()
+    schedule = torch.optim.lr_scheduler.OneCycleLR(run.optimizer, 0.1, total_steps=40)
+    for _ in range(7):
+        run.step(X, Y, ONE)
+        schedule.step()
+    with pytest.warns(UserWarning, match=r"keep betas of the optimizer constant .*cycle_momentum=False"):
+        run.step(X, Y, ONE)
+
+
+class Shared(nn.Module):
+    """A weight that one mode reads as it is and another casts, and an average of it, as MoCo has one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.weight = nn.Linear(8, 16), nn.Parameter(torch.randn(16, 4) / 4)
+        self.average = nn.Parameter(self.weight.detach().clone(), requires_grad=False)
+
+    def forward(self, x: Tensor, casts: bool = False) -> Tensor:
+        h = self.first(x)
+        if casts:
+            return h @ self.weight + h @ self.average
+        with torch.no_grad():
+            self.average.mul_(0.5).add_(self.weight, alpha=0.5)
+        return (h.float()[:, :, None] * self.weight.exp()).log_softmax(1).sum(1) + h @ self.average
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("first", [True, False])
+def test_low_copies_that_only_another_graph_reads(backend: str, first: bool) -> None:
+    runs = [Run(dtype=torch.bfloat16, backend=backend, model=Shared()) for _ in range(2)]
+    outputs: list[list[Tensor]] = [[], []]
+    for run, is_whole, found in zip(runs, (True, False), outputs, strict=True):
+        if first:
+            run.amp(X, casts=True).detach()
+        for _ in range(4):
+            run.train(3, is_whole, bad=0)
+            with torch.no_grad():
+                found.append(run.amp(X, casts=True))
+    assert runs[0].step.reason is None
+    assert all(map(torch.equal, *outputs))
+    assert_equal(*runs)
+
+
+def test_low_copies_that_were_replaced() -> None:
+    runs = [Run(dtype=torch.bfloat16, make=sgd, model=nn.Sequential(net()[0])) for _ in range(2)]
+    for run, is_whole in zip(runs, (True, False), strict=True):
+        run.train(4, is_whole, bad=0)
+        weight, held = run.model[0].weight, run.model[0].weight.data
+        weight.data = torch.zeros(16, 9)  # as a move to another device and back
+        with torch.no_grad():
+            run.amp(torch.ones(6, 9))
+        weight.data = held
+        run.train(4, is_whole, bad=0)
+    assert runs[0].step.reason is None
+    assert_equal(*runs)

@@ -10,7 +10,7 @@ import contextlib
 import itertools
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from operator import attrgetter, is_
 from typing import Any, NamedTuple
 
@@ -31,6 +31,8 @@ from ..training.optimizer_steps import tell_after_steps
 
 # Names of the inputs of a just-in-time graph that hold low copies.
 SHADOW_PREFIX = "amp_shadow_"
+# No memory has this address.
+_NOWHERE = -1
 # Keeps threads from reading a copy during a refresh. One lock for all models, which must stay copyable.
 _lock = threading.RLock()
 _version, _shape = attrgetter("_version"), attrgetter("shape")
@@ -83,6 +85,9 @@ class ShadowWeights(nn.Module):
     Args:
         model: The model, for its training flag.
         low_dtype: The copies' dtype.
+
+    Attributes:
+        replaced: How often a copy was replaced by one of another size or on another device.
     """
 
     _model: Callable[[], nn.Module | None]
@@ -102,6 +107,7 @@ class ShadowWeights(nn.Module):
         self._asked = -1
         self._stepped = False
         self._mode: bool | None = None
+        self.replaced = 0
 
     __hash__ = object.__hash__
 
@@ -138,8 +144,12 @@ class ShadowWeights(nn.Module):
         copy: Tensor = getattr(self, self.names_of([master])[0])
         return copy
 
-    def refresh(self) -> None:
-        """Copies the parameters whose shadows are stale, all at once."""
+    def refresh(self, only: Collection[int] | None = None) -> None:
+        """Copies the parameters whose shadows are stale, all at once.
+
+        Args:
+            only: The ids of the copies that the caller reads, if it does not read all. The others stay stale.
+        """
         model = self._model()
         mode = model.training if model is not None else None
         with _lock:
@@ -150,6 +160,8 @@ class ShadowWeights(nn.Module):
             now = self._state(masters)
             if masters and (everything or now != self._seen):
                 stale = range(len(masters)) if everything else now.changed_since(self._seen)
+                if only is not None:
+                    stale = self._leave(self._without(only, stale), stale, now)
                 self._copy(stale, masters, now)
 
     def pairs(self) -> list[tuple[Tensor, Tensor]]:
@@ -158,17 +170,31 @@ class ShadowWeights(nn.Module):
             masters = self._masters()
             return [(s.copy, master) for s, master in zip(self._shadows.values(), masters, strict=True)]
 
-    def note_fresh(self) -> None:
-        """Records that a graph has copied all parameters."""
+    def note_fresh(self, copies: Collection[int]) -> None:
+        """Records that a graph has written the copies with these ids, and may have changed all parameters."""
         with _lock:
             self._all_stale = False
-            self._seen = self._state(self._masters())
+            now = self._state(self._masters())
+            every = range(len(self._shadows))
+            self._leave(self._without(copies, every), every, now)
+            self._seen = now
 
     def after_step(self, optimizer: Optimizer, parameters: set[int]) -> None:
         """Called after the step of any optimizer."""
         with _lock:
             if not parameters.isdisjoint(self._shadows):
                 self._all_stale = self._stepped = True
+
+    def _without(self, copies: Collection[int], positions: Sequence[int]) -> set[int]:
+        """Returns the positions whose copies have other ids."""
+        shadows = [*self._shadows.values()]
+        return {i for i in positions if id(shadows[i].copy) not in copies}
+
+    def _leave(self, left: set[int], stale: Sequence[int], now: _State) -> Sequence[int]:
+        """Lets shadows stay stale in ``now``, which is to be kept; returns the other stale ones."""
+        for i in left:
+            now.versions[i], now.addresses[i] = self._seen.versions[i], _NOWHERE
+        return [i for i in stale if i not in left] if left else stale
 
     def _has(self, master: Tensor) -> bool:
         shadow = self._shadows.get(id(master))
@@ -211,12 +237,14 @@ class ShadowWeights(nn.Module):
             for i, copy, master in zip(stale, copies, sources, strict=True):
                 if (copy.device, copy.shape) != (master.device, master.shape):
                     self._make(shadows[i], master)
+                    self.replaced += 1
         # The same rule as for parameters: a backward may not follow an update that autograd has seen, but may
         # follow one that it has not seen.
         before, after = self._seen.versions, now.versions
         targets = [shadows[i].alias if before[i] == after[i] else shadows[i].copy for i in stale]
-        with _plainly():
-            torch._foreach_copy_(targets, sources)
+        if targets:
+            with _plainly():
+                torch._foreach_copy_(targets, sources)
         self._seen = now
 
     def _make(self, shadow: _Shadow, master: Tensor) -> None:

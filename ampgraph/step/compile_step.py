@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +14,8 @@ from torch.utils._pytree import tree_map_only
 
 from ..errors import AmpGraphError, PolicyError, warn_user
 from ..module import AmpModule
-from .fit import key_of, loss_of, reason_for_the_loop
+from .fit import Key, key_of, loss_of, reason_for_the_loop, varying_settings
+from .optimizer_math import NoStateError
 from .trace_step import trace_step
 from .whole_step import WholeStep
 
@@ -111,7 +112,7 @@ class CompiledStep:
     ) -> None:
         self.reason: str | None = None
         self._amp, self._optimizer, self._loss_fn, self._clip_norm = amp, optimizer, loss_fn, clip_norm
-        self._kinds: dict[Hashable, _Kind] = {}
+        self._kinds: dict[Key, _Kind] = {}
         self._told: set[str] = set()
 
     @property
@@ -149,7 +150,10 @@ class CompiledStep:
             kind.has_run = True
             return self._why_new(kind)
         kind.has_run = False
-        found = self._trace(args, kwargs)
+        try:
+            found = self._trace(args, kwargs)
+        except NoStateError as error:  # the loop will make the state, unless it leaves this step out too
+            return str(error)
         if isinstance(found, str):
             kind.reason = found
             self._tell(found)
@@ -157,7 +161,7 @@ class CompiledStep:
             kind.steps.append(found)
         return found
 
-    def _kind(self, key: Hashable) -> _Kind:
+    def _kind(self, key: Key) -> _Kind:
         if key not in self._kinds:
             if len(self._kinds) >= MOST_KINDS:
                 self._kinds.clear()
@@ -181,6 +185,8 @@ class CompiledStep:
     def _trace(self, args: tuple, kwargs: dict[str, Any]) -> WholeStep | str:
         try:
             return trace_step(self._amp, self._optimizer, self._loss_fn, self._clip_norm, args, kwargs)
+        except NoStateError:
+            raise
         except AmpGraphError as error:
             return str(error)
         except Exception as error:  # user code and torch's tracing may raise anything; the loop is as right
@@ -212,9 +218,13 @@ class CompiledStep:
             warn_user(f"ampgraph.compile_step runs the plain loop: {reason}.")
 
     def _warn_if_many(self) -> None:
-        if len(self._kinds) == MANY_GRAPHS:
-            log.warning(
-                "compile_step has seen %d combinations of sizes, arguments and settings and creates a graph "
-                "for each; keep sizes and settings constant, and pass numbers that change as tensors.",
-                MANY_GRAPHS,
-            )
+        if len(self._kinds) != MANY_GRAPHS:
+            return
+        names = ", ".join(varying_settings(self._kinds))
+        advice = "keep sizes and settings constant, and pass numbers that change as tensors"
+        if names:
+            advice = f"keep {names} of the optimizer constant (schedulers: cycle_momentum=False)"
+        warn_user(
+            f"ampgraph.compile_step has seen {MANY_GRAPHS} combinations of sizes, arguments and settings, "
+            f"and runs the plain loop in the first step of each: {advice}."
+        )

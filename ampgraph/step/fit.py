@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from types import CodeType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from ..proxy.all_parameters import all_parameters
 from ..runtime.signature import signature_of
 from ..training import optimizer_step
 from ..training.distributed import is_distributed
-from ..training.optimizer_step import parameters_of
+from ..training.optimizer_step import has_torchs_step, parameters_of
 from ..training.optimizer_steps import has_other_hooks
 from ..training.untaken_gradients import has_hooks
 
@@ -75,7 +75,9 @@ def reason_for_the_loop(
 
 
 def _is_own_step(optimizer: Optimizer) -> bool:
-    """Whether ``step`` is that of the class, also inside what a scheduler and `attach` put around it."""
+    """Whether ``step`` is torch's, also inside what a scheduler and `attach` put around it."""
+    if not has_torchs_step(optimizer):
+        return False
     step = vars(optimizer).get("step")
     while step is not None:
         step = getattr(step, "__func__", step)
@@ -87,14 +89,26 @@ def _is_own_step(optimizer: Optimizer) -> bool:
     return "step" not in vars(optimizer)
 
 
-def key_of(amp: AmpModule, optimizer: Optimizer, args: tuple, kwargs: dict[str, Any]) -> Hashable:
-    """Returns what must be the same for two steps that run one graph. Runs at every step."""
+class Key(NamedTuple):
+    """What must be the same for two steps that run one graph.
+
+    Attributes:
+        settings: The optimizer's, for each group its parameters, and the names and values of settings.
+        others: Of model, arguments and scaler.
+    """
+
+    settings: tuple[tuple, ...]
+    others: tuple[Hashable, ...]
+
+
+def key_of(amp: AmpModule, optimizer: Optimizer, args: tuple, kwargs: dict[str, Any]) -> Key:
+    """Returns the key of a call. Runs at every step."""
     tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     parameters = [*all_parameters(amp.source)]
     held = [*parameters, *amp.source.buffers()]
     first: dict[object, int] = {}
     sharing = tuple(first.setdefault(storage_key(x), i) for i, x in enumerate(tensors))
-    return (
+    others = (
         signature_of(args, kwargs),
         tuple((x.stride(), x.storage_offset()) for x in tensors),
         sharing,
@@ -102,25 +116,37 @@ def key_of(amp: AmpModule, optimizer: Optimizer, args: tuple, kwargs: dict[str, 
         amp.scaler.config,
         tuple([p.requires_grad for p in parameters]),
         tuple([(id(t), t.dtype, t.device, t.shape, t.stride()) for t in held]),
-        tuple(_settings(group) for group in optimizer.param_groups),
         tuple(id(x) for p in parameters_of(optimizer) for x in optimizer.state.get(p, {}).values()),
         torch.get_default_dtype(),
         torch.are_deterministic_algorithms_enabled(),
     )
+    return Key(tuple([_settings(group, optimizer.defaults) for group in optimizer.param_groups]), others)
 
 
-def _settings(group: dict[str, Any]) -> Hashable:
+def _settings(group: dict[str, Any], names: Iterable[str]) -> tuple:
+    """Returns the settings that a step of torch reads: those that have defaults."""
     found: list[Hashable] = [tuple(map(id, group["params"]))]
-    for name, value in group.items():
-        if name == "params":
-            continue
+    for name in names:
+        value = group.get(name)
         if isinstance(value, Tensor):
             found.append((name, id(value)))
         elif name == "lr":
             found.append((name, type(value)))  # an input of the graph
+        elif isinstance(value, (tuple, list)):
+            found.append((name, tuple([(id(x), x._version) if isinstance(x, Tensor) else x for x in value])))
         else:
             found.append((name, value if _is_hashable(value) else repr(value)))
     return tuple(found)
+
+
+def varying_settings(keys: Iterable[Key]) -> list[str]:
+    """Returns the names of the optimizer's settings in which the keys of calls differ."""
+    seen: dict[tuple[int, str], set] = {}
+    for key in keys:
+        for index, (_, *settings) in enumerate(key.settings):
+            for name, value in settings:
+                seen.setdefault((index, name), set()).add(value)
+    return sorted({name for (_, name), values in seen.items() if len(values) > 1})
 
 
 def _is_hashable(value: object) -> bool:

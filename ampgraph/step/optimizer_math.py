@@ -19,6 +19,14 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 from .._compat import storage_key
 from ..errors import AmpGraphError
 
+
+class NoStateError(AmpGraphError):
+    """The optimizer makes state in this step; a graph reads state that is there."""
+
+    def __init__(self) -> None:
+        super().__init__("the optimizer creates state in this step")
+
+
 Tensors = list[Tensor] | tuple[Tensor, ...]
 
 
@@ -42,7 +50,7 @@ class _Group(NamedTuple):
     def held(self, name: str) -> Tensors:
         """Returns the optimizer's tensors of a name, one for each parameter."""
         if name not in self.state:
-            raise AmpGraphError("the optimizer creates state in this step")
+            raise NoStateError
         return self.state[name]
 
     def decayed(self) -> Tensors:

@@ -21,12 +21,12 @@ from ..module import AmpModule
 from ..policy.loss_scale import DynamicLossScale, adapted
 from ..proxy.all_parameters import all_parameters
 from ..training.gradient_boundary import non_finite, traced_for_a_compiler
-from ..training.optimizer_step import parameters_of
+from ..training.optimizer_step import makes_buffers, parameters_of
 from ..training.overflow import bad_outputs
 from ..training.scale_state import CHECKED
 from .effects import RefusedOutside, without_effects
 from .fit import loss_of
-from .optimizer_math import can_update, update
+from .optimizer_math import NoStateError, can_update, update
 from .surroundings import Surroundings
 from .whole_step import Rates, Traced, WholeStep, scale_inputs, take
 
@@ -228,14 +228,18 @@ class _Tracer:
         """Updates the parameters and their copies; a graph that ends before that returns the gradients."""
         for parameter, gradient in gradients:
             parameter.grad = gradient
+        real = {id(self._fakes[id(p)]): p for p in parameters_of(self._optimizer)}
+        trained = [real[id(p)] for p, _ in gradients]
+        ids = {*map(id, trained)}
+        if makes_buffers(self._optimizer, lambda p: id(p) in ids):
+            raise NoStateError
         held = [self._fakes[id(p)] for p in parameters_of(self._optimizer)]
         if self._clip_norm is not None:
             # A compiler would copy the scalars of foreach norms with one kernel each.
             foreach = False if self.traced.is_compiled else None
             torch.nn.utils.clip_grad_norm_(held, self._clip_norm, foreach=foreach)
         if not self.traced.updates:
-            trained = {id(self._fakes[id(p)]): p for p in parameters_of(self._optimizer)}
-            self.traced.trained = [trained[id(p)] for p, _ in gradients]
+            self.traced.trained = trained
             return [p.grad for p, _ in gradients]  # type: ignore[misc]
         with _optimizer_on(self._optimizer, self._fakes, rates):
             step = update if self.traced.fuses else take
@@ -360,7 +364,7 @@ def _optimizer_on(optimizer: Optimizer, fakes: dict[int, Tensor], rates: Sequenc
         before = {id(fake): set(held) for fake, held in fake_state.items()}
         yield
         if before != {id(fake): set(held) for fake, held in fake_state.items()}:
-            raise AmpGraphError("the optimizer creates state in this step")
+            raise NoStateError
     finally:
         optimizer.state = state
         for group, values in zip(optimizer.param_groups, groups, strict=True):

@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 from .._compat import compiled_by_dynamo
 from ..module import AmpModule
+from ..passes.analysis.alias import written_memory
 from ..runtime.captured_graph import CapturedGraph
 from ..training.nested_optimizers import Inside
 from ..training.optimizer_steps import tell_of_step
@@ -73,6 +74,13 @@ class WholeStep:
         self._used, self._spec, self._parts = traced.used, traced.spec, traced.parts
         self._trained = traced.trained
         self._rates = Rates(optimizer)
+        shadows = amp._graphs.shadows
+        # Those of now. A later graph of another mode may add copies, which this one does not write.
+        self._pairs = [] if shadows is None else shadows.pairs()
+        self._replaced = 0 if shadows is None else shadows.replaced
+        self._copies = {id(copy) for copy, _ in self._pairs}
+        written = _written(graph_module) if traced.updates else set()
+        self._fresh = {id(c) for c, m in self._pairs if id(c) in written or id(m) not in written}
         self._run: Callable = graph_module
         if traced.is_compiled:
             self._run = compiled_by_dynamo(
@@ -80,7 +88,10 @@ class WholeStep:
             )
 
     def is_current(self) -> bool:
-        """Whether the model has the same parts and graphs, which do not come back. Runs at every step."""
+        """Whether parts, graphs and low copies are the same; others do not come back. Runs at every step."""
+        shadows = self._amp._graphs.shadows
+        if shadows is not None and shadows.replaced != self._replaced:
+            return False
         if self._amp._graphs.structure is not self._structure:
             return False
         return all(c.code_of_graph is code for c, code in zip(self._used, self._code, strict=True))
@@ -99,7 +110,7 @@ class WholeStep:
         amp, scaler = self._amp, self._amp.scaler
         shadows = amp._graphs.shadows
         if shadows is not None:
-            shadows.refresh()
+            shadows.refresh(self._copies)
         scaler.check_loop()
         inputs = [*self._rates(), *scale_inputs(amp), *pytree.tree_leaves((args, kwargs))]
         inputs = [x for x in inputs if isinstance(x, Tensor)]
@@ -112,7 +123,7 @@ class WholeStep:
             tell_of_step(self._optimizer)
         self._optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers warn of a step left out
         if shadows is not None:
-            shadows.note_fresh()
+            shadows.note_fresh(self._fresh)
         if scaler.is_enabled():
             scaler.take_step(*outputs[self._parts :][:SCALED])
         return pytree.tree_unflatten(outputs[: self._parts], self._spec)
@@ -125,8 +136,15 @@ class WholeStep:
         found = others[self._parts + 1] if scaler.is_enabled() and scaler.skips() else None
         take(optimizer, found)
         optimizer.zero_grad(set_to_none=True)
-        if pairs := self._amp._graphs.shadows.pairs() if self._amp._graphs.shadows is not None else []:
-            torch._foreach_copy_([copy for copy, _ in pairs], [master for _, master in pairs])
+        if self._pairs:
+            torch._foreach_copy_([copy for copy, _ in self._pairs], [master for _, master in self._pairs])
+
+
+def _written(graph_module: fx.GraphModule) -> set[int]:
+    """Returns the ids of the tensors that a graph holds and writes."""
+    written = written_memory(graph_module.graph)
+    held = (node for node in graph_module.graph.find_nodes(op="get_attr") if node in written)
+    return {id(getattr(graph_module, str(node.target))) for node in held}
 
 
 class Rates:

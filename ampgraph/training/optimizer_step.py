@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+import os
 import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
-from torch.optim import LBFGS, Optimizer
+from torch.optim import LBFGS, SGD, Adagrad, Adam, Optimizer
 
 from .judging import Numbers, Share, verdicts
 from .nested_optimizers import Inside, is_inside
@@ -29,6 +31,7 @@ class Scaler(Numbers, Protocol):
         """Ends the round."""
 
 
+_TORCH = os.path.dirname(torch.__file__) + os.sep
 S = TypeVar("S", bound=Scaler)
 
 
@@ -112,7 +115,7 @@ def _step(
 def _step_once(
     scalers: Sequence[Scaler], optimizer: Optimizer, take: Callable, args: tuple, kwargs: dict[str, Any]
 ) -> Any:
-    on_device = getattr(optimizer, "_step_supports_amp_scaling", False)
+    on_device = _skips_on_device(optimizer)
     found = _verdicts(scalers, optimizer)
     for scaler, verdict in found:
         scaler.guard.count(verdict)
@@ -129,6 +132,47 @@ def _step_once(
         result = take(*args, **kwargs)
     tell_wrapper(optimizer, skipped=False)
     return result
+
+
+def _skips_on_device(optimizer: Optimizer) -> bool:
+    """Whether a step takes ``found_inf`` and then changes nothing.
+
+    Torch's fused kernels do. But a loaded state may have turned them off, a class that adds to their step
+    changes more, and the first step of SGD makes momentum buffers that have no values if it is left out.
+    """
+    if not getattr(optimizer, "_step_supports_amp_scaling", False):
+        return False
+    is_plain = has_torchs_step(optimizer) and all(group.get("fused") for group in optimizer.param_groups)
+    if isinstance(optimizer, (Adam, SGD, Adagrad)) and not is_plain:
+        return False
+    return not makes_buffers(optimizer, lambda parameter: parameter.grad is not None)
+
+
+def has_torchs_step(optimizer: Optimizer) -> bool:
+    """Whether the ``step`` of the class is a function of torch, which nobody has replaced."""
+    return _is_torchs(type(optimizer).step)
+
+
+@functools.lru_cache(maxsize=64)
+def _is_torchs(function: Any) -> bool:
+    while function is not None:
+        code = getattr(function, "__code__", None)
+        if code is None or not code.co_filename.startswith(_TORCH):
+            return False
+        function = getattr(function, "__wrapped__", None)
+    return True
+
+
+def makes_buffers(optimizer: Optimizer, has_gradient: Callable[[Tensor], bool]) -> bool:
+    """Whether a step of SGD with these gradients makes momentum buffers."""
+    if not isinstance(optimizer, SGD):
+        return False
+    for group in optimizer.param_groups:
+        # Torch's kernel takes a group whose parameters have all buffers or none.
+        first = next(filter(has_gradient, group["params"]), None) if group["momentum"] else None
+        if first is not None and optimizer.state.get(first, {}).get("momentum_buffer") is None:
+            return True
+    return False
 
 
 def _verdicts(scalers: Sequence[S], optimizer: Optimizer) -> list[tuple[S, Verdict]]:
@@ -185,8 +229,7 @@ def _gated(optimizer: Optimizer, found: Tensor, take: Callable, args: tuple, kwa
 
 def _calls_its_closure_first_and_once(optimizer: Optimizer) -> bool:
     """Whether the step calls its closure once, before it changes anything: torch's own except LBFGS."""
-    is_torchs = getattr(type(optimizer).step, "__module__", "").startswith("torch.optim.")
-    return is_torchs and not isinstance(optimizer, LBFGS)
+    return has_torchs_step(optimizer) and not isinstance(optimizer, LBFGS)
 
 
 def _evaluated(closure: Callable) -> Callable:
