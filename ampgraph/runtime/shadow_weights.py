@@ -159,7 +159,8 @@ class ShadowWeights(nn.Module):
             masters = self._masters()
             now = self._state(masters)
             if masters and (everything or now != self._seen):
-                stale = range(len(masters)) if everything else now.changed_since(self._seen)
+                every: Sequence[int] = range(len(masters))
+                stale = every if everything else now.changed_since(self._seen)
                 if only is not None:
                     stale = self._leave(self._without(only, stale), stale, now)
                 self._copy(stale, masters, now)
