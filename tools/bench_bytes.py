@@ -267,6 +267,23 @@ def above(records: dict[str, Record], columns: tuple[Column, ...], backend: str)
     return f"Above 1: {'; '.join(found)}." if found else "No model is above 1."
 
 
+def beside_loop(records: dict[str, Record]) -> str:
+    """Returns the bytes of one graph over those of the plain loop: forward, backward, refresh, optimizer."""
+    labels = ("autocast", "O1", "O2")
+    lines = [f"| model | {' | '.join(labels)} |", "|---|---|---|---|"]
+    rows = {name: [_beside_loop(record, label) for label in labels] for name, record in records.items()}
+    ratios = list(zip(*rows.values(), strict=True))
+    rows["**geometric mean**"] = [statistics.geometric_mean(ratio) for ratio in ratios]
+    rows["**highest**"] = [max(ratio) for ratio in ratios]
+    lines += [f"| {name} | {' | '.join(map(_cell, row))} |" for name, row in rows.items()]
+    return "\n".join(lines)
+
+
+def _beside_loop(record: Record, label: str) -> float:
+    whole, optimizer = record[label]["step"]
+    return whole / (moved(record, label, "fused") + optimizer)
+
+
 def _cell(ratio: float | None) -> str:
     return "" if ratio is None else f"{ratio:.3f}"
 
@@ -322,6 +339,11 @@ def page(records: dict[str, Record], failed: dict[str, str], command: str, at: s
         table(whole, STEP, "step"),
         above(whole, STEP, "step"),
         *([f"`compile_step` runs the plain loop for: {', '.join(loops)}."] if loops else []),
+        "Bytes of the same graphs over those of the plain loop (forward, backward, refresh and SGD, each "
+        "counted alone). Networks of convolutions may move more: Inductor keeps the activations of a forward "
+        "by itself with their channels next to each other, and asks this of the whole graph of a step, "
+        "gradients included.",
+        beside_loop(whole),
         "## Eager",
         "Forward and backward, op by op; each cast of an activation counts at each use under the rule of "
         "`torch.autocast`. The refresh is included.",
