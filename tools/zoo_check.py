@@ -26,6 +26,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 
 import torch  # noqa: E402
 import zoo_report  # noqa: E402
+from provenance import commit  # noqa: E402
 
 from ampgraph import AmpModule  # noqa: E402
 from tests.exact_integers import differing_integers  # noqa: E402
@@ -74,6 +75,16 @@ def of_plan(amp: AmpModule) -> Record:
     }
 
 
+def of_rules(amp: AmpModule) -> Record:
+    """What autocast's rule and float32 would move."""
+    rules = amp.plan.baselines
+    return {
+        "rule_cast_bytes": rules["autocast"].activation_cast_bytes,
+        "traffic": rules["autocast"].traffic,
+        "fp32_traffic": rules["fp32"].traffic,
+    }
+
+
 def default_part(subject: Subject) -> Record:
     """What it costs to give outputs back in the dtype that the source gives them in, as is the default."""
     if subject.mode == "train":
@@ -89,13 +100,8 @@ def autocasts_part(subject: Subject) -> Record:
     for name, dtype in DTYPES.items():
         amp = subject.convert(AUTOCAST, dtype)
         output_error, gradient_error = subject.errors(subject.run_converted(amp))
-        record[f"autocast {name}"] = {
-            "rule_cast_bytes": amp.plan.baselines["autocast"].activation_cast_bytes,
-            "traffic": amp.plan.baselines["autocast"].traffic,
-            "fp32_traffic": amp.plan.baselines["fp32"].traffic,
-            "output_error": output_error,
-            "gradient_error": gradient_error,
-        }
+        errors = {"output_error": output_error, "gradient_error": gradient_error}
+        record[f"autocast {name}"] = {**of_rules(amp), **errors}
     if subject.mode == "eval":
         result = subject.oracle(torch.float16)
         record["oracle"] = {
@@ -136,7 +142,7 @@ def measure(name: str, mode: str) -> Record:
     try:
         subject = Subject.of(name, mode)
         record = {key: value for group in GROUPS for key, value in group(subject).items()}
-        return record | repeated(subject, record)
+        return record | repeated(subject, record) | {"run_at": commit()}
     except Exception as error:
         first_line = (str(error).splitlines() or [""])[0]
         return {"model": name, "mode": mode, "failure": f"{type(error).__name__}: {first_line}"}
@@ -174,6 +180,8 @@ def refresh(record: Record) -> Record:
         plan = of_plan(subject.convert(policy, torch.float16))
         seconds = subject.rewrite_seconds(policy, torch.float16)
         new[f"{level} float16"] = record[f"{level} float16"] | plan | {"rewrite_s": seconds}
+    rules = of_rules(subject.convert(AUTOCAST, torch.float16))
+    new |= {"autocast float16": record["autocast float16"] | rules, "planned_at": commit()}
     print(f"{record['model']}: refreshed", flush=True)
     return record | new
 

@@ -99,6 +99,14 @@ def violations(records: list[Record]) -> list[str]:
     return found
 
 
+def _commits(records: list[Record]) -> list[str]:
+    """Says which figures are of another commit than the page."""
+    runs, plans = ({r[key] for r in records if key in r} for key in ("run_at", "planned_at"))
+    if not plans:
+        return []
+    return [f"Errors: commit {', '.join(sorted(runs))}. Plans and times: commit {', '.join(sorted(plans))}."]
+
+
 def _broken(record: Record) -> Iterable[str]:
     for level, dtype in runs(record):
         own, theirs = record[f"{level} {dtype}"], record[f"autocast {dtype}"]
@@ -125,6 +133,7 @@ def report(records: list[Record]) -> str:
     parts = [
         "# The zoo: whole models against torch's autocast",
         written_by("python tools/zoo_check.py --output docs/results/zoo.md", *LIBRARIES),
+        *_commits(records),
         summary(records),
         "## Every model, eval mode",
         _table(_COLUMNS, [_row(record) for record in ok(records, "eval")]),
@@ -141,11 +150,12 @@ def report(records: list[Record]) -> str:
 
 
 def summary(records: list[Record]) -> str:
-    """Returns five lines for the README."""
+    """Returns the lines for the README."""
     evals, failed = ok(records, "eval"), sum("failure" in record for record in records)
     if not evals:
         return "Nothing was measured."
     above = {level: sum(cast_ratio(r, level) > 1 for r in evals) for level in LEVELS}
+    equal = {level: sum(cast_ratio(r, level) == 1 for r in evals) for level in LEVELS}
     casts = {level: geometric_mean(cast_ratio(r, level) for r in evals) for level in LEVELS}
     traffic = {level: geometric_mean(traffic_ratio(r, level, "traffic") for r in evals) for level in LEVELS}
     capture = sum(record["capture_s"] for record in evals)
@@ -155,7 +165,8 @@ def summary(records: list[Record]) -> str:
         f"train and eval, float16 and bfloat16: {failed} failures\n"
         f"- bytes moved by casts of activations, against torch's CUDA autocast (geometric mean): "
         f"O1 {casts['O1']:.2f}, O2 {casts['O2']:.2f}\n"
-        f"- models that cast more bytes than autocast: O1 {above['O1']}, O2 {above['O2']}\n"
+        f"- models that cast more bytes than autocast: O1 {above['O1']}, O2 {above['O2']}; as many: "
+        f"O1 {equal['O1']}, O2 {equal['O2']}\n"
         f"- modelled traffic, against autocast's rule: O1 {traffic['O1']:.2f}, O2 {traffic['O2']:.2f}\n"
         f"- rewriting the graph takes {share['O1']:.0%} (O1) and {share['O2']:.0%} (O2) of the time that "
         f"capturing it takes\n"
