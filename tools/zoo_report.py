@@ -162,12 +162,14 @@ def summary(records: list[Record]) -> str:
     share = {level: sum(r[f"{level} float16"]["rewrite_s"] for r in evals) / capture for level in LEVELS}
     return (
         f"- {len(evals)} models (timm, torchvision, transformers, four of our own), forward and backward, "
-        f"train and eval, float16 and bfloat16: {failed} failures\n"
-        f"- bytes moved by casts of activations, against torch's CUDA autocast (geometric mean): "
+        f"train and eval, float16 and bfloat16 (O2 in training: bfloat16): {failed} failures\n"
+        f"- bytes moved by casts of activations, outputs left as autocast leaves them, against torch's CUDA "
+        f"autocast (geometric mean): "
         f"O1 {casts['O1']:.2f}, O2 {casts['O2']:.2f}\n"
         f"- models that cast more bytes than autocast: O1 {above['O1']}, O2 {above['O2']}; as many: "
         f"O1 {equal['O1']}, O2 {equal['O2']}\n"
-        f"- modelled traffic, against autocast's rule: O1 {traffic['O1']:.2f}, O2 {traffic['O2']:.2f}\n"
+        f"- modelled traffic, against autocast's rule on torch's lists: O1 {traffic['O1']:.2f}, "
+        f"O2 {traffic['O2']:.2f}\n"
         f"- rewriting the graph takes {share['O1']:.0%} (O1) and {share['O2']:.0%} (O2) of the time that "
         f"capturing it takes\n"
     )
