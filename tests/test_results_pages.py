@@ -38,6 +38,13 @@ def fresh(tool: str, tmp_path: Path, *options: str) -> Path:
     return page
 
 
+@pytest.mark.parametrize("model", ["transformers/opt"])
+def test_zoo(model: str, tmp_path: Path) -> None:
+    page = fresh("zoo_check", tmp_path, "--names", model, "--modes", "eval")
+    (today,), (then,) = rows(page, model), rows(RESULTS / "zoo.md", model)
+    assert today[:10] == then[:10], "run python tools/zoo_check.py"  # then errors and times
+
+
 @pytest.mark.parametrize("model", ["torchvision/swin_v2", "transformers/opt"])
 def test_hazards(model: str, tmp_path: Path) -> None:
     """Both pages name the same nodes for the same reasons."""
