@@ -43,6 +43,13 @@ class PolicyError(AmpGraphError, ValueError):
     """A policy, an op list or a rule is not legal."""
 
 
+class NoStateError(AmpGraphError):
+    """The optimizer creates state in this step; the graph of a step can only read it."""
+
+    def __init__(self) -> None:
+        super().__init__("the optimizer creates state in this step")
+
+
 class LoopError(AmpGraphError, RuntimeError):
     """A training loop calls its loss scaler in an illegal order."""
 

@@ -85,7 +85,7 @@ def _paused_collector() -> Iterator[None]:
     """Pauses the garbage collector.
 
     The passes allocate many objects that live to the end, and make no cycles. Each collection would visit
-    all of them in vain. In another thread the collector pauses too, never longer.
+    all of them in vain. The pause holds for all threads of the process.
     """
     if not gc.isenabled():
         yield

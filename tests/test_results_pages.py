@@ -1,4 +1,4 @@
-"""Rows of the generated tables come out the same today, so that no table is older than the code it speaks of.
+"""Some rows of the generated tables come out the same today.
 
 Compared are counts and modelled bytes. Times and errors differ between machines.
 """

@@ -155,8 +155,12 @@ class Places:
         self._computed = [(place, seen) for place, seen in plain if place.value() is not seen]
         plain = [(place, seen) for place, seen in plain if place.value() is seen]
         objects = list(zip(self._objects, self._seen_objects, strict=True))
-        self._watched = _Reads(_held_in(watched, plain), _held_in(watched, objects))
-        self._others = _Reads(_not_held_in(watched, plain), _not_held_in(watched, objects))
+        watched_plain, other_plain = _divided(plain, watched)
+        watched_objects, other_objects = _divided(objects, watched)
+        self._watched, self._others = (
+            _Reads(watched_plain, watched_objects),
+            _Reads(other_plain, other_objects),
+        )
         self._seen_sizes = [*map(len, self._sizes)]
 
     def are_same(self, is_untouched: bool = False) -> bool:
@@ -280,12 +284,12 @@ def _settings_of_class(cls: type) -> Iterator[str]:
                 yield name
 
 
-def _held_in(dicts: Collection[int], places: list[tuple[Place, Any]]) -> list[tuple[Place, Any]]:
-    return [(place, seen) for place, seen in places if id(place.holder) in dicts]
-
-
-def _not_held_in(dicts: Collection[int], places: list[tuple[Place, Any]]) -> list[tuple[Place, Any]]:
-    return [(place, seen) for place, seen in places if id(place.holder) not in dicts]
+def _divided(places: list[tuple[Place, Any]], dicts: Collection[int]) -> tuple[list, list]:
+    """Returns the places in dicts with these ids, and the others."""
+    found: tuple[list, list] = [], []
+    for place, seen in places:
+        found[id(place.holder) not in dicts].append((place, seen))
+    return found
 
 
 def _columns(places: list[tuple[Place, Any]]) -> tuple[list[_Read], list[tuple[Place, Any]]]:

@@ -12,10 +12,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
-from ..errors import AmpGraphError, PolicyError, warn_user
+from ..errors import AmpGraphError, NoStateError, PolicyError, warn_user
 from ..module import AmpModule
 from .fit import Key, key_of, loss_of, reason_for_the_loop, varying_settings
-from .optimizer_math import NoStateError
 from .trace_step import trace_step
 from .whole_step import WholeStep
 
@@ -220,10 +219,12 @@ class CompiledStep:
     def _warn_if_many(self) -> None:
         if len(self._kinds) != MANY_GRAPHS:
             return
-        names = ", ".join(varying_settings(self._kinds))
+        names = varying_settings(self._kinds)
         advice = "keep sizes and settings constant, and pass numbers that change as tensors"
         if names:
-            advice = f"keep {names} of the optimizer constant (schedulers: cycle_momentum=False)"
+            advice = f"keep {', '.join(names)} of the optimizer constant"
+        if {"betas", "momentum"} & {*names}:
+            advice += " (schedulers: cycle_momentum=False)"
         warn_user(
             f"ampgraph.compile_step has seen {MANY_GRAPHS} combinations of sizes, arguments and settings, "
             f"and runs the plain loop in the first step of each: {advice}."

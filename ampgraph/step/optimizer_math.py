@@ -17,15 +17,7 @@ from torch import Tensor
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 from .._compat import storage_key
-from ..errors import AmpGraphError
-
-
-class NoStateError(AmpGraphError):
-    """The optimizer makes state in this step; a graph reads state that is there."""
-
-    def __init__(self) -> None:
-        super().__init__("the optimizer creates state in this step")
-
+from ..errors import NoStateError
 
 Tensors = list[Tensor] | tuple[Tensor, ...]
 

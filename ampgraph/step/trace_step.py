@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from .._compat import flat_inputs
 from ..capture.ahead_of_time import capturing
-from ..errors import AmpGraphError
+from ..errors import AmpGraphError, NoStateError
 from ..module import AmpModule
 from ..policy.loss_scale import DynamicLossScale, adapted
 from ..proxy.all_parameters import all_parameters
@@ -26,7 +26,7 @@ from ..training.overflow import bad_outputs
 from ..training.scale_state import CHECKED
 from .effects import RefusedOutside, without_effects
 from .fit import loss_of
-from .optimizer_math import NoStateError, can_update, update
+from .optimizer_math import can_update, update
 from .surroundings import Surroundings
 from .whole_step import Rates, Traced, WholeStep, scale_inputs, take
 
