@@ -36,6 +36,7 @@ import torch  # noqa: E402
 
 import ampgraph  # noqa: E402
 from ampgraph import AmpModule, Policy, StaticLossScale  # noqa: E402
+from ampgraph.errors import AheadOfTimeError  # noqa: E402
 from ampgraph.marks import META_KEY  # noqa: E402
 from tests.zoo import models as zoo  # noqa: E402
 from tests.zoo.cpu_kernels import layer_norm_sums_in_float32  # noqa: E402
@@ -104,6 +105,8 @@ def _way(subject: Subject, way: str) -> Record:
         return record | {"outcome": "dtype", "cause": str(error)}
     except Kernel as error:
         return record | {"outcome": "kernel", "cause": str(error)}
+    except AheadOfTimeError as error:
+        return record | _refused(subject, way, error)
     except Slow:
         raise
     except Exception as error:
@@ -113,6 +116,14 @@ def _way(subject: Subject, way: str) -> Record:
             return record | {"outcome": "torch", "cause": alone}
         return record | {"outcome": "wrong" if isinstance(error, Finding) else "crash"}
     return record
+
+
+def _refused(subject: Subject, way: str, error: AheadOfTimeError) -> Record:
+    """The outcome of a refused capture: torch's, if torch alone fails too, else ampgraph's own choice."""
+    alone = torch_alone(subject, way)
+    if alone is not None:
+        return {"outcome": "torch", "cause": alone}
+    return {"outcome": "refused", "cause": _first_line(error)}
 
 
 def _run(subject: Subject, way: str, level: str, dtype_name: str) -> Record:

@@ -17,7 +17,7 @@ WAYS = ("ahead", "just in time")
 MODES = ("eval", "train")
 RUNS = (("eval", "O1 float16"), ("eval", "O2 bfloat16"), ("train", "O1 bfloat16"))
 OURS = ("wrong", "crash")
-MARKS = {name: name for name in ("ok", "partly", "torch", "dtype", "kernel")}
+MARKS = {name: name for name in ("ok", "partly", "torch", "dtype", "kernel", "refused")}
 MARKS |= {name: f"**{name}**" for name in OURS}
 
 HEAD = """# Every model
@@ -44,6 +44,8 @@ hold what the model computes.
 gradients of weight and bias in the low dtype; within it once that sums in float32, as on CUDA.
 **source**: the source model itself refuses to run so, and the mode does not count.
 **partly**: it runs, but a part of it in its own dtypes, and the user is told which and why.
+**refused**: torch captures it ahead of time, but the capture would lose what the source does, a backward of
+its own for instance. ampgraph says so before anything runs; captured just in time the model keeps it.
 """
 
 
@@ -79,7 +81,7 @@ def report(records: list[Record]) -> str:
 
 
 def _rates(records: list[Record]) -> str:
-    columns = ["", "runs", "torch cannot", "of the rest passed", "partly", "dtype", "kernel", "failed"]
+    columns = ["", "runs", "torch cannot", "of the rest passed", "partly", "refused", "dtype", "kernel", "failed"]
     rows = []
     for way in WAYS:
         for mode in MODES:
@@ -98,6 +100,7 @@ def _rate(counts: Counter[str]) -> list[str]:
         str(counts["torch"]),
         share,
         str(counts["partly"]),
+        str(counts["refused"]),
         str(counts["dtype"]),
         str(counts["kernel"]),
         str(counts["wrong"] + counts["crash"]),
@@ -106,7 +109,7 @@ def _rate(counts: Counter[str]) -> list[str]:
 
 def _best(records: list[Record], model: str) -> str:
     """The better of a model's ways, each as bad as its worse mode."""
-    order = ("ok", "partly", "kernel", "dtype", "wrong", "crash", "torch")
+    order = ("ok", "partly", "kernel", "dtype", "refused", "wrong", "crash", "torch")
     modes = [r for r in records if r["model"] == model and "source" not in r]
     ways = [max((r.get(way, {}).get("outcome", "crash") for r in modes), key=order.index) for way in WAYS]
     return min(ways, key=order.index)
@@ -143,7 +146,7 @@ def _causes(records: list[Record]) -> str:
             if of.get("outcome", "ok") != "ok":
                 key = (of["outcome"], f"{record['model']}, {way}", of["cause"])
                 groups.setdefault(key, []).append(record["mode"])
-    order = ("crash", "wrong", "source", "kernel", "dtype", "partly", "torch")
+    order = ("crash", "wrong", "source", "kernel", "dtype", "partly", "refused", "torch")
     rows = [
         [MARKS.get(outcome, outcome), where, ", ".join(modes), _cell(cause)]
         for (outcome, where, cause), modes in sorted(
