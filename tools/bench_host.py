@@ -1,4 +1,4 @@
-"""Host time of a call on the backend "eager": float32, torch.autocast, O1 and O2, in turns.
+"""Host time of a call on the backend "eager": float32, torch.autocast, O1, O2 and a low model, in turns.
 
     python tools/bench_host.py --output docs/results/host.md
 
@@ -9,6 +9,7 @@ A step is a forward, a backward, and AdamW with ``fused=True``.
 from __future__ import annotations
 
 import argparse
+import copy
 import statistics
 import time
 import warnings
@@ -25,7 +26,9 @@ import ampgraph
 ROUNDS = 15
 SECONDS = 0.04  # of each measurement
 LOW = torch.bfloat16
-WAYS = ("float32", "autocast", "O1", "O2")
+FLOOR = "low"  # the whole model in LOW: what the kernels take when nothing is cast
+WAYS = ("float32", "autocast", "O1", "O2", FLOOR)
+RATIOS = tuple((way, base) for base in ("autocast", "float32") for way in ("O1", "O2", FLOOR))
 
 
 class Way:
@@ -36,6 +39,9 @@ class Way:
         self._model, self._x, self._is_autocast = make(), x, name == "autocast"
         if name in ("O1", "O2"):
             self._model = ampgraph.convert(self._model, (x,), policy=name, dtype=LOW, backend="eager")
+        if name == FLOOR:
+            self._model = copy.deepcopy(self._model).to(LOW)
+            self._x = x.to(LOW) if x.is_floating_point() else x
         self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=1e-6, fused=True)
 
     def forward(self) -> Tensor:
@@ -77,7 +83,7 @@ def microseconds(functions: dict[str, Callable[[], object]]) -> dict[str, float]
 def rows(titles: Sequence[str]) -> list[str]:
     """Measures models: a forward without gradients, a forward with backward, and a step."""
     lines = []
-    ratios: dict[str, list[float]] = {}
+    ratios: dict[str, dict[tuple[str, str], list[float]]] = {}
     for title in titles:
         ways = {name: Way(name, *MODELS[title]) for name in WAYS}
         with torch.no_grad():
@@ -85,15 +91,19 @@ def rows(titles: Sequence[str]) -> list[str]:
         found["forward + backward"] = microseconds({n: w.backward for n, w in ways.items()})
         found["step"] = microseconds({n: w.step for n, w in ways.items()})
         for kind, times in found.items():
-            row = [times[level] / times[base] for base in ("autocast", "float32") for level in ("O1", "O2")]
-            ratios.setdefault(kind, []).append(row[0])
+            row = [times[way] / times[base] for way, base in RATIOS]
+            for ratio, value in zip(RATIOS, row, strict=True):
+                ratios.setdefault(kind, {}).setdefault(ratio, []).append(value)
             cells = [f"{times[way]:,.0f}" for way in WAYS] + [f"{ratio:.2f}" for ratio in row]
             lines.append(f"| {title} | {kind} | {' | '.join(cells)} |")
             print(lines[-1], flush=True)
     lines.append("")
-    for kind, values in ratios.items():
-        middle, most = statistics.median(values), max(values)
-        lines.append(f"- {kind}: O1 / autocast {middle:.2f} in the median, {most:.2f} at most")
+    for kind, found_ratios in ratios.items():
+        parts = [
+            f"{way} / {base} {statistics.median(values):.2f} ({max(values):.2f})"
+            for (way, base), values in found_ratios.items()
+        ]
+        lines.append(f"- {kind}, median (largest): {', '.join(parts)}")
         print(lines[-1])
     return lines
 
@@ -105,16 +115,18 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
+    columns = ["model", "what", *WAYS, *(f"{way} / {base}" for way, base in RATIOS)]
     lines = [
         "# Host time of a call",
         "",
         written_by("python tools/bench_host.py --output docs/results/host.md"),
         f"One thread, microseconds of CPU time, medians of {ROUNDS} rounds in turns, bfloat16, backend "
         '`"eager"`, small tensors. A step is forward, backward, and AdamW with `fused=True`.',
+        f"`{FLOOR}` is `model.to(torch.bfloat16)` with a bfloat16 input: a plain module that casts nothing, "
+        "whose time is that of the CPU's bfloat16 kernels.",
         "",
-        f"| model | what | {' | '.join(WAYS)} | O1 / autocast | O2 / autocast | O1 / float32 "
-        "| O2 / float32 |",
-        "|" + " --- |" * 10,
+        f"| {' | '.join(columns)} |",
+        "|" + " --- |" * len(columns),
         *rows(options.model or list(MODELS)),
     ]
     if options.output:
