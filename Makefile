@@ -23,7 +23,7 @@ demo: $(VENV)/.demo
 test: $(VENV)/.dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not exhaustive and not distributed" $(PYTEST_FLAGS)
 
-# The long tables: every model of the zoo, more random modules.
+# The long tables: every model of the zoo, more random modules; and a model compiled to C++.
 test-exhaustive: $(VENV)/.dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m exhaustive $(PYTEST_FLAGS)
 
@@ -69,7 +69,7 @@ results: $(VENV)/.dev
 	$(BIN)/python tools/bench_tune.py --output docs/results/tune.md
 	$(BIN)/python tools/numerics_cost.py --output docs/results/numerics-cost.md
 	$(BIN)/python tools/op_accuracy.py --output docs/results/op-accuracy.md
-	$(BIN)/python tools/op_sweep.py --output docs/results/op-sweep.md
+	$(BIN)/python tools/op_sweep.py --samples 2 --output docs/results/op-sweep.md
 	$(BIN)/python tools/fuzz.py --examples 3000 --records out/fuzz.jsonl --output docs/results/fuzz.md
 	$(BIN)/python tools/breadth.py --output docs/results/breadth.md
 

@@ -209,6 +209,7 @@ def test_onnx(name, level, tmp_path):
     near(found, out, 0.01)
 
 
+@pytest.mark.exhaustive  # compiles C++
 @pytest.mark.skipif(shutil.which("g++") is None, reason="AOTInductor compiles C++")
 def test_aot_inductor_package(tmp_path):
     program, args, _, out = exported("attention")

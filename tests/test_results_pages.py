@@ -72,14 +72,14 @@ def test_op_sweep(op: str, tmp_path: Path) -> None:
 
 def test_bytes() -> None:
     """The eager step of a mixer, in bytes of O1 and O2 over those of the autocast rule."""
-    bench = importlib.import_module("bench_bytes")
+    bench, report = map(importlib.import_module, ("bench_bytes", "bytes_report"))
     model, args = bench.made("mixer")
     record = {
         label: {"eager": bench._measured(model, args, bench.VARIANTS[label], "eager", {})}
         for label in ("autocast", "O1", "O2")
     }
     today = [
-        f"{bench.moved(record, label, 'eager') / bench.moved(record, 'autocast', 'eager'):.3f}"
+        f"{report.moved(record, label, 'eager') / report.moved(record, 'autocast', 'eager'):.3f}"
         for label in ("O1", "O2")
     ]
     eager = (RESULTS / "bytes.md").read_text().partition("## Eager")[2]

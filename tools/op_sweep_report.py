@@ -48,7 +48,7 @@ def report(records: list[Record], samples: int, levels: tuple[str, ...]) -> str:
     import torch
 
     version = torch.__version__.split("+")[0]
-    written = written_by("python tools/op_sweep.py --output docs/results/op-sweep.md")
+    written = written_by(f"python tools/op_sweep.py --samples {samples} --output docs/results/op-sweep.md")
     text = HEAD.format(written_by=written, version=version, samples=samples, levels=" and ".join(levels))
     return (
         text + "\n" + _rates(records) + "".join(_table(records, outcome) for outcome in (*FAILURES, *LIMITS))
