@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import ampgraph
 from ampgraph.passes.read_shadows import MOST_IN_GROUP
+from ampgraph.runtime.shadow_weights import ShadowWeights
 from ampgraph.training.gradient_boundary import shadow_weights
 
 F16 = torch.float16
@@ -257,6 +258,16 @@ def test_backward_after_an_update_fails_as_in_the_source():
         loss.backward()
 
 
+def test_autograd_sees_that_a_copy_follows_an_update():
+    model, amp = converted()
+    loss = amp(X).square().mean()
+    with torch.no_grad():
+        model[3].weight.add_(1)
+    amp(X)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
 def test_validation_between_forward_and_backward():
     model, amp = converted()
     loss = amp(X).square().mean()
@@ -376,6 +387,32 @@ def test_graphs_that_run_read_shadows_and_the_planned_graph_stands_alone():
     assert "shadow_weight" in amp.training_graph.code
     assert "_shadows.weight_0" in amp.inference_graph.code
     assert "shadow" not in amp.graph_module.code
+
+
+def test_a_copy_of_another_size_follows_later_updates():
+    model = nn.Linear(3, 2)
+    shadows = ShadowWeights(model, F16)
+    shadows.names_of([model.weight, model.bias])
+    model.weight.data = torch.ones(4, 3)
+    for value in (1.0, 2.0):
+        with torch.no_grad():
+            model.weight.fill_(value)
+        shadows.refresh()
+        assert torch.equal(shadows.of(model.weight), torch.full((4, 3), value, dtype=F16))
+    assert torch.equal(shadows.of(model.bias), model.bias.to(F16))
+
+
+def test_copies_are_fresh_after_the_parameter_of_another_is_gone():
+    first, second = nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)
+    shadows = ShadowWeights(nn.Sequential(first, second), F16)
+    shadows.names_of([first.weight, second.weight])
+    del first.weight
+    for value in (1.0, 2.0):
+        with torch.no_grad():
+            second.weight.fill_(value)
+        shadows.refresh()
+        assert torch.equal(shadows.of(second.weight), torch.full((2, 2), value, dtype=F16))
+    assert len(shadows.pairs()) == 1
 
 
 def test_moving_the_model_moves_the_shadows():

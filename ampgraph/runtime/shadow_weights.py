@@ -10,15 +10,16 @@ import contextlib
 import itertools
 import threading
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from operator import attrgetter, is_
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .._compat import (
+    SET_GRAD_ENABLED,
     data_of,
     has_dispatch_modes,
     no_selective_checkpoint,
@@ -35,6 +36,7 @@ SHADOW_PREFIX = "amp_shadow_"
 _NOWHERE = -1
 # Keeps threads from reading a copy during a refresh. One lock for all models, which must stay copyable.
 _lock = threading.RLock()
+_Item = TypeVar("_Item")
 _version, _shape = attrgetter("_version"), attrgetter("shape")
 
 
@@ -72,6 +74,28 @@ class _State(NamedTuple):
         return [i for i, (mine, others) in enumerate(pairs) if mine != others]
 
 
+class _Columns(NamedTuple):
+    """The fields of all shadows; the lists have an item for each, in the order of `_State`.
+
+    Attributes:
+        masters: References to the parameters.
+        copies: Their copies.
+        aliases: See `_Shadow`.
+        shapes: The sizes of the copies.
+    """
+
+    masters: list[Callable[[], Tensor | None]]
+    copies: list[Tensor]
+    aliases: list[Tensor]
+    shapes: list[torch.Size]
+
+    @classmethod
+    def of(cls, shadows: Iterable[_Shadow]) -> _Columns:
+        """Returns the fields of some shadows."""
+        rows = [(s.master, s.copy, s.alias, s.copy.shape) for s in shadows]
+        return cls(*map(list, zip(*rows, strict=True))) if rows else cls([], [], [], [])
+
+
 class ShadowWeights(nn.Module):
     """The shadows of one model's parameters; graphs read them as its attributes.
 
@@ -101,6 +125,7 @@ class ShadowWeights(nn.Module):
         self._home = _Home(model)
         self._low_dtype = low_dtype
         self._shadows: dict[int, _Shadow] = {}
+        self._columns = _Columns.of(())
         self._seen = _State([], [], [])
         self._numbers = itertools.count()
         self._all_stale = False
@@ -169,7 +194,7 @@ class ShadowWeights(nn.Module):
         """Returns every copy with its parameter."""
         with _lock:
             masters = self._masters()
-            return [(s.copy, master) for s, master in zip(self._shadows.values(), masters, strict=True)]
+            return [*zip(self._columns.copies, masters, strict=True)]
 
     def note_fresh(self, copies: Collection[int]) -> None:
         """Records that a graph has written the copies with these ids, and may have changed all parameters."""
@@ -188,8 +213,7 @@ class ShadowWeights(nn.Module):
 
     def _without(self, copies: Collection[int], positions: Sequence[int]) -> set[int]:
         """Returns the positions whose copies have other ids."""
-        shadows = [*self._shadows.values()]
-        return {i for i in positions if id(shadows[i].copy) not in copies}
+        return {i for i in positions if id(self._columns.copies[i]) not in copies}
 
     def _leave(self, left: set[int], stale: Sequence[int], now: _State) -> Sequence[int]:
         """Lets shadows stay stale in ``now``, which is to be kept; returns the other stale ones."""
@@ -208,6 +232,7 @@ class ShadowWeights(nn.Module):
         for master in new:
             shadow = self._shadows[id(master)] = _Shadow(master, f"weight_{next(self._numbers)}")
             self._make(shadow, master)
+        self._columns = _Columns.of(self._shadows.values())
         self._seen = _State(*([*field, *[-1] * len(new)] for field in self._seen))
         self._asked = -1
         now = self._state(masters)
@@ -215,11 +240,12 @@ class ShadowWeights(nn.Module):
 
     def _masters(self) -> list[Tensor]:
         """Returns the parameters, one for each shadow; drops the shadows of those that are gone."""
-        masters = [shadow.master() for shadow in self._shadows.values()]
+        masters = [master() for master in self._columns.masters]
         if any(map(is_, masters, itertools.repeat(None))):
             kept = [i for i, master in enumerate(masters) if master is not None]
             items = [*self._shadows.items()]
             self._shadows = dict(items[i] for i in kept)
+            self._columns = _Columns.of(self._shadows.values())
             self._seen = _State(*([field[i] for i in kept] for field in self._seen))
             masters = [masters[i] for i in kept]
         return masters  # type: ignore[return-value]
@@ -232,21 +258,30 @@ class ShadowWeights(nn.Module):
 
     def _copy(self, stale: Sequence[int], masters: list[Tensor], now: _State) -> None:
         """Copies parameters; ``now`` was read before, so that a write by another thread is seen later."""
-        shadows, sources = [*self._shadows.values()], [masters[i] for i in stale]
-        copies = [shadows[i].copy for i in stale]
-        if now.addresses != self._seen.addresses or [*map(_shape, copies)] != [*map(_shape, sources)]:
-            for i, copy, master in zip(stale, copies, sources, strict=True):
-                if (copy.device, copy.shape) != (master.device, master.shape):
-                    self._make(shadows[i], master)
-                    self.replaced += 1
+        sources = _at(stale, masters)
+        shapes = [*map(_shape, sources)]
+        if now.addresses != self._seen.addresses or shapes != _at(stale, self._columns.shapes):
+            self._make_others(stale, sources)
         # The same rule as for parameters: a backward may not follow an update that autograd has seen, but may
         # follow one that it has not seen.
+        _, copies, targets, _ = self._columns
         before, after = self._seen.versions, now.versions
-        targets = [shadows[i].alias if before[i] == after[i] else shadows[i].copy for i in stale]
-        if targets:
-            with _plainly():
-                torch._foreach_copy_(targets, sources)
+        if before != after:
+            pairs = zip(before, after, targets, copies, strict=True)
+            targets = [alias if old == new else copy for old, new, alias, copy in pairs]
+        if stale:
+            _write(_at(stale, targets), sources)
         self._seen = now
+
+    def _make_others(self, stale: Sequence[int], sources: Sequence[Tensor]) -> None:
+        """Replaces copies of another size or on another device than their parameters."""
+        shadows = [*self._shadows.values()]
+        for i, master in zip(stale, sources, strict=True):
+            copy = shadows[i].copy
+            if (copy.device, copy.shape) != (master.device, master.shape):
+                self._make(shadows[i], master)
+                self.replaced += 1
+        self._columns = _Columns.of(shadows)
 
     def _make(self, shadow: _Shadow, master: Tensor) -> None:
         with _plainly():
@@ -279,14 +314,36 @@ class _Home:
         return [*map(id, itertools.chain.from_iterable(map(dict.values, self._held)))]
 
 
+def _at(positions: Sequence[int], items: list[_Item]) -> list[_Item]:
+    """Returns the items at ascending positions, without a copy if these are all."""
+    return items if len(positions) == len(items) else [items[i] for i in positions]
+
+
+def _write(targets: list[Tensor], sources: list[Tensor]) -> None:
+    if _has_modes():
+        with _plainly():
+            torch._foreach_copy_(targets, sources)
+        return
+    gradients = torch.is_grad_enabled()
+    SET_GRAD_ENABLED(False)  # ``torch.no_grad()`` does the same in more time
+    try:
+        torch._foreach_copy_(targets, sources)
+    finally:
+        SET_GRAD_ENABLED(gradients)
+
+
 def _plainly() -> contextlib.AbstractContextManager[Any, bool | None]:
     """Returns a context without modes: a copy made under inference mode could not be saved for a backward."""
-    if not (torch.is_inference_mode_enabled() or has_dispatch_modes()):
+    if not _has_modes():
         return torch.no_grad()
     stack = contextlib.ExitStack()
     for mode in (torch.inference_mode(False), torch.no_grad(), no_selective_checkpoint()):
         stack.enter_context(mode)
     return stack
+
+
+def _has_modes() -> bool:
+    return torch.is_inference_mode_enabled() or has_dispatch_modes()
 
 
 def _nothing() -> None:
