@@ -65,33 +65,43 @@ class _Inside(_Kinds):
         return len(self.plain) + len(self.objects) + len(self.containers) + len(self.sizes)
 
 
-class _Reads:
-    """Reads of places that are compared in a few calls of C functions.
+class _Plain:
+    """Reads of plain values, which are compared in a few calls of C functions.
 
     Args:
-        plain: The places of plain values, with the values.
-        objects: The places of objects that must stay the same, with the objects.
+        places: The places, with the values.
     """
 
-    def __init__(self, plain: list[tuple[Place, Any]], objects: list[tuple[Place, Any]]) -> None:
-        self._plain_columns, rest = _columns(plain)
-        self._plain_rows = _rows(rest)
-        self._seen_rows = [*chain.from_iterable(seen for _, _, seen in self._plain_rows)]
-        self._object_columns, rest = _columns(objects)
-        self._object_rows = _rows(rest)
+    def __init__(self, places: list[tuple[Place, Any]]) -> None:
+        self._columns, rest = _columns(places)
+        self._rows = _rows(rest)
+        self._seen = [*chain.from_iterable(seen for _, _, seen in self._rows)]
 
     def are_same(self) -> bool:
         """Whether all places hold the same; may raise what a place raises that has gone."""
-        rows = [get(held) for get, held, _ in self._plain_rows]
-        if not _are_still([*chain.from_iterable(rows)], self._seen_rows):
+        rows = [get(held) for get, held, _ in self._rows]
+        if not _are_still([*chain.from_iterable(rows)], self._seen):
             return False
-        for get, holders, seen in self._plain_columns:
-            if not _are_still([*map(get, holders)], seen):
-                return False
-        for get, held, seen in self._object_rows:
+        return all(_are_still([*map(get, holders)], seen) for get, holders, seen in self._columns)
+
+
+class _Objects:
+    """Reads of objects that must stay the same, likewise.
+
+    Args:
+        places: The places, with the objects.
+    """
+
+    def __init__(self, places: list[tuple[Place, Any]]) -> None:
+        self._columns, rest = _columns(places)
+        self._rows = _rows(rest)
+
+    def are_same(self) -> bool:
+        """Whether all places hold the same; may raise what a place raises that has gone."""
+        for get, held, seen in self._rows:
             if not all(map(is_, get(held), seen)):
                 return False
-        return all(all(map(is_, map(get, holders), seen)) for get, holders, seen in self._object_columns)
+        return all(all(map(is_, map(get, holders), seen)) for get, holders, seen in self._columns)
 
 
 class Places:
@@ -157,10 +167,8 @@ class Places:
         objects = list(zip(self._objects, self._seen_objects, strict=True))
         watched_plain, other_plain = _divided(plain, watched)
         watched_objects, other_objects = _divided(objects, watched)
-        self._watched, self._others = (
-            _Reads(watched_plain, watched_objects),
-            _Reads(other_plain, other_objects),
-        )
+        self._others = _reads(other_plain, other_objects)
+        self._reads = [*_reads(watched_plain, watched_objects), *self._others]
         self._seen_sizes = [*map(len, self._sizes)]
 
     def are_same(self, is_untouched: bool = False) -> bool:
@@ -170,12 +178,13 @@ class Places:
             is_untouched: Whether nothing was written to the watched dicts since they held the same.
         """
         try:
-            if not ((is_untouched or self._watched.are_same()) and self._others.are_same()):
-                return False
+            for reads in self._others if is_untouched else self._reads:
+                if not reads.are_same():
+                    return False
         # Gone, or an array now, which compares item by item; ValueError is an empty cell's as well.
         except (KeyError, AttributeError, ValueError, RuntimeError):
             return False
-        if not all(_is_still(place.value(), seen) for place, seen in self._computed):
+        if self._computed and not all(_is_still(place.value(), seen) for place, seen in self._computed):
             return False
         if self._seen_sizes and [*map(len, self._sizes)] != self._seen_sizes:
             return False
@@ -282,6 +291,12 @@ def _settings_of_class(cls: type) -> Iterator[str]:
                 isinstance(value, MemberDescriptorType) or has_plain_leaves(value)
             ):
                 yield name
+
+
+def _reads(plain: list[tuple[Place, Any]], objects: list[tuple[Place, Any]]) -> list[_Plain | _Objects]:
+    """Returns the reads of places; none for no places."""
+    reads: list[_Plain | _Objects] = [_Plain(plain)] if plain else []
+    return [*reads, _Objects(objects)] if objects else reads
 
 
 def _divided(places: list[tuple[Place, Any]], dicts: Collection[int]) -> tuple[list, list]:
