@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 from torch._functorch import config as functorch_config
+from torch._guards import TracingContext
 from torch._inductor import compile_fx as inductor
-from torch._inductor import config, scheduler
+from torch._inductor import config, ir, scheduler
 from torch._inductor.debug import DebugContext
 from torch._inductor.dependencies import StarDep, WeakDep
 from torch._inductor.graph import GraphLowering
@@ -101,9 +102,25 @@ def _kernels(graph_module: fx.GraphModule, example_inputs: Any, is_backward: boo
     )
     with V.set_debug_handler(DebugContext()), V.set_fake_mode(mode), V.set_graph_handler(graph):
         graph.run(*example_inputs)
+        if not is_backward:
+            _report_strides(graph)
         graph.init_wrapper_code()
         graph._update_scheduler()
         return [_kernel(node) for node in graph.scheduler.nodes if _is_kernel(node)]
+
+
+def _report_strides(graph: GraphLowering) -> None:
+    """Tells AOTAutograd the layouts of the forward's outputs, in which the backward gets what is saved.
+
+    Inductor may give a saved tensor another layout than eager, for convolutions above all.
+    """
+    context = TracingContext.try_get()
+    if context is None or context.output_strides is None:
+        return
+    for out in graph.graph_outputs:
+        has_layout = isinstance(out, ir.IRNode) and out.has_tensor_output()
+        strides = graph.sizevars.guarding_hints_or_throw(out.get_stride()) if has_layout else None
+        context.output_strides.append(None if strides is None else tuple(strides))
 
 
 def _is_kernel(node: scheduler.BaseSchedulerNode) -> bool:
