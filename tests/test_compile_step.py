@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import ampgraph
 from ampgraph.errors import AmpGraphError, PolicyError
@@ -475,3 +476,28 @@ def test_low_copies_that_were_replaced() -> None:
         run.train(4, is_whole, bad=0)
     assert runs[0].step.reason is None
     assert_equal(*runs)
+
+
+class Interrupt(TorchDispatchMode):
+    """Interrupts before an op."""
+
+    def __init__(self, op: str) -> None:
+        super().__init__()
+        self.op = op
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+        if self.op in str(func):
+            raise KeyboardInterrupt
+        return func(*args, **(kwargs or {}))
+
+
+def test_an_interrupted_step_leaves_no_old_low_copies() -> None:
+    run = Run(dtype=torch.bfloat16, model=net(0.0, nn.LayerNorm)).train(6, whole=True, bad=0)
+    before = copy.deepcopy(run.model.state_dict())
+    with pytest.raises(KeyboardInterrupt), Interrupt("_foreach_copy_"):
+        run.step(X, Y, ONE)
+    assert not torch.equal(before["4.weight"], run.model[4].weight)
+    with torch.no_grad():
+        found = run.amp(X)  # before a copy of the model, which reads ``.data``
+        fresh = ampgraph.convert(copy.deepcopy(run.model), (X,), policy="O2", dtype=torch.bfloat16)
+        assert torch.equal(found, fresh(X))

@@ -201,6 +201,27 @@ def test_without_copies_every_forward_casts(level):
     assert all(torch.equal(*pair) for pair in zip(*gradients, strict=True))
 
 
+class Interrupt(TorchDispatchMode):
+    """Interrupts before grouped copies."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten._foreach_copy_.default:
+            raise KeyboardInterrupt
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_an_interrupted_refresh_runs_again(fused):
+    model, amp = converted()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=fused)
+    amp(X).sum().backward()
+    optimizer.step()
+    with torch.no_grad():
+        with pytest.raises(KeyboardInterrupt), Interrupt():
+            amp(X)
+        assert torch.equal(amp(X), fresh_output(model))
+
+
 def test_state_and_copies_of_the_model_have_no_low_copies():
     model, amp = converted(level="O1")
     amp(X).sum().backward()

@@ -343,6 +343,106 @@ def test_a_teacher() -> None:
     assert [whole.reasons[i] for i in (2, 3, 6, 9)] == [None] * 4
 
 
+def weighted(run: Any) -> Callable:
+    run.weight = weight = torch.ones(4)
+
+    def loss(amp: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        is_dense = weight.is_contiguous()
+        return F.cross_entropy((amp(x) * weight).to(weight.dtype), y) * weight.numel() * (1 + is_dense)
+
+    return loss
+
+
+def other_size(run: Any) -> None:
+    run.weight.data = torch.ones(1)
+
+
+def other_dtype(run: Any) -> None:
+    run.weight.data = run.weight.data.bfloat16()
+
+
+def other_stride(run: Any) -> None:
+    run.weight.data = torch.ones(8)[::2]
+
+
+@pytest.mark.parametrize("change", [other_size, other_dtype, other_stride], ids=lambda f: f.__name__)
+def test_tensors_of_the_loss_that_become_others_in_place(change: Callable[[Any], None]) -> None:
+    def story(run: Run) -> None:
+        run.train()
+        change(run)
+        run.train()
+
+    whole = both(story, weighted)
+    assert "sizes, strides, dtype or requires_grad of a tensor" in str(whole.reasons[3])
+    assert whole.reasons[2::3] == [None] * 2
+
+
+def test_gradients_of_tensors_that_require_them_later() -> None:
+    def story(run: Any) -> None:
+        run.train()
+        run.weight.requires_grad_()
+        run.train()
+        run.losses += run.weight.grad.tolist()
+
+    assert "requires gradients and is not a parameter" in str(both(story, weighted).reasons[-1])
+
+
+class Asking(nn.Module):
+    """A model whose code asks for strides, offsets and gradients, and that has a buffer."""
+
+    scale: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = layer()
+        self.register_buffer("scale", torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.layer[0].weight
+        factor = 1 + (x.stride(0) == 1) + 2 * weight.is_contiguous() + 4 * (weight.storage_offset() > 0)
+        factor += 8 * torch.is_grad_enabled() + 16 * weight.requires_grad
+        return self.layer(x) * self.scale * factor / 8
+
+
+def test_a_model_that_asks_for_strides_and_gradients() -> None:
+    def story(run: Run) -> None:
+        weight = run.model.layer[0].weight
+        for i in range(6):
+            run.take(X if i % 2 else X.t().contiguous().t(), Y)
+        weight.data = weight.data.t().contiguous().t()
+        run.train()
+        weight.data = torch.cat([torch.zeros(1), weight.data.flatten()])[1:].view(4, 8)
+        run.train()
+        weight.requires_grad_(False)
+        run.train()
+
+    whole = both(story, model=Asking)
+    assert [whole.reasons[i] for i in (4, 5, 8, 11, 14)] == [None] * 5
+
+
+def test_a_model_that_asks_for_strides_of_what_the_loss_holds() -> None:
+    def loss_of(run: Any) -> Callable:
+        run.other = other = X.clone()
+        return lambda amp, x, y: F.mse_loss(amp(x), amp(other).detach())
+
+    def story(run: Any) -> None:
+        run.train()
+        run.other.data = run.other.data.t().contiguous().t()
+        run.train()
+
+    assert both(story, loss_of, Asking).reasons[2::3] == [None] * 2
+
+
+def test_a_buffer_that_requires_gradients() -> None:
+    def story(run: Run) -> None:
+        run.train()
+        run.model.scale.requires_grad_()
+        run.train()
+        run.losses += run.model.scale.grad.tolist()
+
+    assert "does not hold exactly" in str(both(story, model=Asking).reasons[-1])
+
+
 def test_values_that_go_and_come_back_have_a_graph_each() -> None:
     def story(run: Any) -> None:
         for _ in range(3):

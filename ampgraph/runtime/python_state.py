@@ -97,10 +97,6 @@ class PythonState:
         """Whether attributes, globals and functions are the same; arguments do not count."""
         return self._attributes.are_same() and self._code.are_same()
 
-    def depends_on_tensors(self) -> bool:
-        """Whether forward asked for strides or for gradients, which `is_same` does not look at."""
-        return self._layouts is not None or self._autograd is not None
-
     def changed(self) -> list[str]:
         """Returns what is another now, as a user writes it: attributes from the model on."""
         return [*self._attributes.changed(), *self._code.changed()]

@@ -179,8 +179,6 @@ class ShadowWeights(nn.Module):
         mode = model.training if model is not None else None
         with _lock:
             everything = self._all_stale or mode is not self._mode
-            # A hand-written update may follow this call.
-            self._all_stale, self._mode = torch.is_grad_enabled() and not self._stepped, mode
             masters = self._masters()
             now = self._state(masters)
             if masters and (everything or now != self._seen):
@@ -189,6 +187,8 @@ class ShadowWeights(nn.Module):
                 if only is not None:
                     stale = self._leave(self._without(only, stale), stale, now)
                 self._copy(stale, masters, now)
+            # A hand-written update may follow this call. After an interrupted copy all is as before.
+            self._all_stale, self._mode = torch.is_grad_enabled() and not self._stepped, mode
 
     def pairs(self) -> list[tuple[Tensor, Tensor]]:
         """Returns every copy with its parameter."""

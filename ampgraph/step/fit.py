@@ -55,7 +55,7 @@ def reason_for_the_loop(
     if getattr(vars(amp)["forward"], "__code__", None) is not _FORWARD:
         return "forward of the converted model is replaced, as ampgraph.watch does"
     held = parameters_of(optimizer)
-    trained = [p for p in all_parameters(amp.source) if p.requires_grad]
+    trained = [t for t in (*all_parameters(amp.source), *amp.source.buffers()) if t.requires_grad]
     if {id(p) for p in held if p.requires_grad} != {id(p) for p in trained}:
         return "the optimizer does not hold exactly the model's parameters that require gradients"
     if any(map(has_hooks, held)):
@@ -115,7 +115,7 @@ def key_of(amp: AmpModule, optimizer: Optimizer, args: tuple, kwargs: dict[str, 
         amp._graphs.modes(),
         amp.scaler.config,
         tuple([p.requires_grad for p in parameters]),
-        tuple([(id(t), t.dtype, t.device, t.shape, t.stride()) for t in held]),
+        tuple([(id(t), t.dtype, t.device, t.shape, t.stride(), t.storage_offset()) for t in held]),
         tuple(id(x) for p in parameters_of(optimizer) for x in optimizer.state.get(p, {}).values()),
         torch.get_default_dtype(),
         torch.are_deterministic_algorithms_enabled(),

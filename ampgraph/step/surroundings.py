@@ -9,6 +9,7 @@ from operator import is_
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -63,10 +64,13 @@ class Surroundings:
         self._attributes = [*map(vars, others)]
         self._sizes = [*map(len, self._attributes)]
         self._entries = [*chain.from_iterable(map(dict.values, self._tables))]
+        held = chain(self._entries, self._places.tensors())
+        self._tensors = [t for t in held if isinstance(t, Tensor)]
+        self._layouts = [*map(_layout, self._tensors)]
 
     def is_same(self) -> bool:
         """Whether the function would read the same. Runs at every step."""
-        if not self._places.are_same():
+        if not self._places.are_same() or not self._has_same_layouts():
             return False
         if not self._modules:
             return True
@@ -80,10 +84,11 @@ class Surroundings:
 
     def changed(self) -> str:
         """Returns what is another now, as a user writes it."""
-        return (
-            ", ".join(self._places.changed()[:3])
-            or "an attribute or a module of an object that loss_fn names"
-        )
+        if paths := self._places.changed():
+            return ", ".join(paths[:3])
+        if not self._has_same_layouts():
+            return "sizes, strides, dtype or requires_grad of a tensor that loss_fn names"
+        return "an attribute or a module of an object that loss_fn names"
 
     def holds(self, tensor: Tensor) -> bool:
         """Whether a tensor must stay the same object for `is_same`."""
@@ -92,6 +97,10 @@ class Surroundings:
     def values(self) -> Iterator[tuple[Any, str]]:
         """Yields values that may hold random generators, with their paths."""
         return ((place.value(), place.path) for place in self.places)
+
+    def _has_same_layouts(self) -> bool:
+        """Whether tensors, whose values a graph reads where they are, are of the same kind."""
+        return [*map(_layout, self._tensors)] == self._layouts
 
     def _names(self) -> set[str]:
         return self._code.names | self._code.strings
@@ -145,6 +154,11 @@ class Surroundings:
 
     def _refuse(self, reason: str) -> None:
         self.reason = self.reason or reason
+
+
+def _layout(tensor: Tensor) -> tuple:
+    strides = (tensor.stride(), tensor.storage_offset()) if tensor.layout == torch.strided else ()
+    return tensor.shape, tensor.dtype, tensor.device, tensor.layout, tensor.requires_grad, strides
 
 
 def _roots(function: Any) -> Iterator[tuple[str, Any]]:

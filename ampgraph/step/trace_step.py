@@ -279,8 +279,6 @@ class _Tracer:
         captured = amp._graphs.known(args, kwargs)
         if captured is None or captured.lost:
             raise AmpGraphError("the model is not captured for these arguments")
-        if captured.state is not None and captured.state.depends_on_tensors():
-            raise AmpGraphError("forward reads strides or the grad mode")
         self.traced.used.append(captured)
         graph_module = captured.training_graph
         values: dict[fx.Node, Any] = {}

@@ -114,13 +114,15 @@ class WholeStep:
         scaler.check_loop()
         inputs = [*self._rates(), *scale_inputs(amp), *pytree.tree_leaves((args, kwargs))]
         inputs = [x for x in inputs if isinstance(x, Tensor)]
-        with torch.no_grad(), amp._graphs.lock:
-            outputs = self._run(*inputs)
-            if self._trained:
-                end = len(outputs) - len(self._trained)
-                self._update(outputs[end:], outputs[:end])
-        with Inside(self._optimizer):  # the scaler knows of this step
-            tell_of_step(self._optimizer)
+        try:
+            with torch.no_grad(), amp._graphs.lock:
+                outputs = self._run(*inputs)
+                if self._trained:
+                    end = len(outputs) - len(self._trained)
+                    self._update(outputs[end:], outputs[:end])
+        finally:  # an interrupted graph may have written parameters, too
+            with Inside(self._optimizer):  # the scaler knows of this step
+                tell_of_step(self._optimizer)
         self._optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers warn of a step left out
         if shadows is not None:
             shadows.note_fresh(self._fresh)
