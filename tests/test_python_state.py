@@ -15,6 +15,8 @@ from torch.utils.checkpoint import checkpoint
 import ampgraph
 from ampgraph.capture import Reads
 from ampgraph.capture.ahead_of_time import capture_program
+from ampgraph.capture.code import Place
+from ampgraph.runtime.places import Places
 from tests.helpers import close
 
 LOW = {"policy": "O1", "dtype": torch.bfloat16}
@@ -503,3 +505,22 @@ def test_a_global_with_the_name_of_an_attribute_is_not_watched(monkeypatch):
     monkeypatch.setitem(LOUDNESS, "all", 5.0)
     torch.testing.assert_close(amp(torch.ones(2, 4)), model(torch.ones(2, 4)), rtol=0.05, atol=0.05)
     assert len(amp.graph_modules) == 2
+
+
+@pytest.mark.parametrize("count", [1, 6], ids=["one holder", "many holders"])
+@pytest.mark.parametrize(
+    ("before", "after"), [(2.0, 3.0), (object(), object())], ids=["a value", "an object"]
+)
+@pytest.mark.parametrize("is_watched", [False, True], ids=["unwatched", "watched"])
+def test_every_holder_of_a_name_is_read(count, before, after, is_watched):
+    holders, places = [{"name": before} for _ in range(count)], Places()
+    for i, holder in enumerate(holders):
+        places.add(Place(holder, "name", f"{i}.name"))
+    places.settle([*map(id, holders)] if is_watched else [])
+    assert places.are_same()
+    for holder in holders:
+        holder["name"] = after
+        assert not places.are_same()
+        assert places.are_same(is_untouched=True) is is_watched
+        holder["name"] = before
+        assert places.are_same()
