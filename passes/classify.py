@@ -90,15 +90,19 @@ class ClassifyOps(Pass):
             return fact
         if not fact.keeps_memory:
             fact.dtype_source = _dtype_giver(node, facts)
-        read = [t for n in node.all_input_nodes for t in tensors(n)]
+        # A managed tensor is dense, and float32 or low.
+        read = [t for n in node.all_input_nodes if facts[n].dtype is None for t in tensors(n)]
         fact.reads_sparse = not all(map(is_dense, read))
         fact.reads_other_low = any(t.dtype in LOW_DTYPES and t.dtype != low_dtype for t in read)
         if isinstance(node.target, OpOverload):
+            fact.op = kernels.op_of(node.target)
             fact.op_class, fact.class_reason = self.policy.ops.classify(node, low_dtype)
-            fact.fixed_dtype = _explicit_dtype(node)
+            if "dtype" in fact.op.arguments:
+                fact.fixed_dtype = _explicit_dtype(node)
             memory = viewed(node)
             fact.moves_data = not memory
-            fact.is_parameter = any(facts[n].is_parameter for n in (written_args(node) or memory)[:1])
+            source = written_args(node) if fact.op.written else memory
+            fact.is_parameter = bool(source) and facts[source[0]].is_parameter
         else:
             fact.is_parameter = node.op == "get_attr" or input_mark(node).is_parameter
         fact.operands = [
@@ -118,7 +122,7 @@ class ClassifyOps(Pass):
             or not fact.moves_data
         ):
             return
-        if kernels.is_opaque(node.target) or not has_kernel(node, self.policy.low_dtype):  # type: ignore[arg-type]
+        if fact.op is None or fact.op.is_opaque or not has_kernel(node, self.policy.low_dtype):
             return
         operands = (operand.tensor for operand in fact.operands if operand.rule in _DECIDED)
         fact.refuses_low, fact.wide_results = probe_low_dtype(node, operands, self.policy.low_dtype)
@@ -136,44 +140,36 @@ class ClassifyOps(Pass):
     def _operand(self, node: Node, fact: NodeFacts, path: tuple[int | str, ...], tensor: Node) -> Operand:
         rule = self._rule(node, fact, path, tensor)
         follow = rule in _DECIDED
-        if follow and (names := kernels.follow_slots(node.target)) is not None:
-            follow = argument_name(node, path) in names
+        if follow and fact.op is not None and fact.op.follow_slots is not None:
+            follow = argument_name(node, path) in fact.op.follow_slots
         return Operand(path, tensor, rule, follow)
 
     def _rule(self, node: Node, fact: NodeFacts, path: tuple[int | str, ...], tensor: Node) -> OperandRule:
-        target = node.target
+        target, op = node.target, fact.op
         if node.op == "output":
             return OperandRule.SOURCE_DTYPE if self.policy.keep_io_dtypes else OperandRule.EITHER
-        if not isinstance(target, OpOverload) or _is_sequence(tensor) or fact.reads_sparse:
-            return OperandRule.SOURCE_DTYPE
-        if kernels.is_opaque(target):
+        if op is None or op.is_opaque or _is_sequence(tensor) or fact.reads_sparse:
             return OperandRule.SOURCE_DTYPE
         name = argument_name(node, path)
         if fact.keeps_memory and target in _CASTS_LIKE:
             return OperandRule.SOURCE_DTYPE
-        if is_cast(node) or target in _CASTS_LIKE or name in kernels.any_slots(target):
+        if is_cast(node) or target in _CASTS_LIKE or name in op.any_slots:
             return OperandRule.EITHER
-        if name in kernels.fp32_slots(target) or _holds_statistics(node, name, tensor):
+        if name in op.fp32_slots or (name in op.statistics_slots and _holds_statistics(node, tensor)):
             return OperandRule.SOURCE_DTYPE
-        if written := written_args(node):
-            return (
-                OperandRule.EITHER
-                if kernels.promotes(target) and tensor not in written
-                else OperandRule.SOURCE_DTYPE
-            )
+        if op.written and (written := written_args(node)):
+            converts = op.promotes and tensor not in written
+            return OperandRule.EITHER if converts else OperandRule.SOURCE_DTYPE
         if fact.dtype is None:
             return OperandRule.EITHER if self._only_tells(node, fact) else OperandRule.SOURCE_DTYPE
         if fact.fixed_dtype is not None:
-            return (
-                OperandRule.EITHER
-                if kernels.dtype_arg(target) and _takes_dtype(node)
-                else OperandRule.SOURCE_DTYPE
-            )
+            computes = op.dtype_arg and _takes_dtype(node)
+            return OperandRule.EITHER if computes else OperandRule.SOURCE_DTYPE
         if self._mixes(node, fact, path, tensor):
             return OperandRule.SOURCE_DTYPE
-        if kernels.promotes(target):
+        if op.promotes:
             return OperandRule.EITHER if _is_bystander(node, path, tensor) else OperandRule.PROMOTED
-        if kernels.dtype_arg(target) and _takes_dtype(node):
+        if op.dtype_arg and _takes_dtype(node):
             return OperandRule.DTYPE_ARG
         return OperandRule.NODE_DTYPE
 
@@ -182,9 +178,11 @@ class ClassifyOps(Pass):
 
         Matrix products never accept both, although FakeTensor may.
         """
-        if fact.op_class is OpClass.WHITE or kernels.wants_one_dtype(node.target):  # type: ignore[arg-type]
+        if fact.dtype != self.policy.low_dtype or fact.op_class is OpClass.WHITE:
             return False
-        wide = tensor.meta["val"].dtype == torch.float32 and fact.dtype == self.policy.low_dtype
+        if fact.op is not None and fact.op.wants_one_dtype:
+            return False
+        wide = tensor.meta["val"].dtype == torch.float32
         return wide and not _is_bystander(node, path, tensor)
 
     def _only_tells(self, node: Node, fact: NodeFacts) -> bool:
@@ -197,12 +195,12 @@ class ClassifyOps(Pass):
         return kernels.promotes(node.target) or len(managed) == 1
 
 
-def _holds_statistics(node: Node, name: str, tensor: Node) -> bool:
-    """Whether an argument of a CPU norm stays float32 beside a low input; CUDA's kernels need one dtype.
+def _holds_statistics(node: Node, tensor: Node) -> bool:
+    """Whether weight or bias of a CPU norm stays float32 beside a low input; CUDA's kernels need one dtype.
 
     A bias alone does not: the backward on a CPU takes the dtype of the statistics from the weight.
     """
-    if name not in kernels.statistics_slots(node.target) or not _is_on_cpu(node):  # type: ignore[arg-type]
+    if not _is_on_cpu(node):
         return False
     if argument(node, "weight") is None:
         return False
@@ -253,4 +251,5 @@ def _elements(values: list[torch.Tensor], low_dtype: torch.dtype) -> int:
 
 
 def _elements_of(tensor: torch.Tensor) -> int:
-    return prod(map(size_hint, tensor.shape))
+    count = tensor.numel()
+    return count if type(count) is int else prod(map(size_hint, tensor.shape))

@@ -124,8 +124,9 @@ def result_dtypes(
     if isinstance(value, _NUMBERS):
         return (None,)  # FakeTensor does not know the value that ``item`` reads
     count = len(value) if isinstance(value, (list, tuple)) else 1
-    default = torch.get_default_dtype()
-    key = (node.target, count, default, _dtype_key(node.args, instead), _dtype_key(node.kwargs, instead))
+    arguments = [_dtype_key(argument, instead) for argument in node.args]
+    named = _dtype_key(node.kwargs, instead) if node.kwargs else ()
+    key = (node.target, count, torch.get_default_dtype(), named, *arguments)
     if (known := _dtype_cache.get(key)) is None:
         here = threading.get_ident()
         # Dtypes do not depend on gradients, and a parameter may be written under no_grad.
@@ -147,11 +148,11 @@ def _dtype_key(argument: Any, instead: Mapping[Node, torch.dtype]) -> Any:
     """Returns the properties of an argument that affect a result's dtype."""
     if isinstance(argument, Node):
         value = argument.meta.get("val")
-        if argument in instead and isinstance(value, FakeTensor):  # the same key, without a tensor for it
-            return instead[argument], value.dim() == 0, value.device.type
+        if isinstance(value, FakeTensor):  # the same key, without a tensor for it
+            return instead.get(argument, value.dtype), value.dim() == 0, value.fake_device
         argument = value
     if isinstance(argument, torch.Tensor):
-        return argument.dtype, argument.dim() == 0, argument.device.type
+        return argument.dtype, argument.dim() == 0, argument.device
     if isinstance(argument, _KEPT_IN_KEY):
         return argument
     if isinstance(argument, (list, tuple)):
@@ -163,6 +164,8 @@ def _dtype_key(argument: Any, instead: Mapping[Node, torch.dtype]) -> Any:
 
 def with_dtypes(value: Any, dtypes: tuple[torch.dtype | None, ...]) -> Any:
     """Returns the fake value(s) with other dtypes; the same object if nothing differs."""
+    if isinstance(value, FakeTensor) and len(dtypes) == 1:
+        return _with_dtype(value, dtypes[0])
     values = value if isinstance(value, (list, tuple)) else (value,)
     if len(values) != len(dtypes):
         raise ValueError(f"expected {len(values)} results, FakeTensor finds {len(dtypes)}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import cache
 from itertools import compress
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -274,3 +274,53 @@ def is_step(target: OpOverload) -> bool:
 def is_periodic(target: OpOverload) -> bool:
     """Whether the op's argument is an angle, whose absolute error matters, not its relative error."""
     return _listed(kernel_tables.PERIODIC, target)
+
+
+class Op(NamedTuple):
+    """The answers of this file's functions for one op. To hash an op calls Python, so passes do it once."""
+
+    name: str
+    arguments: tuple[str, ...]
+    written: tuple[tuple[int, str], ...]
+    fp32_slots: tuple[str, ...]
+    follow_slots: tuple[str, ...] | None
+    any_slots: tuple[str, ...]
+    statistics_slots: tuple[str, ...]
+    shape_slots: tuple[str, ...]
+    dtype_arg: str | None
+    promotes: bool
+    may_convert: bool
+    is_view: bool
+    is_opaque: bool
+    is_dropout: bool
+    is_composite: bool
+    is_mutable: bool
+    is_random: bool
+    wants_one_dtype: bool
+    reads_no_values: bool
+
+
+@cache
+def op_of(target: OpOverload) -> Op:
+    """Returns what holds for each call of an op."""
+    return Op(
+        name=functional_name(target),
+        arguments=argument_names(target),
+        written=written_slots(target),
+        fp32_slots=fp32_slots(target),
+        follow_slots=follow_slots(target),
+        any_slots=any_slots(target),
+        statistics_slots=statistics_slots(target),
+        shape_slots=shape_slots(target),
+        dtype_arg=dtype_arg(target),
+        promotes=promotes(target),
+        may_convert=may_convert(target),
+        is_view=is_view(target),
+        is_opaque=is_opaque(target),
+        is_dropout=is_dropout(target),
+        is_composite=is_composite(target),
+        is_mutable=target._schema.is_mutable,
+        is_random=torch.Tag.nondeterministic_seeded in target.tags,
+        wants_one_dtype=wants_one_dtype(target),
+        reads_no_values=reads_no_values(target),
+    )

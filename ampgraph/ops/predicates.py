@@ -10,6 +10,7 @@ import torch
 
 from .._compat import OpOverload, size_hint
 from .einsum import contracts
+from .kernels import argument_names
 from .low_range import misfit
 
 Predicate: TypeAlias = Callable[[torch.fx.Node, torch.dtype], "str | None"]
@@ -70,8 +71,7 @@ def _scalar_operands(node: torch.fx.Node) -> list[float]:
 def _bind(node: torch.fx.Node) -> dict[str, object]:
     """Returns the node's arguments by schema name."""
     assert isinstance(node.target, OpOverload)
-    names = [argument.name for argument in node.target._schema.arguments]
-    return {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    return {**dict(zip(argument_names(node.target), node.args, strict=False)), **node.kwargs}
 
 
 PREDICATES: Mapping[str, Predicate] = MappingProxyType(

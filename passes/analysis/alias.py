@@ -15,6 +15,7 @@ from ampgraph.ops.kernels import (
     is_opaque,
     is_view,
     may_convert,
+    op_of,
     reads_strides,
     written_slots,
 )
@@ -55,12 +56,14 @@ def viewed(node: Node) -> list[Node]:
     Schemas declare views. Composite ops (einsum, sum_to_size) may return a view without a declaration; fake
     tensors show it. For a dropout that drops nothing, neither shows it.
     """
-    target = node.target
-    if not isinstance(target, OpOverload) or target._schema.is_mutable or may_convert(target):
+    if not isinstance(node.target, OpOverload):
         return []
-    if is_view(target) or (is_dropout(target) and not _drops(node)):
+    op = op_of(node.target)
+    if op.is_mutable or op.may_convert:
+        return []
+    if op.is_view or (op.is_dropout and not _drops(node)):
         return node.all_input_nodes[:1]
-    if not is_composite(target):
+    if not op.is_composite:
         return []
     keys, of = set(_keys(node)), {n: set(_keys(n)) for n in node.all_input_nodes}
     return [n for n in of if keys & of[n]] if keys <= set().union(*of.values()) else []

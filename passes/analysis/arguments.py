@@ -13,7 +13,10 @@ from ampgraph.ops import kernels
 def tensor_arguments(node: Node) -> Iterator[tuple[tuple[int | str, ...], Node]]:
     """Yields (path, node) for every node among the arguments; a path starts with a position or keyword."""
     for position, value in enumerate(node.args):
-        yield from _walk((position,), value)
+        if isinstance(value, Node):  # first because common
+            yield (position,), value
+        else:
+            yield from _walk((position,), value)
     for name, value in node.kwargs.items():
         yield from _walk((name,), value)
 
@@ -28,11 +31,12 @@ def argument_name(node: Node, path: tuple[int | str, ...]) -> str:
 
 def argument(node: Node, name: str) -> Any:
     """Returns an argument of an ATen call by its schema name, or None when it is not given."""
-    if name in node.kwargs:
-        return node.kwargs[name]
+    args, kwargs = node.args, node.kwargs
+    if name in kwargs:
+        return kwargs[name]
     names = kernels.argument_names(node.target)  # type: ignore[arg-type]
-    position = names.index(name) if name in names else len(node.args)
-    return node.args[position] if position < len(node.args) else None
+    position = names.index(name) if name in names else len(args)
+    return args[position] if position < len(args) else None
 
 
 def _walk(path: tuple[int | str, ...], value: Any) -> Iterator[tuple[tuple[int | str, ...], Node]]:

@@ -21,6 +21,7 @@ from .problem import Hazard
 
 # Paths longer than this belong to other parts of the model.
 _LONGEST = 8
+_PAIRED = ("add", "sub", "rsub", "div")
 _LOGARITHMS = ("log", "log2", "log10", "log1p", "special_log1p", "logit", "special_logit", "xlogy")
 _SATURATES = ("sigmoid", "special_expit", "hardsigmoid", "tanh", "erf")
 _ARITHMETIC = ("add", "sub", "rsub", "mul", "div", "pow", "square", "clamp", "clip", "clamp_min", "clamp_max")
@@ -30,15 +31,20 @@ def find_cancellations(facts: Facts, sizes: Sizes, low_dtype: torch.dtype) -> di
     """Returns the nodes that must stay float32 to keep a difference exact."""
     found: dict[Node, Hazard] = {}
     for node in facts:
-        for part, hazard in (*_beside_squares(node, sizes), *_before_logarithm(node, facts, low_dtype)):
+        name = kind(node)
+        if name in _PAIRED:
+            hazards = _beside_squares(node, sizes)
+        elif name in _LOGARITHMS:
+            hazards = _before_logarithm(node, facts, low_dtype)
+        else:
+            continue
+        for part, hazard in hazards:
             found.setdefault(part, hazard)
     return found
 
 
 def _beside_squares(node: Node, sizes: Sizes) -> Iterator[tuple[Node, Hazard]]:
     """Yields what is set against a large value and made of the same operands."""
-    if kind(node) not in ("add", "sub", "rsub", "div"):
-        return
     pair = [n for n in operands(node) if isinstance(n, Node)]
     if len(pair) < 2:
         return
@@ -69,8 +75,6 @@ def _path(start: Node, stops: set[Node], facts: Facts) -> list[Node] | None:
 
 def _before_logarithm(node: Node, facts: Facts, low_dtype: torch.dtype) -> Iterator[tuple[Node, Hazard]]:
     """Yields what leads from a probability into a logarithm."""
-    if kind(node) not in _LOGARITHMS:
-        return
     unit = torch.finfo(low_dtype).eps / 2
     reason = f"leads into {node.name!r}: {low_dtype} rounds what is near 1 by {unit:.2g}"
     for part in _from_probability(node, facts, {}, _LONGEST):

@@ -37,7 +37,7 @@ class Operand(NamedTuple):
     follow: bool
 
 
-@dataclass
+@dataclass(slots=True)
 class NodeFacts:
     """The facts about one node before decisions.
 
@@ -46,6 +46,7 @@ class NodeFacts:
         dtype_source: The node whose label applies: itself; for ``getitem`` the multi-output op, for
             ``x.type_as(other)`` the source of ``other``.
         operands: How it reads managed tensors.
+        op: What is known of its op, for an ATen op.
         op_class: Its class in the op lists, with the reason from the data.
         fixed_dtype: A dtype that the source names explicitly (a user's cast, ``dtype=``).
         elements: Total number of elements of its managed outputs.
@@ -63,6 +64,7 @@ class NodeFacts:
     dtype: torch.dtype | None
     dtype_source: Node
     operands: list[Operand] = field(default_factory=list)
+    op: kernels.Op | None = None
     op_class: OpClass | None = None
     class_reason: str = ""
     fixed_dtype: torch.dtype | None = None

@@ -26,6 +26,9 @@ def kind(node: Node) -> str:
 
 def operands(node: Node) -> tuple[Any, Any]:
     """Returns the first two arguments of an ATen call, however they were given; None for what is missing."""
+    args = node.args
+    if len(args) > 1:  # first because common
+        return args[0], args[1]
     names = kernels.argument_names(node.target)[:2]  # type: ignore[arg-type]
     first, second, *_ = (*(argument(node, name) for name in names), None, None)
     return first, second
@@ -40,9 +43,10 @@ def values_read(node: Node) -> list[Node]:
     """Returns the nodes whose values, not only whose sizes or dtypes, a node reads."""
     if not isinstance(node.target, OpOverload):
         return node.all_input_nodes
-    if kernels.reads_no_values(node.target):
+    op = kernels.op_of(node.target)
+    if op.reads_no_values:
         return []
-    if not (shape_only := kernels.shape_slots(node.target)):
+    if not (shape_only := op.shape_slots):
         return node.all_input_nodes
     read = (tensor for path, tensor in tensor_arguments(node) if argument_name(node, path) not in shape_only)
     return list(dict.fromkeys(read))
@@ -68,7 +72,8 @@ def _passes_on(node: Node) -> bool:
         return not isinstance(node.args[0], Node) or kind(node.args[0]) in ("max", "min")
     if not isinstance(node.target, OpOverload):
         return False
-    if kind(node) in (
+    op = kernels.op_of(node.target)
+    if op.name in (
         "select",
         "slice",
         "split",
@@ -79,7 +84,7 @@ def _passes_on(node: Node) -> bool:
         "diagonal",
     ):
         return False  # a part of it
-    return kernels.is_view(node.target) or is_cast(node) or kind(node) in _COPIES
+    return op.is_view or is_cast(node) or op.name in _COPIES
 
 
 def ancestors(node: Node) -> set[Node]:

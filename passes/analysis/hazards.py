@@ -107,7 +107,12 @@ class _Tracer:
         self.graph_module, self.facts, self.fixed, self.low_dtype = graph_module, facts, fixed, low_dtype
         self.labels: dict[Node, Precision] = {}
         self.traces: dict[Node, Trace] = {}
-        writes = [n for node in facts for n in written_args(node) if node.target is not _DETACH]
+        writes = [
+            n
+            for node, fact in facts.items()
+            if fact.op is not None and fact.op.written and node.target is not _DETACH
+            for n in written_args(node)
+        ]
         self.memory = AliasSets(graph_module.graph) if writes else None
         self.changed = {self.memory.root(n) for n in writes} if self.memory else set()
         self.written: dict[Node, Trace] = {}
@@ -135,18 +140,18 @@ class _Tracer:
     def _op(self, node: Node, fact: NodeFacts) -> Trace:
         values, read = tensors(node), values_read(node)
         trace = reduce(Trace.__or__, map(self._read, read)) if read else Trace()
-        random = isinstance(node.target, OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
+        random = fact.op is not None and fact.op.is_random
         trace = Trace(
             trace.measured or random,
             trace.counted or (not read and _holds_integers(values)),
-            self._takes_few_values(node, fact, trace, values),
+            self._takes_few_values(node, fact, trace, read, values),
             trace.moved,
         )
         if fact.dtype is None:
             return trace
         label = self.labels[node] = self._label(node, fact, trace)
         is_moved = label is not Precision.of(fact.dtype, self.low_dtype)
-        return trace._replace(moved=True) if is_moved else trace
+        return trace._replace(moved=True) if is_moved and not trace.moved else trace
 
     def _read(self, node: Node) -> Trace:
         trace = self.traces[node]
@@ -167,20 +172,23 @@ class _Tracer:
         followed = (self.facts[s.tensor].dtype_source for s in fact.operands if s.follow)
         return Precision.following(self.labels[source] for source in followed)
 
-    def _takes_few_values(self, node: Node, fact: NodeFacts, read: Trace, values: list[torch.Tensor]) -> bool:
+    def _takes_few_values(
+        self, node: Node, fact: NodeFacts, trace: Trace, read: list[Node], values: list[torch.Tensor]
+    ) -> bool:
         if all(v.dtype is torch.bool for v in values):
             return True  # numbers are not tensors
-        if not read.counted and all(map(is_number, values)):
+        if not trace.counted and all(map(is_number, values)):
             return True
         if node.target is operator.getitem:
-            return read.few
-        if not isinstance(node.target, OpOverload):
+            return trace.few
+        if not isinstance(node.target, OpOverload) or fact.op is None:
             return False
-        if not values_read(node):
+        if not read:
             name = kernels.packet_name(node.target).removeprefix("aten.")
-            return name in _FILLS or (kernels.reads_no_values(node.target) and not name.startswith("rand"))
-        keeps = fact.op_class is OpClass.CLEAR or kernels.promotes(node.target) or is_cast(node)
-        return keeps and read.few
+            return name in _FILLS or (fact.op.reads_no_values and not name.startswith("rand"))
+        if not trace.few:
+            return False
+        return fact.op_class is OpClass.CLEAR or fact.op.promotes or is_cast(node)
 
 
 def _holds_integers(values: list[torch.Tensor]) -> bool:

@@ -121,12 +121,12 @@ class Sizes:
         """Returns what may be any of them."""
         large = next((s for s in sizes if s.large), UNKNOWN)
         return Size(
-            min((s.low for s in sizes), default=-math.inf),
-            max((s.high for s in sizes), default=math.inf),
+            min([s.low for s in sizes], default=-math.inf),
+            max([s.high for s in sizes], default=math.inf),
             large.large,
             any(s.grows for s in sizes),
             next((s.root for s in sizes if s.root), ""),
-            min((s.eps for s in sizes if s.eps), default=0.0),
+            min([s.eps for s in sizes if s.eps], default=0.0),
         )
 
     def read(self, node: Node) -> list[Size]:

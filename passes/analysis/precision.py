@@ -17,12 +17,12 @@ class Precision(enum.Enum):
     @classmethod
     def of(cls, dtype: torch.dtype | None, low_dtype: torch.dtype) -> Precision:
         """Returns the precision of a dtype: low, or everything else."""
-        return cls.LOW if dtype == low_dtype else cls.FP32
+        return LOW if dtype == low_dtype else FP32
 
     @classmethod
     def following(cls, inputs: Iterable[Precision]) -> Precision:
         """Returns the precision of an op that follows its inputs: low if all of them are."""
-        return cls.LOW if all(label is cls.LOW for label in inputs) else cls.FP32
+        return FP32 if FP32 in inputs else LOW
 
     @property
     def other(self) -> Precision:

@@ -28,7 +28,7 @@ class Hazard(NamedTuple):
     fed_low: bool = False
 
 
-@dataclass
+@dataclass(slots=True)
 class Variable:
     """One node's label, pinned to a precision or free (None), with the reason.
 

@@ -13,7 +13,6 @@ from functools import cached_property
 import torch
 from torch.fx import GraphModule, Node
 
-from ampgraph._compat import OpOverload
 from ampgraph.ops.lists import OpClass
 
 from .cancellation import find_cancellations
@@ -54,7 +53,7 @@ class Values:
         for node, fact in facts.items():
             if fact.dtype is not torch.float32 or fact.dtype_source is not node:
                 continue
-            may_run_low = isinstance(node.target, OpOverload) and fact.op_class in _MAY_RUN_LOW
+            may_run_low = fact.op is not None and fact.op_class in _MAY_RUN_LOW
             if may_run_low and (hazard := _hazard_of(node, fact, sizes, limits) or cancelling.get(node)):
                 found[node] = hazard
         return found
@@ -75,14 +74,13 @@ def find_range_hazards(values: Values, fixed: Mapping[Node, Precision], follows:
 def _hazard_of(node: Node, fact: NodeFacts, sizes: Sizes, limits: torch.finfo) -> Hazard | None:
     name = str(limits.dtype)
     own = sizes[node]
-    read = values_read(node)
-    source = next((n for n in read if sizes[n].large and sizes[n].large in own.large), None)
-    if own.large and source is None:
-        return Hazard(own.large, fed_low=True)
     if fact.op_class is OpClass.WHITE and not own.large:
         return None
-    large = None if kind(node) in _SATURATES else next((n for n in read if sizes[n].large), None)
-    if large is not None:
+    read = values_read(node)
+    large = next((n for n in read if sizes[n].large), None)
+    if own.large and not any(sizes[n].large and sizes[n].large in own.large for n in read):
+        return Hazard(own.large, fed_low=True)
+    if large is not None and kind(node) not in _SATURATES:
         return Hazard(f"reads {large.name!r}: {sizes[large].large}", large, fed_low=True)
     flushed = limits.tiny * limits.eps * 16  # a few of the smallest numbers
     small = next((n for n in (*read, node) if 0 < sizes[n].eps < flushed and sizes[n].low < flushed), None)

@@ -14,7 +14,7 @@ import torch
 from torch.fx import Node
 from torch.nn import Module
 
-from ampgraph._compat import FakeTensor, OpOverload
+from ampgraph._compat import FakeTensor
 from ampgraph.marks import input_mark
 from ampgraph.ops import kernels
 from ampgraph.ops.lists import OpClass
@@ -45,12 +45,14 @@ def find_range_pins(
             if is_outside(peak := extents.peak(node), low_dtype):
                 out_of_range[node] = f"{node.name!r} holds {peak:.4g}, outside {low_dtype}'s range"
             continue
-        if not isinstance(node.target, OpOverload) or fact.dtype is None:
+        if fact.op is None or fact.dtype is None:
             continue
         named = [*named_numbers(node)]
         if own := _number_reason(node, named, low_dtype):
             pins[node] = own
         slots = [s for s in fact.operands if s.tensor in out_of_range and not _is_harmless(node, s)]
+        if not slots and not named:
+            continue
         if slots:
             pins.setdefault(node, out_of_range[slots[0].tensor])
         large = [out_of_range[s.tensor] for s in slots if not _divides(node, argument_name(node, s.path))]
@@ -95,8 +97,9 @@ def numbers(node: Node) -> Iterator[float]:
 
 def named_numbers(node: Node) -> Iterator[tuple[str, float]]:
     """Yields them with the names of the arguments."""
+    args, kwargs = node.args, node.kwargs
     for position, name in kernels.number_slots(node.target):  # type: ignore[arg-type]
-        value = node.args[position] if position < len(node.args) else node.kwargs.get(name)
+        value = args[position] if position < len(args) else kwargs.get(name)
         if isinstance(value, (int, float)) and not isinstance(value, bool):
             yield name, value
 

@@ -8,15 +8,12 @@ from collections.abc import Mapping
 import torch
 from torch.fx import Node
 
-from ampgraph._compat import OpOverload
-from ampgraph.ops import kernels
 from ampgraph.ops.lists import OpClass
 
 from . import size_of_arithmetic as arithmetic
 from . import size_of_growth as growth
 from .arguments import argument
 from .facts import tensors
-from .graph_walk import kind
 from .magnitudes import UNIT, UNKNOWN, Rule, Size, Sizes
 from .products import terms
 
@@ -87,19 +84,19 @@ RULES: Mapping[str, Rule] = _table(
 
 def size_of_op(sizes: Sizes, node: Node) -> Size:
     """Returns the size of what a node computes from what it reads."""
-    values = tensors(node)
+    fact, values = sizes.facts[node], tensors(node)
     if values and all(v.dtype is torch.bool for v in values):
         return UNIT
     if node.target is operator.getitem:
         return sizes.of(node.args[0])
-    if not isinstance(node.target, OpOverload):
+    if fact.op is None:
         return UNKNOWN
-    if rule := RULES.get(kind(node)):
+    if rule := RULES.get(fact.op.name):
         return rule(sizes, node)
-    if terms(node) is not None or sizes.facts[node].op_class is OpClass.WHITE:
+    if terms(node) is not None or fact.op_class is OpClass.WHITE:
         return growth.product(sizes, node)
-    if sizes.facts[node].op_class is OpClass.CLEAR or kernels.is_view(node.target):
-        return sizes.hull(*sizes.read(node)) if sizes.read(node) else UNKNOWN
-    if sizes.facts[node].op_class is OpClass.GRAY:
+    if fact.op_class is OpClass.CLEAR or fact.op.is_view:
+        return sizes.hull(*read) if (read := sizes.read(node)) else UNKNOWN
+    if fact.op_class is OpClass.GRAY:
         return UNKNOWN.marked(sizes.hull(*sizes.read(node))._replace(root="", eps=0.0))
     return UNKNOWN

@@ -86,6 +86,7 @@ class _Builder:
             n: n if v.pinned is None else _TERMINALS[v.pinned] for n, v in problem.variables.items()
         }
         self.undecided = {n: tensors for n, tensors in problem.promoted.items() if self._is_undecided(n)}
+        self.open = {n for n, v in problem.variables.items() if v.pinned is None} | self.undecided.keys()
 
     def build(self) -> None:
         problem, network = self.problem, self.network
@@ -134,9 +135,12 @@ class _Builder:
     def _add_casts(self, tensor: Node) -> None:
         """Adds the cost of casting one tensor, once per direction (once per use if its memory is written)."""
         problem, fact = self.problem, self.problem.facts[tensor]
+        producer, uses = self._vertex(fact.dtype_source), problem.uses[tensor]
+        if producer in (SOURCE, SINK) and self.open.isdisjoint([user for user, _ in uses]):
+            return  # whatever the cut, these casts are the same
         widening: dict[Hashable, _Readers] = defaultdict(_Readers)
         narrowing: dict[Hashable, _Readers] = defaultdict(_Readers)
-        for user, index in problem.uses[tensor]:
+        for user, index in uses:
             operand, at = problem.facts[user].operands[index], self._vertex(user)
             promoted = operand.rule is OperandRule.PROMOTED
             key = (user, promoted or index) if fact.mutated else None
@@ -152,13 +156,13 @@ class _Builder:
                 narrowing[key].need(at)
         each, per_element = self.cast_weights[fact.is_parameter]
         weight = each + per_element * fact.elements
-        producer = self._vertex(fact.dtype_source)
         for group, readers in widening.items():
             cast = readers.shared(SINK, (tensor, "widen", group))
             self.network.add_arc(producer, cast, weight * (readers.uses if fact.mutated else 1))
             for reader in readers.needing - {cast, SINK}:
                 self.network.add_arc(cast, reader, INFINITE)
-            self.widened.update(((tensor, user), cast) for user in readers.choosing)
+            for user in readers.choosing:
+                self.widened[tensor, user] = cast
         for group, readers in narrowing.items():
             cast = readers.shared(SOURCE, (tensor, "narrow", group))
             self.network.add_arc(cast, producer, weight * (readers.uses if fact.mutated else 1))
@@ -174,6 +178,8 @@ def _cast_weights(weigh: Weigher, activations: int) -> tuple[int, int]:
 
 class _Readers:
     """The readers that share one cast of a tensor: vertices that need it, and ops that may choose it."""
+
+    __slots__ = ("choosing", "needing", "uses")
 
     def __init__(self) -> None:
         self.needing: set[Vertex] = set()

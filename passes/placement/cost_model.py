@@ -52,8 +52,11 @@ def demands(problem: Problem, labels: Labels, anchors: Anchors) -> Demands:
     """Returns, for each (tensor, needed label) that differs from the tensor's own, the uses that need it."""
     found: Demands = {}
     for node, operand, owner in problem.reads:
-        need = required(problem, operand, labels.get(node, FP32), anchors.get(node))
-        if need is not None and need is not labels[owner]:
+        label, own = labels.get(node, FP32), labels[owner]
+        if label is own and operand.rule is not OperandRule.SOURCE_DTYPE:
+            continue  # the common case: the node reads its own dtype
+        need = required(problem, operand, label, anchors.get(node))
+        if need is not None and need is not own:
             found.setdefault((operand.tensor, need), []).append((node, operand))
     return found
 

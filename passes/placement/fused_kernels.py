@@ -115,7 +115,7 @@ class FusedKernels:
 
     def kernel(self, node: Node) -> Node:
         """Returns the node that stands for the kernel of ``node``."""
-        while (next_one := self._joined.get(node, node)) is not node:
+        while (next_one := self._joined.get(node)) is not None:
             node = next_one
         return node
 
@@ -145,9 +145,9 @@ class FusedKernels:
 
     def reads(self, tensor: Node) -> list[Read]:
         """Returns who reads a tensor's memory, directly or through views; the same list at every call."""
-        if tensor not in self._reads:
-            self._reads[tensor] = self._find_reads(tensor)
-        return self._reads[tensor]
+        if (found := self._reads.get(tensor)) is None:
+            found = self._reads[tensor] = self._find_reads(tensor)
+        return found
 
     def _find_reads(self, tensor: Node) -> list[Read]:
         found: dict[tuple[Node, Node], Read] = {}
@@ -166,8 +166,11 @@ class FusedKernels:
     def _add(self, node: Node) -> None:
         kind = self.kinds[node] = self._kind(node)
         inputs = [n for n in node.all_input_nodes if n in self.kinds]
-        self.has_gradient[node] = _is_trained(node) if kind is Kind.INPUT else self._passes_gradients(node)
         self.roots[node] = node
+        if kind is Kind.INPUT:
+            self.has_gradient[node], self._levels[node] = _is_trained(node), 0
+            return
+        self.has_gradient[node] = self._passes_gradients(node, inputs)
         if kind is Kind.VIEW and self._is_view_of_managed(node, inputs[0]):
             self.roots[node], self._levels[node] = self.roots[inputs[0]], self._levels[inputs[0]]
             return
@@ -224,12 +227,11 @@ class FusedKernels:
                 (stack if is_view else found).append(user)
         return bool(found) and all(op_name(u) and op_name(u) not in in_memory for u in found)
 
-    def _passes_gradients(self, node: Node) -> bool:
+    def _passes_gradients(self, node: Node, inputs: list[Node]) -> bool:
         is_float = self.facts[node].dtype is not None or self.kinds[node] in (Kind.ITEM, Kind.OUTPUT)
-        has_several = isinstance(node.meta.get("val"), (tuple, list))
-        if not (is_float or has_several):
+        if not (is_float or isinstance(node.meta.get("val"), (tuple, list))):
             return False
-        return any(self.has_gradient.get(n, False) for n in node.all_input_nodes)
+        return any(self.has_gradient[n] for n in inputs)
 
     def _find_saved(self, node: Node) -> None:
         if self.kinds[node] not in (Kind.FUSED, Kind.READS_MEMORY, Kind.CONCATENATES):
@@ -250,8 +252,8 @@ class FusedKernels:
     def _needs_operands(self, node: Node, name: str) -> bool:
         if name in fusion.NORMS or node in self.saved_low:  # counted with the norm
             return False
-        inputs = node.all_input_nodes
         if name in fusion.PRODUCTS:
+            inputs = node.all_input_nodes
             is_square = len(inputs) == 1 and sum(isinstance(a, Node) for a in node.args) > 1
             return is_square or sum(self.has_gradient[n] for n in inputs) > 1
         if name in fusion.QUOTIENTS:

@@ -24,13 +24,26 @@ the order of their ``repr``, not in the order of insertion.
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 
 SOURCE, SINK = "source", "sink"
 INFINITE = 1 << 200
 Vertex = Hashable
 Sides = dict[Vertex, bool]
+
+
+class _Vertex:
+    """The capacities of a vertex's arcs, their sums, and the choices that it heads or is an option of."""
+
+    __slots__ = ("from_source", "heads", "in_sum", "into", "options", "out", "out_sum", "to_sink")
+
+    def __init__(self) -> None:
+        self.out: dict[Vertex, int] = {}
+        self.into: dict[Vertex, int] = {}
+        self.out_sum = self.in_sum = self.from_source = self.to_sink = 0
+        self.heads: set[Hashable] = set()
+        self.options: set[Hashable] = set()
 
 
 class CutNetwork:
@@ -44,23 +57,14 @@ class CutNetwork:
     def __init__(self) -> None:
         self.fixed_cost = 0
         self.choices: dict[Hashable, tuple[Vertex, dict[Vertex, None]]] = {}
-        self._out: dict[Vertex, dict[Vertex, int]] = {}
-        self._in: dict[Vertex, dict[Vertex, int]] = {}
-        self._out_sum: dict[Vertex, int] = defaultdict(int)
-        self._in_sum: dict[Vertex, int] = defaultdict(int)
-        self._from_source: dict[Vertex, int] = defaultdict(int)
-        self._to_sink: dict[Vertex, int] = defaultdict(int)
-        self._heads: dict[Vertex, set[Hashable]] = defaultdict(set)
-        self._options: dict[Vertex, set[Hashable]] = defaultdict(set)
+        self._vertices: dict[Vertex, _Vertex] = {}
 
     def __len__(self) -> int:
-        return len(self._out)
+        return len(self._vertices)
 
     def add_vertex(self, vertex: Vertex) -> None:
         """Adds the vertex if it is not in the network."""
-        if vertex not in self._out:
-            self._out[vertex] = {}
-            self._in[vertex] = {}
+        self._made(vertex)
 
     def add_arc(self, u: Vertex, v: Vertex, capacity: int) -> None:
         """Adds ``capacity`` to the arc from u to v; either may be `SOURCE` or `SINK`."""
@@ -69,18 +73,15 @@ class CutNetwork:
         if u == SOURCE and v == SINK:
             self.fixed_cost += capacity
         elif u == SOURCE:
-            self.add_vertex(v)
-            self._from_source[v] += capacity
+            self._made(v).from_source += capacity
         elif v == SINK:
-            self.add_vertex(u)
-            self._to_sink[u] += capacity
+            self._made(u).to_sink += capacity
         else:
-            self.add_vertex(u)
-            self.add_vertex(v)
-            self._out[u][v] = self._out[u].get(v, 0) + capacity
-            self._in[v][u] = self._in[v].get(u, 0) + capacity
-            self._out_sum[u] += capacity
-            self._in_sum[v] += capacity
+            tail, head = self._made(u), self._made(v)
+            tail.out[v] = tail.out.get(v, 0) + capacity
+            head.into[u] = head.into.get(u, 0) + capacity
+            tail.out_sum += capacity
+            head.in_sum += capacity
 
     def add_choice(self, name: Hashable, head: Vertex, options: Iterable[Vertex]) -> None:
         """Demands that one of ``options`` ends on the sink side if ``head`` (or `SINK`) does."""
@@ -91,23 +92,24 @@ class CutNetwork:
             self.add_arc(next(iter(left), SOURCE), head, INFINITE)
             return
         self.choices[name] = head, left
-        for vertex in (*left, *(() if head == SINK else (head,))):
-            self.add_vertex(vertex)
-            (self._heads if vertex == head else self._options)[vertex].add(name)
+        for option in left:
+            self._made(option).options.add(name)
+        if head != SINK:
+            self._made(head).heads.add(name)
 
     def vertices(self) -> Iterable[Vertex]:
         """Returns the vertices that are not fixed."""
-        return self._out.keys()
+        return self._vertices.keys()
 
     def terminal_arcs(self) -> Iterator[tuple[Vertex, int, int]]:
         """Yields (vertex, cost on the source side, cost on the sink side)."""
-        for v in self._out:
-            yield v, self._to_sink[v], self._from_source[v]
+        for v, vertex in self._vertices.items():
+            yield v, vertex.to_sink, vertex.from_source
 
     def arcs(self) -> Iterator[tuple[Vertex, Vertex, int]]:
         """Yields the arcs between vertices with their capacities."""
-        for u, outs in self._out.items():
-            for v, capacity in outs.items():
+        for u, vertex in self._vertices.items():
+            for v, capacity in vertex.out.items():
                 yield u, v, capacity
 
     def minimum_cut(self) -> Sides:
@@ -119,44 +121,46 @@ class CutNetwork:
 
     def fix(self, v: Vertex, on_source: bool) -> list[Vertex]:
         """Merges ``v`` into a terminal and returns the vertices that may now be fixed."""
-        from_source, to_sink = self._from_source.pop(v, 0), self._to_sink.pop(v, 0)
-        self.fixed_cost += to_sink if on_source else from_source
-        outs, ins = self._out.pop(v), self._in.pop(v)
-        for u, capacity in outs.items():
-            del self._in[u][v]
-            self._in_sum[u] -= capacity
+        vertex = self._vertices.pop(v)
+        self.fixed_cost += vertex.to_sink if on_source else vertex.from_source
+        for u, capacity in vertex.out.items():
+            head = self._vertices[u]
+            del head.into[v]
+            head.in_sum -= capacity
             if on_source:
-                self._from_source[u] += capacity
-        for u, capacity in ins.items():
-            del self._out[u][v]
-            self._out_sum[u] -= capacity
+                head.from_source += capacity
+        for u, capacity in vertex.into.items():
+            tail = self._vertices[u]
+            del tail.out[v]
+            tail.out_sum -= capacity
             if not on_source:
-                self._to_sink[u] += capacity
-        touched = [*outs, *ins]
-        for name in [*self._heads.pop(v, ())]:
+                tail.to_sink += capacity
+        touched = [*vertex.out, *vertex.into]
+        for name in vertex.heads:
             touched += self._drop_choice(name) if on_source else self._keep_choice(name, SINK, v)
-        for name in [*self._options.pop(v, ())]:
-            head = self.choices[name][0]
-            touched += self._keep_choice(name, head, v) if on_source else self._drop_choice(name)
+        for name in vertex.options:
+            head_of = self.choices[name][0]
+            touched += self._keep_choice(name, head_of, v) if on_source else self._drop_choice(name)
         return touched
 
     def presolve(self) -> Sides:
         """Fixes vertices until no side is certain; see the module docstring."""
         sides: Sides = {}
-        queue = deque(sorted(self._out, key=repr) if self.choices else self._out)
+        names = {v: repr(v) for v in self._vertices} if self.choices else {}
+        queue = deque(sorted(names, key=names.__getitem__) if names else self._vertices)
         queued = set(queue)
         while queue:
             v = queue.popleft()
             queued.discard(v)
-            if v not in self._out or (side := self._clear_side(v)) is None:
+            if v not in self._vertices or (side := self._clear_side(v)) is None:
                 continue
             sides[v] = side
-            touched = self.fix(v, side)
+            touched = [u for u in self.fix(v, side) if u in self._vertices]
             if self.choices:
-                touched += [self.choices[c][0] for u in touched for c in self._options.get(u, ())]
-                touched = sorted(set(touched), key=repr)
+                touched += [self.choices[c][0] for u in touched for c in self._vertices[u].options]
+                touched = sorted({u for u in touched if u != SINK}, key=names.__getitem__)
             for u in touched:
-                if u in self._out and u not in queued:
+                if u not in queued:
                     queued.add(u)
                     queue.append(u)
         return sides
@@ -164,7 +168,7 @@ class CutNetwork:
     def split(self) -> list[CutNetwork]:
         """Returns the components that are connected by arcs and choices."""
         parts, seen = [], set[Vertex]()
-        for start in self._out:
+        for start in self._vertices:
             if start in seen:
                 continue
             members, stack = [], [start]
@@ -172,10 +176,7 @@ class CutNetwork:
             while stack:
                 v = stack.pop()
                 members.append(v)
-                near = [*self._out[v], *self._in[v]]
-                for name in (*self._heads.get(v, ()), *self._options.get(v, ())):
-                    near += [self.choices[name][0], *self.choices[name][1]]
-                for u in near:
+                for u in self._near(v):
                     if u not in seen and u != SINK:
                         seen.add(u)
                         stack.append(u)
@@ -186,66 +187,78 @@ class CutNetwork:
         """Returns some vertices with their choices and arcs, which it shares; ``fixed_cost`` starts at 0."""
         part = CutNetwork()
         for v in members:
-            part._out[v], part._in[v] = self._out[v], self._in[v]
-            part._out_sum[v], part._in_sum[v] = self._out_sum[v], self._in_sum[v]
-            part._from_source[v], part._to_sink[v] = self._from_source[v], self._to_sink[v]
-            for name in (*self._heads.get(v, ()), *self._options.get(v, ())):
+            vertex = part._vertices[v] = self._vertices[v]
+            for name in (*vertex.heads, *vertex.options):
                 head, options = self.choices[name]
                 part.choices[name] = head, {**options}
-                (part._heads if v == head else part._options)[v].add(name)
         return part
 
     def cut(self) -> Sides:
         """Returns the minimum cut with the largest source side, without choices."""
-        if not self._out:
+        if not self._vertices:
             return {}
         import networkx as nx
 
         graph = nx.DiGraph()
-        graph.add_nodes_from([SOURCE, SINK, *self._out])
-        for v in self._out:
-            pull = self._from_source[v] - self._to_sink[v]
+        graph.add_nodes_from([SOURCE, SINK, *self._vertices])
+        for v, vertex in self._vertices.items():
+            pull = vertex.from_source - vertex.to_sink
             if pull > 0:
                 graph.add_edge(SOURCE, v, capacity=pull)
             elif pull < 0:
                 graph.add_edge(v, SINK, capacity=-pull)
-            graph.add_edges_from((v, u, {"capacity": c}) for u, c in self._out[v].items())
+            graph.add_edges_from((v, u, {"capacity": c}) for u, c in vertex.out.items())
         # networkx gives the smallest sink side: the vertices that still reach the sink.
         _, (source_side, _) = nx.minimum_cut(graph, SOURCE, SINK)
-        return {v: v in source_side for v in self._out}
+        return {v: v in source_side for v in self._vertices}
 
     def cost(self, sides: Mapping[Vertex, bool]) -> int:
         """Returns the cost of the arcs for the given sides, including ``fixed_cost``."""
         total = self.fixed_cost
-        for v, outs in self._out.items():
+        for v, vertex in self._vertices.items():
             if sides[v]:
-                total += self._to_sink[v] + sum(c for u, c in outs.items() if not sides[u])
+                total += vertex.to_sink + sum([c for u, c in vertex.out.items() if not sides[u]])
             else:
-                total += self._from_source[v]
+                total += vertex.from_source
         return total
 
     def price(self, v: Vertex) -> int:
         """Returns an upper bound of the cost of moving ``v`` to the sink side."""
-        return max(0, self._from_source[v] + self._in_sum[v] - self._to_sink[v])
+        vertex = self._vertices[v]
+        return max(0, vertex.from_source + vertex.in_sum - vertex.to_sink)
+
+    def _made(self, v: Vertex) -> _Vertex:
+        if (vertex := self._vertices.get(v)) is None:
+            vertex = self._vertices[v] = _Vertex()
+        return vertex
+
+    def _near(self, v: Vertex) -> list[Vertex]:
+        """Returns the vertices that arcs and choices connect with ``v``; `SINK` may be among them."""
+        vertex = self._vertices[v]
+        near = [*vertex.out, *vertex.into]
+        for name in (*vertex.heads, *vertex.options):
+            head, options = self.choices[name]
+            near += [head, *options]
+        return near
 
     def _clear_side(self, v: Vertex) -> bool | None:
-        from_source, to_sink = self._from_source[v], self._to_sink[v]
-        if v in self._options:
-            return False if to_sink >= from_source + self._in_sum[v] else None
-        if from_source >= min(to_sink + self._out_sum[v], INFINITE):
+        vertex = self._vertices[v]
+        from_source, to_sink = vertex.from_source, vertex.to_sink
+        if vertex.options:
+            return False if to_sink >= from_source + vertex.in_sum else None
+        if from_source >= min(to_sink + vertex.out_sum, INFINITE):
             return True
-        lead = to_sink - from_source - self._in_sum[v]
-        if lead > 0 and v in self._heads:
-            lead -= sum(min(map(self.price, self.choices[name][1])) for name in self._heads[v])
+        lead = to_sink - from_source - vertex.in_sum
+        if lead > 0 and vertex.heads:
+            lead -= sum(min(map(self.price, self.choices[name][1])) for name in vertex.heads)
         return False if lead > 0 or to_sink >= INFINITE else None
 
     def _drop_choice(self, name: Hashable) -> list[Vertex]:
         head, options = self.choices.pop(name)
-        for index, vertex in ((self._heads, head), *((self._options, o) for o in options)):
-            if vertex in index:
-                index[vertex].discard(name)
-                if not index[vertex]:
-                    del index[vertex]
+        for v in (head, *options):
+            if v in self._vertices:
+                vertex = self._vertices[v]
+                (vertex.heads if v == head else vertex.options).discard(name)
         return [head, *options]
 
     def _keep_choice(self, name: Hashable, head: Vertex, fixed: Vertex) -> list[Vertex]:

@@ -10,13 +10,18 @@ vertex has the fewest neighbours, tables stay at some tens of entries.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import cache
 from heapq import heapify, heappop, heappush
 from itertools import product
 
 from .min_cut import INFINITE, SINK, CutNetwork, Sides, Vertex
 
-Table = dict[tuple[bool, ...], int]
+# The values of a term: one for each combination of its vertices' sides, in the order of `product`.
+Table = tuple[int, ...]
 Term = tuple[tuple[Vertex, ...], Table]
+# For each combination of the other vertices' sides: whether a vertex is better on the source side.
+Choice = dict[tuple[bool, ...], bool]
+_SIDES = (True, False)
 
 
 def elimination_order(network: CutNetwork, most_entries: int) -> tuple[list[Vertex], int] | None:
@@ -52,20 +57,15 @@ def eliminate(network: CutNetwork, order: list[Vertex]) -> Sides:
     terms: dict[Vertex, dict[int, Term]] = {v: {} for v in order}
     for term in _terms(network):
         _add(terms, term)
-    decided: list[tuple[Vertex, tuple[Vertex, ...], dict[tuple[bool, ...], bool]]] = []
+    decided: list[tuple[Vertex, tuple[Vertex, ...], Choice]] = []
+    minimum = cache(_minimum)  # layers repeat
     for v in order:
         mine = list(terms.pop(v).values())
-        scope = tuple(dict.fromkeys(u for others, _ in mine for u in others if u != v))
+        scope = tuple(dict.fromkeys([u for others, _ in mine for u in others if u != v]))
         places = {v: 0, **{u: i for i, u in enumerate(scope, 1)}}
-        indexed = [([places[u] for u in others], table) for others, table in mine]
-        least: Table = {}
-        choice: dict[tuple[bool, ...], bool] = {}
-        for sides in product((True, False), repeat=len(scope)):
-            low, fp32 = (True, *sides), (False, *sides)
-            if_low = sum([table[tuple([low[i] for i in at])] for at, table in indexed])
-            if_fp32 = sum([table[tuple([fp32[i] for i in at])] for at, table in indexed])
-            choice[sides] = if_low <= if_fp32
-            least[sides] = min(if_low, if_fp32)
+        least, choice = minimum(
+            len(scope), tuple([(tuple([places[u] for u in others]), table) for others, table in mine])
+        )
         for term in mine:
             for u in term[0]:
                 if u != v:
@@ -79,6 +79,29 @@ def eliminate(network: CutNetwork, order: list[Vertex]) -> Sides:
     return {v: found[v] for v in network.vertices()}
 
 
+def _minimum(others: int, terms: tuple[tuple[tuple[int, ...], Table], ...]) -> tuple[Table, Choice]:
+    """Returns the minimum over the sides of one vertex, and the side that gives it.
+
+    The least value of the minimum is made zero, so that equal layers give equal terms.
+
+    Args:
+        others: How many other vertices there are.
+        terms: The places of each term's vertices (the one vertex has the place 0), and its values.
+    """
+    tables = [(at, dict(zip(product(_SIDES, repeat=len(at)), table, strict=True))) for at, table in terms]
+    found: list[int] = []
+    choice: Choice = {}
+    for sides in product(_SIDES, repeat=others):
+        low, fp32 = (
+            sum([table[tuple([all_sides[i] for i in at])] for at, table in tables])
+            for all_sides in ((True, *sides), (False, *sides))
+        )
+        choice[sides] = low <= fp32
+        found.append(min(low, fp32))
+    least = min(found)
+    return tuple([value - least for value in found]), choice
+
+
 def _add(terms: dict[Vertex, dict[int, Term]], term: Term) -> None:
     for v in term[0]:
         terms[v][id(term)] = term
@@ -87,17 +110,15 @@ def _add(terms: dict[Vertex, dict[int, Term]], term: Term) -> None:
 def _terms(network: CutNetwork) -> Iterable[Term]:
     """Yields the terms; a choice among many options becomes a chain of choices between two."""
     for v, to_sink, from_source in network.terminal_arcs():
-        yield (v,), {(True,): to_sink, (False,): from_source}
+        yield (v,), (to_sink, from_source)
     for u, v, capacity in network.arcs():
-        yield (u, v), {(True, True): 0, (True, False): capacity, (False, True): 0, (False, False): 0}
+        yield (u, v), (0, capacity, 0, 0)
     for name, (head, options) in network.choices.items():
         *first, last = sorted(options, key=repr)
         for index, option in enumerate(first):
             rest = last if option is first[-1] else (name, "rest", index)
-            scope = (option, rest) if head == SINK else (head, option, rest)
-            broken = (True, True) if head == SINK else (False, True, True)
-            yield (
-                scope,
-                {s: INFINITE if s == broken else 0 for s in product((True, False), repeat=len(scope))},
-            )
+            if head == SINK:
+                yield (option, rest), (INFINITE, 0, 0, 0)
+            else:
+                yield (head, option, rest), (0, 0, 0, 0, INFINITE, 0, 0, 0)
             head = rest
