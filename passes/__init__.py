@@ -1,4 +1,4 @@
-"""Graph to graph, one pass a file; `pipeline.default_pipeline` is the whole pipeline in one tuple."""
+"""Graph to graph, one pass a file; `pipeline.default_pipeline` returns the whole pipeline."""
 
 from .base import Hook, Pass, Pins, Workspace, run_passes, workspace
 from .choose_saved import ChooseSaved

@@ -1,4 +1,4 @@
-"""The whole pipeline as one tuple, and `rewrite`, which every entry point calls to run it."""
+"""The whole pipeline, readable in one place, and `rewrite`, which every entry point calls to run it."""
 
 from __future__ import annotations
 

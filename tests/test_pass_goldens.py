@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import textwrap
 from pathlib import Path
 
@@ -32,6 +33,7 @@ from ampgraph.passes import (
     RemoveCasts,
     SaveNorms,
     Verify,
+    default_pipeline,
     run_passes,
     workspace,
 )
@@ -91,6 +93,14 @@ def test_every_pass_has_its_golden() -> None:
     assert len(named) >= 14
     missing = sorted(named - globals().keys())
     assert not missing, f"add a golden of {', '.join(missing)} to this file"
+
+
+def test_the_table_of_passes_is_the_pipeline() -> None:
+    page = (Path(__file__).parent.parent / "docs/architecture.md").read_text()
+    table = page.partition("## Decide, then edit")[2].partition("\n\n`run_passes`")[0]
+    rows = re.findall(r"^\| `(\w+)` \|.* (yes|no) \|$", table, re.MULTILINE)
+    passes = default_pipeline(Policy("O1", dtype=torch.bfloat16))
+    assert rows == [(step.name, "yes" if step.edits else "no") for step in passes]
 
 
 def test_normalize() -> None:
