@@ -1,6 +1,8 @@
 """Brings a captured graph into the form that analysis expects.
 
 - It removes ``aten._assert_tensor_metadata`` nodes, because they assert dtypes that this compiler changes.
+- It takes calls that return their input out of regions without gradients. The input keeps its gradients
+  there, and a cast of it would not.
 - It sets ``copy=True`` on casts of written memory, because a plan may make the two dtypes equal.
 - It makes in-place ops functional if the result is the same. Otherwise (a write through a view, a slice
   assignment) the written memory gets a separate node, a clone that `CleanCasts` removes again. So a cast
@@ -9,6 +11,7 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -36,6 +39,7 @@ class Normalize(Pass):
     def run(self, graph_module: GraphModule) -> bool:
         graph = graph_module.graph
         modified = _drop_dtype_asserts(graph)
+        modified |= _free_returned_inputs(graph)
         if any(map(written_args, graph.nodes)):
             modified |= _functionalize(graph)
             modified |= _let_casts_copy(graph)
@@ -48,6 +52,47 @@ def _drop_dtype_asserts(graph: Graph) -> bool:
     for node in asserts:
         graph.erase_node(node)
     return bool(asserts)
+
+
+def _free_returned_inputs(graph: Graph) -> bool:
+    """Readers of a returned input read the input; a cast to the same dtype moves before the region."""
+    inside = without_gradients(graph)
+    if not inside:
+        return False
+    mode, written = fake_mode_of(graph), written_memory(graph)
+    modified = False
+    for node, switch in [*inside.items()]:
+        returned = _returned_input(node, mode)
+        if returned is None or returned in inside:
+            continue
+        if not _is_conversion(node):
+            node.replace_all_uses_with(returned)
+        elif node in written:
+            continue
+        else:
+            switch.prepend(node)
+            del inside[node]
+        modified = True
+    return modified
+
+
+def _returned_input(node: Node, mode: FakeTensorMode | None) -> Node | None:
+    """Returns the input that a call returns as it is, or None."""
+    made = node.args[0] if node.target is operator.getitem else node
+    if not isinstance(made, Node) or not isinstance(made.target, OpOverload) or written_args(made):
+        return None
+    if not (
+        kernels.op_of(made.target).is_composite or _is_conversion(made) or kernels.is_dropout(made.target)
+    ):
+        return None
+    result = evaluate(made, mode)
+    if made is not node:
+        result = result[node.args[1]]
+    return next((n for n in made.all_input_nodes if n.meta.get("val") is result), None)
+
+
+def _is_conversion(node: Node) -> bool:
+    return isinstance(node.target, OpOverload) and kernels.may_convert(node.target)
 
 
 def _functionalize(graph: Graph) -> bool:
