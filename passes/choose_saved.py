@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -42,7 +43,7 @@ class ChooseSaved(Pass):
         assert plan is not None
         assert costs is not None
         assert placement is not None
-        found = _norms(problem, plan, costs.kernels, without_gradients(graph_module.graph))
+        found = _norms(problem, plan, costs.kernels, without_gradients(graph_module.graph).keys())
         if found:
             fused = costs.saving_low(found).fused(placement.labels)
             names = ("fused_forward", "fused_backward", "fused_saved")
@@ -60,7 +61,7 @@ def _explained(plan: Plan, norms: list[Norm]) -> dict[str, Decision]:
     return {name: replace(d, reason=f"{d.reason}; {more}") for name, d in decisions}
 
 
-def _norms(problem: Problem, plan: Plan, kernels: FusedKernels, without: set[Node]) -> list[Norm]:
+def _norms(problem: Problem, plan: Plan, kernels: FusedKernels, without: Set[Node]) -> list[Norm]:
     """Returns the norms; ``without`` are the calls without gradients, whose gradient is no norm's."""
     cast_low = {cast.tensor for cast in plan.casts if cast.dst == plan.low_dtype and not cast.is_parameter}
     found = []

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import ClassVar
 
 import torch
@@ -39,7 +40,7 @@ class Normalize(Pass):
     def run(self, graph_module: GraphModule) -> bool:
         graph = graph_module.graph
         modified = _drop_dtype_asserts(graph)
-        modified |= _free_returned_inputs(graph)
+        modified |= _free_returned_inputs(graph_module)
         if any(map(written_args, graph.nodes)):
             modified |= _functionalize(graph)
             modified |= _let_casts_copy(graph)
@@ -54,26 +55,40 @@ def _drop_dtype_asserts(graph: Graph) -> bool:
     return bool(asserts)
 
 
-def _free_returned_inputs(graph: Graph) -> bool:
+def _free_returned_inputs(graph_module: GraphModule) -> bool:
     """Readers of a returned input read the input; a cast to the same dtype moves before the region."""
+    graph = graph_module.graph
     inside = without_gradients(graph)
     if not inside:
         return False
-    mode, written = fake_mode_of(graph), written_memory(graph)
+    mode, written, carrying = fake_mode_of(graph), written_memory(graph), set[Node]()
     modified = False
-    for node, switch in [*inside.items()]:
-        returned = _returned_input(node, mode)
-        if returned is None or returned in inside:
+    for node in list(graph.nodes):
+        if node not in inside:
+            if _may_have_gradients(node, graph_module, carrying):
+                carrying.add(node)
             continue
+        returned = _returned_input(node, mode)
+        if returned not in carrying:
+            continue
+        switch = inside[node]
         if not _is_conversion(node):
             node.replace_all_uses_with(returned)
         elif node in written:
             continue
         else:
             switch.prepend(node)
-            del inside[node]
+            carrying.add(node)
         modified = True
     return modified
+
+
+def _may_have_gradients(node: Node, graph_module: GraphModule, carrying: set[Node]) -> bool:
+    """Whether a node outside of regions may have gradients; buffers have none."""
+    if node.op == "get_attr":
+        held = attrgetter(str(node.target))(graph_module)
+        return isinstance(held, torch.Tensor) and held.requires_grad
+    return node.op == "placeholder" or not carrying.isdisjoint(node.all_input_nodes)
 
 
 def _returned_input(node: Node, mode: FakeTensorMode | None) -> Node | None:
