@@ -11,7 +11,6 @@
 
 from __future__ import annotations
 
-import operator
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import ClassVar
@@ -23,7 +22,7 @@ from ampgraph._compat import FakeTensorMode, OpOverload, evaluate, fake_mode_of,
 from ampgraph.marks import StorageMark, mark_of, set_mark
 from ampgraph.ops import kernels
 
-from .analysis.alias import SOURCES, AliasSets, overlaps_itself, written_args, written_memory
+from .analysis.alias import SOURCES, AliasSets, overlaps_itself, returned_input, written_args, written_memory
 from .analysis.grad_modes import without_gradients
 from .base import Pass
 from .insert_casts import is_inserted_cast, set_named_argument
@@ -68,7 +67,7 @@ def _free_returned_inputs(graph_module: GraphModule) -> bool:
             if _may_have_gradients(node, graph_module, carrying):
                 carrying.add(node)
             continue
-        returned = _returned_input(node, mode)
+        returned = returned_input(node, mode)
         if returned not in carrying:
             continue
         switch = inside[node]
@@ -89,21 +88,6 @@ def _may_have_gradients(node: Node, graph_module: GraphModule, carrying: set[Nod
         held = attrgetter(str(node.target))(graph_module)
         return isinstance(held, torch.Tensor) and held.requires_grad
     return node.op == "placeholder" or not carrying.isdisjoint(node.all_input_nodes)
-
-
-def _returned_input(node: Node, mode: FakeTensorMode | None) -> Node | None:
-    """Returns the input that a call returns as it is, or None."""
-    made = node.args[0] if node.target is operator.getitem else node
-    if not isinstance(made, Node) or not isinstance(made.target, OpOverload) or written_args(made):
-        return None
-    if not (
-        kernels.op_of(made.target).is_composite or _is_conversion(made) or kernels.is_dropout(made.target)
-    ):
-        return None
-    result = evaluate(made, mode)
-    if made is not node:
-        result = result[node.args[1]]
-    return next((n for n in made.all_input_nodes if n.meta.get("val") is result), None)
 
 
 def _is_conversion(node: Node) -> bool:

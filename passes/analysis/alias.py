@@ -10,9 +10,6 @@ from torch.fx import Graph, Node
 
 from ampgraph._compat import FakeTensorMode, OpOverload, evaluate, size_hint, storage_key
 from ampgraph.ops.kernels import (
-    is_composite,
-    is_dropout,
-    is_opaque,
     is_view,
     may_convert,
     op_of,
@@ -81,16 +78,25 @@ def _passed_on(node: Node) -> list[Node]:
     return viewed(node)
 
 
-def returns_its_input(node: Node, mode: FakeTensorMode | None) -> bool:
-    """Whether the result is the argument itself: ``x.to(x.dtype)``, ``x.contiguous()``."""
-    if not isinstance(node.target, OpOverload) or "val" not in node.meta or is_opaque(node.target):
-        return False
-    if is_dropout(node.target) and not _drops(node):
-        return True
-    if not (is_composite(node.target) or may_convert(node.target)):
-        return False
-    result = evaluate(node, mode)
-    return any(result is n.meta.get("val") for n in node.all_input_nodes)
+def returned_input(node: Node, mode: FakeTensorMode | None) -> Node | None:
+    """Returns the argument that is the result itself (``x.to(x.dtype)``, ``x.contiguous()``), or None.
+
+    A node that takes one of several results out (``broadcast_tensors``) counts as its call.
+    """
+    call = node.args[0] if node.target is operator.getitem else node
+    if not isinstance(call, Node) or not isinstance(call.target, OpOverload) or "val" not in node.meta:
+        return None
+    op = op_of(call.target)
+    if op.is_opaque or op.is_mutable:
+        return None
+    if op.is_dropout and not _drops(call):
+        return call.all_input_nodes[0]
+    if not (op.is_composite or op.may_convert):
+        return None
+    result = evaluate(call, mode)
+    if call is not node:
+        result = result[node.args[1]]
+    return next((n for n in call.all_input_nodes if n.meta.get("val") is result), None)
 
 
 def _drops(dropout: Node) -> bool:

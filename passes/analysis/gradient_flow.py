@@ -10,7 +10,7 @@ from torch.fx import Graph, Node
 
 from ampgraph._compat import fake_mode_of, size_hint
 
-from .alias import returns_its_input, written_args
+from .alias import returned_input, written_args
 from .facts import tensors
 from .grad_modes import without_gradients
 
@@ -60,7 +60,7 @@ def _passing(graph: Graph) -> set[Node]:
     returned unchanged.
     """
     mode = fake_mode_of(graph)
-    cut = {n for n in without_gradients(graph) if not written_args(n) and not returns_its_input(n, mode)}
+    cut = {n for n in without_gradients(graph) if not written_args(n) and returned_input(n, mode) is None}
     cut.update(graph.find_nodes(op="call_function", target=torch.ops.aten.detach.default))
     return {n for n in graph.nodes if n.op == "call_function"} - cut
 
