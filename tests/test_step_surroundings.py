@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.nn import functional as F
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -208,6 +209,65 @@ def test_a_step_copies_the_weights_once() -> None:
         run.train(2)
     assert run.reasons[-1] is None
     assert copies.count == 2
+
+
+def test_parameters_that_replaced_others() -> None:
+    """The model casts them; the old ones live on, with their low copies."""
+
+    def story(run: Any) -> None:
+        run.train()
+        run.old = [*run.model.parameters()]
+        state = {name: value.clone() for name, value in run.model.state_dict().items()}
+        run.model.load_state_dict(state, assign=True)
+        run.optimizer = torch.optim.AdamW(run.model.parameters(), lr=1e-2, fused=True)
+        run.amp.scaler.attach(run.optimizer)
+        run.step = ampgraph.compile_step(run.amp, run.optimizer, run.loss_fn)
+        run.train(6)
+
+    assert both(story, model=net).reasons[-2:] == [None, None]
+
+
+# -- what the loss does to the parameters --------------------------------------------------------------------
+
+
+def other_parameters(amp: nn.Module, x: Tensor) -> Tensor:
+    """As MAML does."""
+    named = dict(amp.named_parameters())
+    loss = functional_call(amp, named, (x,)).square().mean()
+    grads = torch.autograd.grad(loss, [*named.values()])
+    moved = {name: p - 0.1 * g for (name, p), g in zip(named.items(), grads, strict=True)}
+    return functional_call(amp, moved, (x,))
+
+
+def one_other_parameter(amp: Any, x: Tensor) -> Tensor:
+    return functional_call(amp, {"2.bias": torch.ones(4)}, (x,)) + amp(x)
+
+
+def clamped(amp: Any, x: Tensor) -> Tensor:
+    amp[0].weight.data.clamp_(-0.2, 0.2)
+    return amp(x)
+
+
+def normalized(amp: Any, x: Tensor) -> Tensor:
+    before = amp(x).detach()
+    with torch.no_grad():
+        torch._foreach_mul_([amp[0].weight[:4], amp[2].bias], 0.9)
+    return amp(x) - before
+
+
+def under_autocast(amp: Any, x: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return amp(x) @ torch.ones(4, 4)
+
+
+@pytest.mark.parametrize(
+    "outputs", [other_parameters, one_other_parameter, clamped, normalized, under_autocast]
+)
+def test_losses_that_call_the_model_with_other_values(outputs: Callable) -> None:
+    def loss_of(run: Run) -> Callable:
+        return lambda amp, x, y: F.cross_entropy(outputs(amp, x), y)
+
+    assert both(lambda run: run.train(5), loss_of, net).reasons[-2:] == [None, None]
 
 
 # -- changes of what the loss reads --------------------------------------------------------------------------
@@ -511,6 +571,22 @@ def a_mean_in_place(run: Any) -> Callable:
     return loss
 
 
+def another_memory(run: Any) -> Callable:
+    def loss(amp: Any, x: Tensor, y: Tensor) -> Tensor:
+        amp[0].weight.data = amp[0].weight.data * 0.9
+        return F.cross_entropy(amp(x), y)
+
+    return loss
+
+
+def a_backward(run: Any) -> Callable:
+    def loss(amp: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        F.cross_entropy(amp(x), y).backward()
+        return amp(x).square().mean()
+
+    return loss
+
+
 def a_number_of_a_tensor(run: Any) -> Callable:
     weight = torch.tensor(2.0)
     return lambda amp, x, y: F.cross_entropy(amp(x), y) * float(weight)
@@ -560,6 +636,8 @@ REFUSED = {
     a_history: "loss_fn changes",
     a_variable: "loss_fn changes",
     a_mean_in_place: r"loss_fn writes to a tensor that is no argument \(.*test_step_surroundings",
+    another_memory: r"loss_fn replaces the memory of a tensor \(.*test_step_surroundings",
+    a_backward: "loss_fn calls backward",
     a_number_of_a_tensor: r"loss_fn reads the value of a tensor that is no argument \(",
     random_numbers_of_python: "loss_fn draws from random",
     random_numbers_of_numpy: "loss_fn draws from .*draw",

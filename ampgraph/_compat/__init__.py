@@ -32,6 +32,7 @@ from .grad_scaler import is_scaled_by_grad_scaler
 from .graphs import (
     all_op_names,
     flat_inputs,
+    graph_being_traced,
     outside_tracing,
     set_calling_convention,
     size_hint,
@@ -111,6 +112,7 @@ __all__ = [
     "fake_mode_of",
     "find_backend",
     "flat_inputs",
+    "graph_being_traced",
     "has_content",
     "has_dict_versions",
     "has_dispatch_modes",

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 from torch.export import ExportedProgram
-from torch.fx import GraphModule
+from torch.fx import Graph, GraphModule
 from torch.fx._pytree import tree_flatten_spec
-from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_proxy_mode
 from torch.fx.graph import _PyTreeCodeGen, _PyTreeInfo
 
 
@@ -65,3 +65,10 @@ def all_op_names() -> set[str]:
 def outside_tracing() -> AbstractContextManager[object]:
     """Runs the code inside for real in the middle of ``make_fx``, without nodes."""
     return disable_proxy_modes_tracing()
+
+
+def graph_being_traced() -> Graph:
+    """Returns the graph that ``make_fx`` makes now in this thread."""
+    mode = get_proxy_mode()
+    assert mode is not None, "only inside make_fx"
+    return mode.tracer.graph  # type: ignore[union-attr]

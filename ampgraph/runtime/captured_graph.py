@@ -197,6 +197,15 @@ class CapturedGraph:
         """The graph that runs without gradients: `graph_module`, shadow weights."""
         return self._graph(training=False, shadowed=self.shadows is not None)
 
+    def make_graphs(self) -> None:
+        """Makes the graphs of all kinds of calls so far: a family has others in their places."""
+        for training, shadowed in [*self._runners]:
+            self._graph(training, shadowed)
+
+    def made_graph(self, is_in_place: bool) -> fx.GraphModule | None:
+        """Returns the graph that `run` runs in the grad mode of now, if it is made."""
+        return self._graphs.get((torch.is_grad_enabled(), self.shadows is not None and is_in_place))
+
     def apply(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Applies ``function`` to the constants, as ``nn.Module.to`` does to buffers."""
         for name, value in self.constants.items():

@@ -150,15 +150,16 @@ class GraphCache:
         ):
             self._current, self._current_flags = last.captured, flags
             found = (
-                last if last.flags is flags else last._replace(flags=flags, is_in_place=self._is_in_place())
+                last if last.flags is flags else last._replace(flags=flags, is_in_place=self.is_in_place())
             )
         else:
             captured = self._find(args, kwargs, flags)
-            found = Found(structure, flags, Likeness(args, kwargs), captured, self._is_in_place())
+            found = Found(structure, flags, Likeness(args, kwargs), captured, self.is_in_place())
         self._last = found
         return found
 
-    def _is_in_place(self) -> bool:
+    def is_in_place(self) -> bool:
+        """Whether the model has the parameters that its low copies are of."""
         return self.shadows is not None and self.shadows.are_in_place()
 
     def _find(self, args: tuple, kwargs: dict[str, Any], flags: Flags) -> CapturedGraph:

@@ -27,6 +27,7 @@ class RefusedOutside(TorchFunctionMode):
     """Refuses writes to tensors that have values while a step is traced, and reads of their values.
 
     A trace gives fake tensors to parameters, buffers and arguments. All others belong to the surroundings.
+    No tensor may get other memory, which a graph does not see.
 
     Raises:
         AmpGraphError: From the call inside that writes or reads.
@@ -35,6 +36,8 @@ class RefusedOutside(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
+        if name == "__set__" and getattr(func, "__self__", None) is Tensor.data:
+            raise AmpGraphError(f"loss_fn replaces the memory of a tensor{_line()}")
         is_in_place = name.endswith("_") and not name.endswith("__")
         is_write = is_in_place or name in _WRITES or "out" in kwargs
         if is_write or name in _READS:

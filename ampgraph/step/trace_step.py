@@ -14,7 +14,6 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
-from .._compat import flat_inputs
 from ..capture.ahead_of_time import capturing
 from ..errors import AmpGraphError, NoStateError
 from ..module import AmpModule
@@ -28,6 +27,7 @@ from .effects import RefusedOutside, without_effects
 from .fit import loss_of
 from .optimizer_math import can_update, update
 from .surroundings import Surroundings
+from .traced_model import TracedModel
 from .whole_step import Rates, Traced, WholeStep, scale_inputs, take
 
 # Attributes of the graph that hold live tensors have this prefix.
@@ -56,6 +56,8 @@ def trace_step(
     flat, spec = pytree.tree_flatten((args, kwargs))
     rates = Rates(optimizer)()
     inputs = [*rates, *scale_inputs(amp), *(x for x in flat if isinstance(x, Tensor))]
+    for captured in amp._graphs:
+        captured.make_graphs()  # before the trace, which would see it
     live = list(_live_tensors(amp, optimizer).values())
 
     def whole(*tensors: Tensor) -> list[Tensor]:
@@ -158,7 +160,6 @@ class _Tracer:
     ) -> None:
         self._amp, self._optimizer, self._loss_fn, self._clip_norm = amp, optimizer, loss_fn, clip_norm
         self._fakes: dict[int, Tensor] = {}
-        self._outputs: list[Tensor] = []
         backend = amp.options.backend
         is_compiled = backend not in EAGER
         # Eager backends run the optimizer's fused kernels inside the graph.
@@ -174,27 +175,31 @@ class _Tracer:
         spec: Any,
     ) -> list[Tensor]:
         self._fakes = fakes
+        model = TracedModel(self._amp, fakes)
         checked = _Checked()
         if scale:
             state = self._amp.scaler.state
             fakes[id(state.scale)], fakes[id(state.inverse)] = scale[0], scale[1]
             setattr(fakes[id(state.probe)], CHECKED, checked)
         args, kwargs = pytree.tree_unflatten(leaves, spec)
-        with _in_place_of(self._amp, fakes), self._forward():
+        with model.in_place():
             with RefusedOutside():
                 result = self._loss_fn(self._amp, *args, **kwargs)
+            if any(fake.grad is not None for fake in fakes.values()):
+                raise AmpGraphError("loss_fn calls backward or sets gradients")
             with traced_for_a_compiler() if self.traced.is_compiled else contextlib.nullcontext():
                 gradients, flags = self._gradients(loss_of(result), checked, bool(scale))
             with torch.no_grad():
                 found = None if flags is None else (flags > 0).any().to(torch.float32)
                 kept = self._update(gradients, found, rates)
+        self.traced.used = model.used
         results, self.traced.spec = pytree.tree_flatten(result)
         self.traced.parts = len(results)
         if not all(isinstance(x, Tensor) for x in results):
             raise AmpGraphError("loss_fn returns values that are not tensors")
         results = [x.detach() for x in results]
         if flags is not None and found is not None:
-            results += self._scaled(flags, found, scale)
+            results += self._scaled(flags, found, bad_outputs(model.outputs, found), scale)
         return [*results, *kept]
 
     def _gradients(
@@ -255,47 +260,13 @@ class _Tracer:
         if known:
             torch._foreach_copy_([copy for copy, _ in known], [master for _, master in known])
 
-    def _scaled(self, flags: Tensor, found: Tensor, scale: Sequence[Tensor]) -> list[Tensor]:
+    def _scaled(self, flags: Tensor, found: Tensor, bad: Tensor, scale: Sequence[Tensor]) -> list[Tensor]:
         """Returns what `LossScaler.take_step` takes."""
         config, (now, inverse, counters) = self._amp.scaler.config, scale
-        bad = bad_outputs(self._outputs, found)
         if isinstance(config, DynamicLossScale):
             now, counters = adapted(config, now, counters, found > 0)
             inverse = now.reciprocal()
         return [flags, found, bad, now, inverse, counters]
-
-    @contextlib.contextmanager
-    def _forward(self) -> Iterator[None]:
-        held = vars(self._amp)
-        before = held["forward"]
-        held["forward"] = self._call
-        try:
-            yield
-        finally:
-            held["forward"] = before
-
-    def _call(self, *args: Any, **kwargs: Any) -> Any:
-        amp = self._amp
-        captured = amp._graphs.known(args, kwargs)
-        if captured is None or captured.lost:
-            raise AmpGraphError("the model is not captured for these arguments")
-        self.traced.used.append(captured)
-        graph_module = captured.training_graph
-        values: dict[fx.Node, Any] = {}
-        given = iter(flat_inputs(graph_module, args, kwargs))
-        for node in graph_module.graph.nodes:
-            if node.op == "placeholder":
-                values[node] = next(given)
-            elif node.op == "get_attr":
-                value = operator.attrgetter(str(node.target))(graph_module)
-                values[node] = self._fakes.get(id(value), value)
-            elif node.op == "output":
-                outputs = fx.node.map_arg(node.args[0], values.__getitem__)
-            else:
-                inner = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
-                values[node] = node.target(*inner[0], **inner[1])
-        self._outputs = [x.detach() for x in pytree.tree_leaves(outputs) if isinstance(x, Tensor)]
-        return graph_module.graph.process_outputs(outputs)
 
 
 def _laid_out(gradient: Tensor, parameter: Tensor) -> Tensor:
@@ -324,22 +295,6 @@ class _Checked:
     def note(self, slots: Sequence[int], gradients: Sequence[Tensor]) -> None:
         """Records gradients that leave a boundary now."""
         self.by_slot.update(zip(slots, gradients, strict=True))
-
-
-@contextlib.contextmanager
-def _in_place_of(amp: AmpModule, fakes: dict[int, Tensor]) -> Iterator[None]:
-    """Puts fake tensors in the places of the model's parameters and buffers."""
-    places = [held for m in amp.source.modules() for held in (m._parameters, m._buffers)]
-    before = [dict(held) for held in places]
-    try:
-        for held in places:
-            for name, value in held.items():
-                if value is not None:
-                    held[name] = fakes[id(value)]
-        yield
-    finally:
-        for held, values in zip(places, before, strict=True):
-            held.update(values)
 
 
 @contextlib.contextmanager

@@ -1,0 +1,111 @@
+"""`TracedModel`: the converted model while a step is traced, with fake tensors in the places of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
+
+from .._compat import flat_inputs, graph_being_traced, no_ambient_autocast
+from ..errors import AmpGraphError
+from ..module import AmpModule
+from ..passes.analysis.alias import written_memory
+from ..runtime.captured_graph import CapturedGraph
+
+
+class TracedModel:
+    """Runs the graphs of a model on fake tensors, as its calls run them on its own.
+
+    Args:
+        amp: The model.
+        fakes: The fake tensors by the identity of the real ones, in the order of the inputs of the trace.
+
+    Attributes:
+        used: The captured graphs that ran.
+        outputs: The results of the last call with gradients.
+    """
+
+    def __init__(self, amp: AmpModule, fakes: dict[int, Tensor]) -> None:
+        self.used: list[CapturedGraph] = []
+        self.outputs: list[Tensor] = []
+        self._amp, self._fakes, self._inputs = amp, fakes, [*fakes]
+        shadows = amp._graphs.shadows
+        self._masters = {} if shadows is None else {id(c): id(m) for c, m in shadows.pairs()}
+        self._has_parameters_of_copies = amp._graphs.is_in_place()
+        self._places = [held for m in amp.source.modules() for held in (m._parameters, m._buffers)]
+        self._real = [dict(held) for held in self._places]
+        self._given = [
+            {name: None if value is None else fakes[id(value)] for name, value in held.items()}
+            for held in self._real
+        ]
+
+    @contextlib.contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Puts the fake tensors in place, and `_call` in the place of ``forward``."""
+        attributes = vars(self._amp)
+        forward = attributes["forward"]
+        try:
+            attributes["forward"] = self._call
+            self._put(self._given)
+            yield
+        finally:
+            self._put(self._real)
+            attributes["forward"] = forward
+
+    def _put(self, values: list[dict[str, Any]]) -> None:
+        for held, others in zip(self._places, values, strict=True):
+            held.update(others)
+
+    def _call(self, *args: Any, **kwargs: Any) -> Any:
+        captured = self._amp._graphs.known(args, kwargs)
+        graph_module = captured.made_graph(self._is_in_place()) if captured is not None else None
+        if captured is None or graph_module is None or captured.lost:
+            raise AmpGraphError("the model is not captured for these arguments")
+        self.used.append(captured)
+        with no_ambient_autocast():
+            outputs = self._run(graph_module, args, kwargs)
+        if torch.is_grad_enabled():
+            self.outputs = [x.detach() for x in pytree.tree_leaves(outputs) if isinstance(x, Tensor)]
+        return graph_module.graph.process_outputs(outputs)
+
+    def _is_in_place(self) -> bool:
+        """Whether low copies are of the parameters in place; ``functional_call`` puts others there."""
+        pairs = zip(self._places, self._given, strict=True)
+        return self._has_parameters_of_copies and all(
+            held.get(name) is fake for held, given in pairs for name, fake in given.items()
+        )
+
+    def _run(self, graph_module: fx.GraphModule, args: tuple, kwargs: dict[str, Any]) -> Any:
+        values: dict[fx.Node, Any] = {}
+        given = iter(flat_inputs(graph_module, args, kwargs))
+        written = self._written()
+        for node in graph_module.graph.nodes:
+            if node.op == "placeholder":
+                values[node] = next(given)
+            elif node.op == "get_attr":
+                values[node] = self._held(operator.attrgetter(str(node.target))(graph_module), written)
+            elif node.op == "output":
+                return fx.node.map_arg(node.args[0], values.__getitem__)
+            else:
+                inner = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
+                values[node] = node.target(*inner[0], **inner[1])
+        return None
+
+    def _held(self, value: Any, written: set[int]) -> Any:
+        """Returns the fake tensor of a tensor that a graph holds; of an old low copy, a new one."""
+        fake = self._fakes.get(id(value), value)
+        if (master := self._masters.get(id(value))) in written:
+            return self._fakes[master].detach().to(fake.dtype)
+        return fake
+
+    def _written(self) -> set[int]:
+        """Returns the identities of the real tensors whose memory the trace has written so far."""
+        graph = graph_being_traced()
+        written = written_memory(graph)
+        nodes = graph.find_nodes(op="placeholder")
+        return {key for key, node in zip(self._inputs, nodes, strict=False) if node in written}
