@@ -501,3 +501,30 @@ def test_an_interrupted_step_leaves_no_old_low_copies() -> None:
         found = run.amp(X)  # before a copy of the model, which reads ``.data``
         fresh = ampgraph.convert(copy.deepcopy(run.model), (X,), policy="O2", dtype=torch.bfloat16)
         assert torch.equal(found, fresh(X))
+
+
+def test_a_step_that_the_backend_does_not_compile_runs_the_loop() -> None:
+    def compiler(graph_module: torch.fx.GraphModule, inputs: list[Any]) -> Callable:
+        if "log_softmax" in graph_module.code:  # the step, not the model
+            raise ValueError("no code")
+        return graph_module.forward
+
+    whole = Run(backend=compiler)
+    with pytest.warns(UserWarning, match="plain loop: compiling fails with BackendCompilerFailed"):
+        whole.train(20, whole=True)
+    assert_equal(whole, Run(backend=compiler).train(20, whole=False))
+
+
+def test_a_generator_of_the_loss_is_for_the_loop_on_a_compiler() -> None:
+    def compiler(graph_module: torch.fx.GraphModule, inputs: list[Any]) -> Callable:
+        return graph_module.forward
+
+    generator = torch.Generator().manual_seed(0)
+    run = Run(backend=compiler)
+    run.step = ampgraph.compile_step(
+        run.amp,
+        run.optimizer,
+        lambda amp, x, y, weight: loss_fn(amp, x + torch.rand(8, generator=generator), y, weight),
+    )
+    with pytest.warns(UserWarning, match=r"draws from a torch.Generator"):
+        run.train(4, whole=True, bad=0)

@@ -68,6 +68,7 @@ from .parameter_data import data_of, times_asked, times_asked_in_all, watch_data
 from .quiet import (
     SingleLevelFunction,
     errors_raised_not_logged,
+    is_backend_error,
     is_dynamo_error,
     native_apply,
     never_log_raised_errors,
@@ -122,6 +123,7 @@ __all__ = [
     "in_transform",
     "inductor_modes",
     "is_any_autocast_enabled",
+    "is_backend_error",
     "is_batched",
     "is_dynamo_error",
     "is_exporting",

@@ -19,6 +19,11 @@ def is_dynamo_error(error: BaseException) -> bool:
     return isinstance(error, torch._dynamo.exc.TorchDynamoException)
 
 
+def is_backend_error(error: BaseException) -> bool:
+    """Whether the backend of ``torch.compile`` raised this, before a graph has run."""
+    return isinstance(error, torch._dynamo.exc.BackendCompilerFailed)
+
+
 @contextlib.contextmanager
 def errors_raised_not_logged(is_here: Callable[[], bool]) -> Iterator[None]:
     """Stops fake tensors from logging, with traceback, errors that they also raise.

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
+from .._compat import is_backend_error
 from ..errors import AmpGraphError, NoStateError, PolicyError, warn_user
 from ..module import AmpModule
 from .fit import Key, key_of, loss_of, reason_for_the_loop, varying_settings
@@ -132,7 +133,12 @@ class CompiledStep:
         if isinstance(found, str):
             return self._loop(found, args, kwargs)
         self.reason = None
-        return found(args, kwargs)
+        try:
+            return found(args, kwargs)
+        except Exception as error:
+            if not is_backend_error(error):
+                raise
+            return self._loop(self._give_up(found, error), args, kwargs)  # the graph has not run
 
     def _find(self, args: tuple, kwargs: dict[str, Any]) -> WholeStep | str:
         """Returns the graph of a call, or why the plain loop runs."""
@@ -189,9 +195,14 @@ class CompiledStep:
         except AmpGraphError as error:
             return str(error)
         except Exception as error:  # user code and torch's tracing may raise anything; the loop is as right
-            log.info("compile_step", exc_info=error)
-            first = (str(error).strip().splitlines() or [""])[0]
-            return f"tracing fails with {type(error).__name__}: {first}"
+            return _why("tracing", error)
+
+    def _give_up(self, step: WholeStep, error: Exception) -> str:
+        """Lets steps of a kind run the loop from now on, because the backend compiles no graph of theirs."""
+        (kind,) = (kind for kind in self._kinds.values() if step in kind.steps)
+        kind.steps, kind.reason = [], _why("compiling", error)
+        self._tell(kind.reason)
+        return kind.reason
 
     def _loop(self, reason: str, args: tuple, kwargs: dict[str, Any]) -> Any:
         self.reason = reason
@@ -229,3 +240,9 @@ class CompiledStep:
             f"ampgraph.compile_step has seen {MANY_GRAPHS} combinations of sizes, arguments and settings, "
             f"and runs the plain loop in the first step of each: {advice}."
         )
+
+
+def _why(work: str, error: Exception) -> str:
+    log.info("compile_step", exc_info=error)
+    first = (str(error).strip().splitlines() or [""])[0]
+    return f"{work} fails with {type(error).__name__}: {first}"

@@ -75,6 +75,8 @@ def trace_step(
         raise AmpGraphError(f"loss_fn {', '.join(effects)}")
     if not all(captured.state is None or captured.state.is_same() for captured in tracer.traced.used):
         raise AmpGraphError("the model reads other Python values than at its capture")
+    if tracer.traced.is_compiled and _has_generator(graph_module):
+        raise AmpGraphError("loss_fn draws from a torch.Generator, which torch.compile does not take")
     _hold(graph_module, live, surroundings)
     return WholeStep(amp, optimizer, tracer.traced, graph_module, surroundings)
 
@@ -146,6 +148,15 @@ _LIFTED = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.def
 def _is_impure(node: fx.Node) -> bool:
     schema = getattr(node.target, "_schema", None)
     return node.op in ("placeholder", "output") or (schema is None or schema.is_mutable) or _draws(node)
+
+
+def _has_generator(graph_module: fx.GraphModule) -> bool:
+    """Whether a graph draws from a generator, which it holds or names as an argument."""
+    nodes = graph_module.graph.nodes
+    held = (getattr(graph_module, str(node.target), None) for node in nodes if node.op == "get_attr")
+    return any(isinstance(value, torch.Generator) for value in held) or any(
+        isinstance(value, torch.Generator) for node in nodes for value in node.kwargs.values()
+    )
 
 
 def _draws(node: fx.Node) -> bool:
