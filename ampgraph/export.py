@@ -12,7 +12,7 @@ from torch import nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import ExportGraphSignature
 
-from ._compat import wrap_grad_modes
+from ._compat import SET_GRAD_ENABLED, wrap_grad_modes
 from .capture import LOST_KEY, Reads, capture_program
 from .errors import PolicyError, warn_user
 from .marks import META_KEY, InputMark, drop_input_mark, set_input_mark
@@ -175,11 +175,17 @@ def _store_low(
 
 
 def _fix_grad_modes(graph: torch.fx.Graph) -> None:
-    """Writes the grad mode of each region as a constant: a program may not read it at run time."""
+    """Writes the grad mode of each region as a constant, and drops empty regions.
+
+    A program may not read the mode at run time, and torch cannot load an empty region.
+    """
     for node in graph.find_nodes(op="call_function", target=torch.is_grad_enabled):
         for user in list(node.users):
             user.args = (node.meta["val"],)
         graph.erase_node(node)
+    for node in graph.find_nodes(op="call_function", target=SET_GRAD_ENABLED):
+        if node.next.target is SET_GRAD_ENABLED:
+            graph.erase_node(node)
 
 
 def _mark_parameters(graph_module: torch.fx.GraphModule, program: ExportedProgram) -> None:

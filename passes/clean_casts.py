@@ -1,6 +1,7 @@
 """Removes redundant casts and clones after insertion; never a cast that the user wrote.
 
-- A cast that undoes a widening (low -> float32 -> low) becomes the low tensor, which has the same values.
+- A cast that undoes a widening (low -> float32 -> low) becomes the low tensor, which has the same values,
+  unless the widening leaves the tensor's gradients behind.
 - The clones with which `Normalize` isolated written memory fold into the node that made the memory.
 """
 
@@ -15,6 +16,7 @@ from torch.fx import Graph, GraphModule, Node
 from ampgraph.marks import StorageMark, mark_of
 
 from .analysis.facts import Facts, is_cast
+from .analysis.grad_modes import without_gradients
 from .base import Pass, workspace
 from .insert_casts import is_inserted_cast
 
@@ -33,10 +35,13 @@ class CleanCasts(Pass):
 
 def _drop_undone_widenings(graph: Graph, facts: Facts) -> bool:
     modified = False
+    inside = without_gradients(graph)
     for node in list(graph.nodes):
         if not is_inserted_cast(node) or not is_cast(widening := node.args[0]):
             continue
         origin = widening.args[0]
+        if widening in inside and origin not in inside:
+            continue
         if any(n in facts and facts[n].mutated for n in (origin, widening)):
             continue  # the two memories no longer hold the same values
         if origin.meta["val"].dtype != node.meta["val"].dtype or widening.meta["val"].dtype != torch.float32:

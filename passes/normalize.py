@@ -3,7 +3,8 @@
 - It removes ``aten._assert_tensor_metadata`` nodes, because they assert dtypes that this compiler changes.
 - It takes calls that return their input out of regions without gradients. The input keeps its gradients
   there, and a cast of it would not.
-- It sets ``copy=True`` on casts of written memory, because a plan may make the two dtypes equal.
+- It sets ``copy=True`` on casts of written memory, and on casts that leave gradients behind, because a plan
+  may make the two dtypes equal.
 - It makes in-place ops functional if the result is the same. Otherwise (a write through a view, a slice
   assignment) the written memory gets a separate node, a clone that `CleanCasts` removes again. So a cast
   before it never splits the memory in two.
@@ -18,7 +19,14 @@ from typing import ClassVar
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from ampgraph._compat import FakeTensorMode, OpOverload, evaluate, fake_mode_of, result_dtypes
+from ampgraph._compat import (
+    SET_GRAD_ENABLED,
+    FakeTensorMode,
+    OpOverload,
+    evaluate,
+    fake_mode_of,
+    result_dtypes,
+)
 from ampgraph.marks import StorageMark, mark_of, set_mark
 from ampgraph.ops import kernels
 
@@ -39,11 +47,11 @@ class Normalize(Pass):
     def run(self, graph_module: GraphModule) -> bool:
         graph = graph_module.graph
         modified = _drop_dtype_asserts(graph)
+        has_writes = any(map(written_args, graph.nodes))
         modified |= _free_returned_inputs(graph_module)
-        if any(map(written_args, graph.nodes)):
-            modified |= _functionalize(graph)
-            modified |= _let_casts_copy(graph)
-            modified |= _isolate_written_memory(graph)
+        modified |= has_writes and _functionalize(graph)
+        modified |= _let_casts_copy(graph_module)
+        modified |= has_writes and _isolate_written_memory(graph)
         return modified
 
 
@@ -55,39 +63,56 @@ def _drop_dtype_asserts(graph: Graph) -> bool:
 
 
 def _free_returned_inputs(graph_module: GraphModule) -> bool:
-    """Readers of a returned input read the input; a cast to the same dtype moves before the region."""
+    """Readers of a returned input read the input; a cast to the same dtype interrupts the region."""
     graph = graph_module.graph
     inside = without_gradients(graph)
     if not inside:
         return False
-    mode, written, carrying = fake_mode_of(graph), written_memory(graph), set[Node]()
+    mode, written = fake_mode_of(graph), written_memory(graph)
+    carrying = _may_have_gradients(graph_module)
     modified = False
-    for node in list(graph.nodes):
-        if node not in inside:
-            if _may_have_gradients(node, graph_module, carrying):
-                carrying.add(node)
-            continue
+    for node, switch in inside.items():
         returned = returned_input(node, mode)
-        if returned not in carrying:
+        if returned not in carrying and returned not in written:
             continue
-        switch = inside[node]
         if not _is_conversion(node):
             node.replace_all_uses_with(returned)
-        elif node in written:
-            continue
         else:
-            switch.prepend(node)
+            _interrupt(switch, node)
             carrying.add(node)
         modified = True
     return modified
 
 
-def _may_have_gradients(node: Node, graph_module: GraphModule, carrying: set[Node]) -> bool:
-    """Whether a node outside of regions may have gradients; buffers have none."""
-    if node.op == "get_attr":
-        held = attrgetter(str(node.target))(graph_module)
-        return isinstance(held, torch.Tensor) and held.requires_grad
-    return node.op == "placeholder" or not carrying.isdisjoint(node.all_input_nodes)
+def _interrupt(switch: Node, node: Node) -> None:
+    """Runs a node in the grad mode that held before ``switch`` turned gradients off."""
+    graph = node.graph
+    with graph.inserting_before(switch):
+        before = graph.call_function(torch.is_grad_enabled)
+    with graph.inserting_before(node):
+        on = graph.call_function(SET_GRAD_ENABLED, (before,))
+    with graph.inserting_after(node):
+        off = graph.call_function(SET_GRAD_ENABLED, (False,))
+    before.meta["val"], on.meta["val"], off.meta["val"] = True, None, None
+
+
+def _may_have_gradients(graph_module: GraphModule) -> set[Node]:
+    """Returns the nodes outside of regions without gradients that may have some.
+
+    Buffers have none; a frozen parameter may have some later.
+    """
+    inside, found = without_gradients(graph_module.graph), set[Node]()
+    for node in graph_module.graph.nodes:
+        if node in inside:
+            continue
+        if node.op == "get_attr":
+            held = attrgetter(str(node.target))(graph_module)
+            is_parameter = isinstance(held, torch.nn.Parameter)
+            if is_parameter or (isinstance(held, torch.Tensor) and held.requires_grad):
+                found.add(node)
+        elif node.op == "placeholder" or not found.isdisjoint(node.all_input_nodes):
+            found.add(node)
+    return found
 
 
 def _is_conversion(node: Node) -> bool:
@@ -177,19 +202,21 @@ def _only_seen_through(node: Node, target: Node, aliases: AliasSets, order: dict
     return True
 
 
-def _let_casts_copy(graph: Graph) -> bool:
-    """Sets ``copy=True`` on casts if one of the two tensors is written.
+def _let_casts_copy(graph_module: GraphModule) -> bool:
+    """Sets ``copy=True`` on casts if one of the two tensors is written, or if only the input has gradients.
 
-    In the source they copy, because the dtypes differ. Under the plan the dtypes may be equal.
+    In the source they make a new tensor, because the dtypes differ. Under the plan the dtypes may be equal.
     """
-    written = written_memory(graph)
+    graph = graph_module.graph
+    written, inside = written_memory(graph), without_gradients(graph)
+    carrying = _may_have_gradients(graph_module) if inside else set[Node]()
     casts = [
         n
         for n in graph.nodes
         if isinstance(n.target, OpOverload)
         and kernels.may_convert(n.target)
         and not is_inserted_cast(n)
-        and not written.isdisjoint((n, n.args[0]))
+        and (not written.isdisjoint((n, n.args[0])) or (n in inside and n.args[0] in carrying))
         and n.meta["val"].dtype != n.args[0].meta["val"].dtype
     ]
     for cast in casts:

@@ -37,6 +37,7 @@ from .graphs import (
     set_calling_convention,
     size_hint,
     storage_key,
+    whole_grad_regions,
     wrap_grad_modes,
 )
 from .modes import (
@@ -158,6 +159,7 @@ __all__ = [
     "times_asked_in_all",
     "waited",
     "watch_data",
+    "whole_grad_regions",
     "with_dtypes",
     "without_wait",
     "without_wrappers",

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 from torch.export import ExportedProgram
-from torch.fx import Graph, GraphModule
+from torch.fx import Graph, GraphModule, Node
 from torch.fx._pytree import tree_flatten_spec
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_proxy_mode
 from torch.fx.graph import _PyTreeCodeGen, _PyTreeInfo
+
+from .modes import SET_GRAD_ENABLED
 
 
 def size_hint(size: int | torch.SymInt, fallback: int = 1) -> int:
@@ -55,6 +58,42 @@ def wrap_grad_modes(graph_module: GraphModule) -> GraphModule:
     from torch._export.passes.replace_set_grad_with_hop_pass import replace_set_grad_with_hop_pass
 
     return replace_set_grad_with_hop_pass(graph_module, None)[0]
+
+
+@contextmanager
+def whole_grad_regions(is_here: Callable[[], bool], lose: Callable[[str], None]) -> Iterator[None]:
+    """Makes ``torch.export`` keep regions of a grad mode inside ``torch.autocast``, which it drops.
+
+    It takes a part of the graph for such a region only if the part starts with the change of the mode. Inside
+    autocast, the call that enters autocast comes first. Sub-graphs come first too, and torch cannot keep such
+    a region.
+
+    Args:
+        is_here: Whether the code inside runs, and not another thread.
+        lose: Called with a description of each region that is lost.
+    """
+    from torch._export.passes import replace_set_grad_with_hop_pass as regions
+
+    original = regions._is_set_grad_enabled_sub_mod
+
+    def is_region(node: Node, omit_if_same_with_ambient: bool = False) -> bool:
+        if node.op != "call_module":
+            return False
+        body = getattr(node.graph.owning_module, str(node.target)).graph
+        switches = body.find_nodes(op="call_function", target=SET_GRAD_ENABLED)
+        if not switches or (omit_if_same_with_ambient and switches[0].args[0] == torch.is_grad_enabled()):
+            return False
+        sub_graphs = body.find_nodes(op="get_attr")
+        if sub_graphs and is_here():
+            ops = {str(user.target) for reference in sub_graphs for user in reference.users}
+            lose(f"the grad mode of the region around {', '.join(sorted(ops))}")
+        return not sub_graphs
+
+    regions._is_set_grad_enabled_sub_mod = is_region
+    try:
+        yield
+    finally:
+        regions._is_set_grad_enabled_sub_mod = original
 
 
 def all_op_names() -> set[str]:

@@ -22,6 +22,7 @@ from .._compat import (
     no_global_hooks,
     no_saved_tensor_hooks,
     quiet_export,
+    whole_grad_regions,
 )
 from ..errors import AheadOfTimeError, CaptureError
 from ..training.distributed import sharded_error
@@ -154,6 +155,7 @@ def _exported(
             traced_as_no_grad(is_capturing_here),
             with_cumulative_average(is_capturing_here),
             watching as lost,
+            whole_grad_regions(is_capturing_here, lost.found.append),
             without_new_state(model),
             replaced.noted(reads.was_set),
             noting_set_attributes(model) as set_attributes,
