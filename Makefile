@@ -86,7 +86,7 @@ $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
 	  { echo "ampgraph needs Python 3.10 or newer, $(PYTHON) is older: make PYTHON=python3.x" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) -c $(CONSTRAINTS) setuptools wheel
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) -c $(CONSTRAINTS) "setuptools>=77" wheel
 
 $(VENV)/.demo: pyproject.toml $(CONSTRAINTS) | $(VENV)/bin/python
 	$(INSTALL) --no-build-isolation -e ".[demo]"
@@ -100,6 +100,6 @@ $(VENV)/.dev: pyproject.toml $(CONSTRAINTS) | $(VENV)/bin/python
 
 $(GPU_VENV)/.made: pyproject.toml
 	$(PYTHON) -m venv $(GPU_VENV)
-	$(GPU_VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) setuptools wheel $(GPU_TORCH)
+	$(GPU_VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) "setuptools>=77" wheel $(GPU_TORCH)
 	$(GPU_VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) --no-build-isolation -e .
 	@touch $@

@@ -31,8 +31,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from bytes_models import MODELS, made
-from bytes_report import ALL_LOW, REFRESH, SGD, Record, page
+from bytes_models import CONVOLUTIONAL, MODELS, Made, channels_last, made
+from bytes_report import ALL_LOW, LAID_OUT, REFRESH, SGD, WHOLE, Record, page
 from provenance import commit
 
 import ampgraph
@@ -80,21 +80,32 @@ VARIANTS = {
 def measured(name: str) -> Record:
     """Returns, by variant, [forward, backward, saved, refresh] bytes by backend; of a step [all, SGD]."""
     model, args = made(name)
+    record = {ALL_LOW: {"fused": _all_low(model, args)}}
     known: dict[str, list[int]] = {}
-    record: Record = {}
     for label, variant in VARIANTS.items():
-        record[label] = {}
-        for backend in variant.backends:
-            start = time.perf_counter()
-            try:
-                record[label][backend] = _measured(model, args, variant, backend, known)
-            except AmpGraphError as error:
-                if backend != "step":
-                    raise
-                print(f"{name}, {label}: no graph of a whole step: {error}", file=sys.stderr)
-            print(f"{name}, {label}, {backend}: {time.perf_counter() - start:.0f} s", file=sys.stderr)
-    record[ALL_LOW] = {"fused": _all_low(model, args)}
+        record[label] = _counted(f"{name}, {label}", (model, args), variant, variant.backends, known)
+    if name in CONVOLUTIONAL:
+        laid_out, known = channels_last(model, args), {}
+        for label in WHOLE:
+            title, variant = f"{name}, {label}, channels last", VARIANTS[label]
+            record[LAID_OUT + label] = _counted(title, laid_out, variant, ("fused", "step"), known)
     return record
+
+
+def _counted(
+    title: str, given: Made, variant: Variant, backends: tuple[str, ...], known: dict
+) -> dict[str, list[int]]:
+    found = {}
+    for backend in backends:
+        start = time.perf_counter()
+        try:
+            found[backend] = _measured(*given, variant, backend, known)
+        except AmpGraphError as error:
+            if backend != "step":
+                raise
+            print(f"{title}: no graph of a whole step: {error}", file=sys.stderr)
+        print(f"{title}, {backend}: {time.perf_counter() - start:.0f} s", file=sys.stderr)
+    return found
 
 
 def _all_low(model: Any, args: tuple) -> list[int]:

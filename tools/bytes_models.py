@@ -182,6 +182,15 @@ MODELS: dict[str, Callable[[], Made]] = {
     "poolformer": _poolformer,
 }
 
+# Networks of convolutions, to which the layout of images matters.
+CONVOLUTIONAL = ("unet", "convnext", "resnet26", "resnetv2_gn", "poolformer")
+
+
+def channels_last(model: nn.Module, args: tuple[Tensor, ...]) -> Made:
+    """Returns the model and its images with the channels of each pixel next to each other."""
+    images = (a.contiguous(memory_format=torch.channels_last) if a.dim() == 4 else a for a in args)
+    return model.to(memory_format=torch.channels_last), tuple(images)
+
 
 def made(name: str) -> Made:
     """Returns a model in training mode and its inputs; without dropout, whose kernels draw numbers."""

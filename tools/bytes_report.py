@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from bytes_models import MODELS
 from provenance import written_by
@@ -20,6 +20,9 @@ SGD = 12
 # Of a model that is low as a whole, the last figure is its number of parameters.
 Record = dict[str, dict[str, list[int]]]
 ALL_LOW = "all low"
+# What a whole step is counted for, and the prefix of the same variants with images in channels-last format.
+WHOLE = ("autocast", "O1", "O2")
+LAID_OUT = "channels last: "
 
 
 def moved(record: Record, label: str, backend: str) -> int:
@@ -113,14 +116,47 @@ def above(records: dict[str, Record], columns: tuple[Column, ...], backend: str)
 
 def beside_loop(records: dict[str, Record]) -> str:
     """Returns the bytes of one graph over those of the plain loop: forward, backward, refresh, optimizer."""
-    labels = ("autocast", "O1", "O2")
-    lines = [f"| model | {' | '.join(labels)} |", "|---|---|---|---|"]
-    rows = {name: [_beside_loop(record, label) for label in labels] for name, record in records.items()}
+    rows = {name: [_beside_loop(record, label) for label in WHOLE] for name, record in records.items()}
+    return _with_means(WHOLE, rows)
+
+
+def laid_out(records: dict[str, Record]) -> str:
+    """Returns the ratios of whole steps in channels-last format: to the autocast rule, and to the loop."""
+    columns = ("O1", "O2", *(f"{label} / loop" for label in WHOLE))
+    return _with_means(columns, {name: _laid_out(record) for name, record in records.items()})
+
+
+def _laid_out(record: Record) -> list[float]:
+    rule = around(record, LAID_OUT + "autocast", "step")
+    steps = [around(record, LAID_OUT + label, "step") / rule for label in ("O1", "O2")]
+    return [*steps, *(_beside_loop(record, LAID_OUT + label) for label in WHOLE)]
+
+
+def means_laid_out(records: dict[str, Record]) -> str:
+    """Returns the geometric means of whole steps of all models, those of convolutions in channels-last."""
+    rows = []
+    for record in records.values():
+        prefix = LAID_OUT if LAID_OUT + "autocast" in record else ""
+        rule, *levels = (around(record, prefix + label, "step") for label in WHOLE)
+        rows.append([level / rule for level in levels])
+    o1, o2 = (statistics.geometric_mean(ratios) for ratios in zip(*rows, strict=True))
+    return (
+        f"Whole steps of all {len(rows)} models, the networks of convolutions in this format: "
+        f"O1 {o1:.3f}, O2 {o2:.3f} of the rule of `torch.autocast` in geometric mean."
+    )
+
+
+def _with_means(columns: Sequence[str], rows: dict[str, list[float]]) -> str:
     ratios = list(zip(*rows.values(), strict=True))
-    rows["**geometric mean**"] = [statistics.geometric_mean(ratio) for ratio in ratios]
-    rows["**highest**"] = [max(ratio) for ratio in ratios]
-    lines += [f"| {name} | {' | '.join(map(_cell, row))} |" for name, row in rows.items()]
-    return "\n".join(lines)
+    below = {
+        **rows,
+        "**geometric mean**": [statistics.geometric_mean(ratio) for ratio in ratios],
+        "**highest**": [max(ratio) for ratio in ratios],
+    }
+    lines = [f"| model | {' | '.join(columns)} |", "|---|" + "---|" * len(columns)]
+    return "\n".join(
+        [*lines, *(f"| {name} | {' | '.join(map(_cell, row))} |" for name, row in below.items())]
+    )
 
 
 def _beside_loop(record: Record, label: str) -> float:
@@ -171,12 +207,20 @@ def _fused_name(label: str) -> str:
     return "lists" if label == "sharing" else label  # a compiler shares all casts
 
 
+_IN_CHANNELS_LAST = (
+    "With `model.to(memory_format=torch.channels_last)` and images in this format, both layouts are the "
+    "same, and nothing is copied. The networks of convolutions again: a whole step beside the rule of "
+    "`torch.autocast`, and beside the plain loop, all in this format."
+)
+
+
 def page(records: dict[str, Record], failed: dict[str, str], command: str, at: str) -> str:
     """Returns the page; models are in the order of their file."""
     records = {name: records[name] for name in MODELS if name in records}
     missing = [name for name in MODELS if name not in records and name not in failed]
     whole = {name: r for name, r in records.items() if "step" in r["autocast"]}
     loops = [name for name in records if name not in whole]
+    convolutional = {name: r for name, r in whole.items() if LAID_OUT + "autocast" in r}
     parts = [
         "# Bytes of a training step",
         written_by(command, "timm", "transformers", at=at),
@@ -209,10 +253,10 @@ def page(records: dict[str, Record], failed: dict[str, str], command: str, at: s
         above(whole, STEP, "step"),
         *([f"`compile_step` runs the plain loop for: {', '.join(loops)}."] if loops else []),
         "Bytes of the same graphs over those of the plain loop (forward, backward, refresh and SGD, each "
-        "counted alone). Networks of convolutions may move more: Inductor keeps the activations of a forward "
-        "by itself with their channels next to each other, and asks this of the whole graph of a step, "
-        "gradients included.",
+        "counted alone). Networks of convolutions may move more: Inductor wants the channels of a pixel next "
+        "to each other for a convolution, and keeps eager's layout for its backward, so it copies.",
         beside_loop(whole),
+        *([_IN_CHANNELS_LAST, laid_out(convolutional), means_laid_out(whole)] if convolutional else []),
         "## Eager",
         "Forward and backward, op by op; each cast of an activation counts at each use under the rule of "
         "`torch.autocast`. The refresh is included.",
