@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import ampgraph
+from ampgraph._compat import AppliedFunction
 
 from .cases import every_pair
 from .helpers import dtype_of
@@ -37,7 +38,7 @@ class Signed(nn.Module):
 
 
 def test_custom_backward_ahead_of_time_is_right_or_refused():
-    model, patched = Signed(), [vars(torch.autograd.function._SingleLevelFunction), vars(torch.Tensor)]
+    model, patched = Signed(), [vars(AppliedFunction), vars(torch.Tensor)]
     before = [dict(names) for names in patched]
     lost = r"Signed: .* loses the backward of StraightThrough \(Signed, .*test_lost_in_capture\.py:\d+\)"
     with pytest.warns(UserWarning, match=lost):

@@ -67,7 +67,7 @@ from .modes import (
 )
 from .parameter_data import data_of, times_asked, times_asked_in_all, watch_data
 from .quiet import (
-    SingleLevelFunction,
+    AppliedFunction,
     errors_raised_not_logged,
     is_backend_error,
     is_dynamo_error,
@@ -86,6 +86,7 @@ __all__ = [
     "INFERENCE_MODE_CALLS",
     "SET_GRAD_ENABLED",
     "VERSION",
+    "AppliedFunction",
     "BreakLog",
     "Content",
     "FakeTensor",
@@ -94,7 +95,6 @@ __all__ = [
     "OpOverload",
     "OpOverloadPacket",
     "RankStore",
-    "SingleLevelFunction",
     "accept_real_constants",
     "active_data_parallel",
     "after_backward",

@@ -103,8 +103,15 @@ def _filtered(loggers: list[logging.Logger], keep: Callable[[logging.LogRecord],
             logger.removeFilter(keep)
 
 
-# The base of every custom ``autograd.Function``, and the function that its ``apply`` calls.
-SingleLevelFunction = torch.autograd.function._SingleLevelFunction
+_Function = torch.autograd.Function
+_SingleLevelFunction = torch.autograd.function._SingleLevelFunction
+# The class whose ``apply`` is the native one, which runs for every custom function. From torch 2.14 on this
+# is `Function`; before, its ``apply`` searches for wrappers of ``torch.func`` (tried on torch 2.11 to 2.14).
+AppliedFunction = (
+    _Function
+    if isinstance(vars(_Function)["apply"], types.ClassMethodDescriptorType)
+    else _SingleLevelFunction
+)
 
 
 def native_apply(cls: type[torch.autograd.Function]) -> Callable[..., Any]:
@@ -112,5 +119,5 @@ def native_apply(cls: type[torch.autograd.Function]) -> Callable[..., Any]:
 
     For use outside of the transforms of ``torch.func`` and of tracing.
     """
-    apply: Callable[..., Any] = super(SingleLevelFunction, cls).apply  # type: ignore[misc]
+    apply: Callable[..., Any] = super(_SingleLevelFunction, cls).apply  # type: ignore[misc]
     return apply

@@ -14,11 +14,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointFunction
 
-from .._compat import SingleLevelFunction
+from .._compat import AppliedFunction, native_apply
 from .user_code import frames, is_users
 
 # ``graph_module.meta`` of a captured graph holds under this key what it lost, in words.
@@ -48,15 +49,29 @@ def noting_lost_backwards(model: nn.Module, is_capturing: Callable[[], bool]) ->
         if is_capturing() and torch.is_grad_enabled() and text not in found:
             found.append(text)
 
+    looked_at: list[type] = []  # functions that are being applied, and whose arguments are known
+
     def applied(original: Callable, cls: type, *args: Any, **kwargs: Any) -> Any:
-        if is_capturing() and cls is CheckpointFunction:
+        if not is_capturing():
+            return native_apply(cls)(*args, **kwargs)
+        if cls is CheckpointFunction:
             run, _, *values = args
             return run(*values)
-        is_models = not cls.__module__.startswith(_TRACING) and cls.__name__ != "BackwardHookFunction"
         tensors = (x for x in tree_leaves(args) if isinstance(x, torch.Tensor))
-        if is_models and any(x.is_floating_point() or x.is_complex() for x in tensors):
+        if _is_models(cls) and any(x.is_floating_point() or x.is_complex() for x in tensors):
             note(f"the backward of {cls.__qualname__}")
-        return super(SingleLevelFunction, cls).apply(*args, **kwargs)  # type: ignore[misc]
+        looked_at.append(cls)
+        try:
+            return native_apply(cls)(*args, **kwargs)
+        finally:
+            looked_at.pop()
+
+    def made(original: Callable, context: BackwardCFunction) -> None:
+        # ``apply`` that was stored before the capture may be the native one, which makes a context.
+        cls = context._forward_cls  # type: ignore[attr-defined]
+        if is_capturing() and cls not in looked_at and _is_models(cls):
+            note(f"the backward of {cls.__qualname__}")
+        original(context)
 
     def hooked(original: Callable, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         note(f"{original.__name__}()")
@@ -69,11 +84,17 @@ def noting_lost_backwards(model: nn.Module, is_capturing: Callable[[], bool]) ->
         return original(hooks)
 
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_patched(SingleLevelFunction, "apply", applied, classmethod))
+        stack.enter_context(_patched(AppliedFunction, "apply", applied, classmethod))
+        stack.enter_context(_patched(BackwardCFunction, "__init__", made))
         for name in _TENSOR_HOOKS:
             stack.enter_context(_patched(torch.Tensor, name, hooked))
         stack.enter_context(_patched(saved_tensors_hooks, "__enter__", entered))
         yield LostBackwards(found, note)
+
+
+def _is_models(function: type) -> bool:
+    """Whether a custom function is the model's, and no tool of tracing."""
+    return not function.__module__.startswith(_TRACING) and function.__name__ != "BackwardHookFunction"
 
 
 class LostBackwards:
