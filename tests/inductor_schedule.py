@@ -117,9 +117,11 @@ def _report_strides(graph: GraphLowering) -> None:
     context = TracingContext.try_get()
     if context is None or context.output_strides is None:
         return
+    sizes = graph.sizevars
+    numbers = getattr(sizes, "guarding_hints_or_throw", None) or sizes.size_hints_or_throw  # torch 2.11
     for out in graph.graph_outputs:
         has_layout = isinstance(out, ir.IRNode) and out.has_tensor_output()
-        strides = graph.sizevars.guarding_hints_or_throw(out.get_stride()) if has_layout else None
+        strides = numbers(out.get_stride()) if has_layout else None
         context.output_strides.append(None if strides is None else tuple(strides))
 
 
