@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from itertools import chain
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch.nn.parameter import is_lazy
@@ -13,21 +15,25 @@ from .._compat import times_asked_in_all
 
 
 class Kinds:
-    """Names, sizes and dtypes of tensors, and which of them are one object; a value to compare and hash."""
+    """Names, sizes and dtypes of tensors, and which of them are one object.
 
-    __slots__ = ("_hash", "_items")
+    There is one object per value, so that kinds are compared by identity: Dynamo of torch 2.11 traces no
+    ``__hash__`` of an object. Call `of`.
+    """
 
-    def __init__(self, names: list[str], values: list[Any]) -> None:
+    __slots__ = ("__weakref__",)
+
+    @staticmethod
+    def of(names: list[str], values: list[Any]) -> Kinds:
+        """Returns the kinds of tensors, the same object for the same names, kinds and ties."""
         first: dict[int, int] = {}
         numbers = [first.setdefault(id(v), i) for i, v in enumerate(values)]
-        self._items = (*names, *map(_kind, values), *numbers)
-        self._hash = hash(self._items)
+        with _lock:
+            return _all_kinds.setdefault((*names, *map(_kind, values), *numbers), Kinds())
 
-    def __eq__(self, other: object) -> bool:
-        return self is other or (isinstance(other, Kinds) and self._items == other._items)
 
-    def __hash__(self) -> int:
-        return self._hash
+_all_kinds: WeakValueDictionary[tuple[Any, ...], Kinds] = WeakValueDictionary()
+_lock = threading.RLock()  # the garbage collector may run code inside
 
 
 def _kind(value: Any) -> tuple[Any, ...]:
@@ -58,7 +64,7 @@ class HeldTensors:
         if torch.compiler.is_dynamo_compiling():  # strict export does not trace the comparison
             return self._kinds
         if not (self.are_untouched() and [*map(id, self._values())] == self._ids):
-            self._note(self._kinds)
+            self._note()
         return self._kinds
 
     def are_untouched(self) -> bool:
@@ -68,12 +74,11 @@ class HeldTensors:
     def _values(self) -> chain[Any]:
         return chain.from_iterable(map(dict.values, self._slots))
 
-    def _note(self, before: Kinds | None = None) -> None:
+    def _note(self) -> None:
         self._asked = times_asked_in_all()  # first: another thread may set one now
         values = [*self._values()]
         self._ids = [*map(id, values)]
         # Another tensor may come to the address of one that is gone.
         self._gone: list[weakref.ref] = []
         self._known = [weakref.ref(v, self._gone.append) for v in values if v is not None]
-        kinds = Kinds([*chain.from_iterable(self._slots)], values)
-        self._kinds = before if before == kinds else kinds  # type: ignore[assignment]
+        self._kinds = Kinds.of([*chain.from_iterable(self._slots)], values)
