@@ -32,6 +32,7 @@ from ..plan import Plan
 from ..policy.policy import LOW_DTYPES, Policy
 from ..policy.rules import NODE_PREFIX, RuleBook
 from ..training.distributed import spread_error
+from ..training.gradient_boundary import traced_for_a_compiler
 from ..training.scale_state import STATE_NAMES
 from ..training.scaler import LossScaler
 from .boundary import boundary_pass, has_low, shadowed_parameters, warn_about_float16_gradients
@@ -100,7 +101,8 @@ def make_backend(
         added = _add_boundary(bounded, inputs, extra, masters)
         run_passes(bounded, (SaveNorms(saved_low, plan.low_dtype),))
         warn_about_float16_gradients(bounded.graph, options)
-        compiled = compile_next(bounded, [*added, *inputs])
+        with traced_for_a_compiler():  # on torch 2.11 `torch.compiler.is_compiling` is false in a backend
+            compiled = compile_next(bounded, [*added, *inputs])
         if scaling is None:
             return lambda *args: compiled(*extra.tensors(args), *args)
 
