@@ -33,6 +33,8 @@ def compiled_by_dynamo(model: Module, backend: str | Callable, **given: Any) -> 
     does not change it. A model that ran frozen once then never gets gradients. torch 2.13 detects the change.
     """
     if any(isinstance(module, RNNBase) for module in model.modules()):
+        if VERSION < (2, 13):  # Dynamo traces the op there, and no fake tensor can run it
+            torch._dynamo.disallow_in_graph(torch._VF._pad_packed_sequence)
         # Dynamo skips them by default.
         return torch._dynamo.config.patch(allow_rnn=True)(_compiled_apart(model, backend, **given))
     return _compiled_apart(model, backend, **given)
@@ -187,7 +189,7 @@ def hooks_registered() -> int:
     return RemovableHandle.next_id
 
 
-# Dynamo's names for breaks that leave no op out, in torch 2.11 and 2.13.
+# Dynamo's names for breaks that leave no op out, in torch 2.11, 2.13 and 2.14.
 _NO_OPS = (
     "generic_jump",
     "Data-dependent branching",
@@ -232,7 +234,9 @@ class BreakLog:
 
 def _first_line(reason: str) -> str:
     line = reason.strip().partition("\n")[0]
-    return "branch on a tensor's value" if line.startswith("generic_jump") else line
+    # torch 2.11 tells a branch twice, by both names.
+    is_branch = line.startswith(("generic_jump", "Data-dependent branching"))
+    return "branch on a tensor's value" if is_branch else line
 
 
 def keep_dynamo_out(function: Callable) -> None:
