@@ -18,6 +18,7 @@ from torch.fx import traceback as fx_traceback
 from .._compat import (
     cheap_source_lines,
     errors_raised_not_logged,
+    is_untraced_generator,
     no_ambient_autocast,
     no_global_hooks,
     no_saved_tensor_hooks,
@@ -169,6 +170,8 @@ def _exported(
     except Exception as error:
         kept.remove(reads.records())
         _check_replaced(model, replaced)
+        if is_untraced_generator(error):
+            _check_random_numbers(model, random_numbers.found)
         _check_arguments(model, args, kwargs, error)
         raise AheadOfTimeError(_explain(model, error)).because(is_known=bool(_hint(error))) from error
     if refusal := sharded_error(model, [node.meta.get("val") for node in program.graph.nodes]):

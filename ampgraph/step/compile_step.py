@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
-from .._compat import is_backend_error
+from .._compat import is_backend_error, is_untraced_generator
 from ..errors import AmpGraphError, NoStateError, PolicyError, warn_user
 from ..module import AmpModule
 from .fit import Key, key_of, loss_of, reason_for_the_loop, varying_settings
@@ -195,6 +195,8 @@ class CompiledStep:
         except AmpGraphError as error:
             return str(error)
         except Exception as error:  # user code and torch's tracing may raise anything; the loop is as right
+            if is_untraced_generator(error):
+                return "loss_fn draws from a torch.Generator, which this version of torch does not trace"
             return _why("tracing", error)
 
     def _give_up(self, step: WholeStep, error: Exception) -> str:
