@@ -3,6 +3,7 @@
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from .custom_functions import AppliedFunction, native_apply
 from .dict_versions import dict_versions, has_dict_versions
 from .dynamo import (
     BreakLog,
@@ -68,11 +69,9 @@ from .modes import (
 )
 from .parameter_data import data_of, times_asked, times_asked_in_all, watch_data
 from .quiet import (
-    AppliedFunction,
     errors_raised_not_logged,
     is_backend_error,
     is_dynamo_error,
-    native_apply,
     never_log_raised_errors,
     quiet_export,
 )

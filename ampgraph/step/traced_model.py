@@ -1,4 +1,4 @@
-"""`TracedModel`: the converted model while a step is traced, with fake tensors in the places of its own."""
+"""Runs a converted model on fake tensors while `compile_step` traces a step."""
 
 from __future__ import annotations
 
