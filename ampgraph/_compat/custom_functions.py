@@ -11,7 +11,8 @@ import torch
 _Function = torch.autograd.Function
 _SingleLevelFunction = torch.autograd.function._SingleLevelFunction
 # The class whose ``apply`` is the native one, which runs for every custom function. From torch 2.14 on this
-# is `Function`; before, its ``apply`` searches for wrappers of ``torch.func`` (tried on torch 2.11 to 2.15).
+# is `Function`; before, its ``apply`` searches for wrappers of ``torch.func``.
+# (tried on torch 2.11, 2.13, 2.14 and 2.15)
 AppliedFunction = (
     _Function
     if isinstance(vars(_Function)["apply"], types.ClassMethodDescriptorType)
