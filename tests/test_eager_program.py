@@ -24,6 +24,8 @@ INDEX, MASK, BF16 = torch.tensor([[0, 2], [1, 1], [3, 0], [2, 2]]), X > 1, torch
 
 # Overload -> calls, each ``(args, kwargs)``: the forms in which captured graphs write them.
 CALLS = {
+    "_log_softmax": [((X, -1, False), {})],
+    "_softmax": [((X, -1, False), {})],
     "abs": [((X,), {})],
     "add.Tensor": [((X, Y), {}), ((X, 2), {}), ((X.bfloat16(), VECTOR), {"alpha": 2})],
     "add_.Tensor": [((INDEX, 1), {})],
@@ -37,6 +39,7 @@ CALLS = {
     "conv1d": [((CUBE, torch.ones(2, 3, 3), None, [1], [1]), {})],
     "conv2d": [((IMAGE, torch.ones(8, 2, 3, 3), torch.ones(8), [2, 2], [1, 1], [1, 1], 2), {})],
     "conv3d": [((IMAGE[None], torch.ones(2, 2, 1, 3, 3)), {})],
+    "convolution": [((IMAGE, torch.ones(8, 2, 3, 3), None, [2, 2], [1, 1], [1, 1], False, [0, 0], 2), {})],
     "cos": [((X,), {})],
     "cumsum": [((X, -1), {"dtype": torch.float64}), ((X, 0), {})],
     "detach": [((X,), {})],
@@ -63,6 +66,10 @@ CALLS = {
     "mm": [((X, Y.T), {})],
     "movedim.int": [((CUBE, 0, -1), {})],
     "mul.Tensor": [((X, Y.bfloat16()), {}), ((X, 0.5), {})],
+    "native_batch_norm": [((X, VECTOR, VECTOR, VECTOR * 0, VECTOR, True, 0.1, 1e-5), {})],
+    "native_dropout": [((X, 0.5, True), {})],
+    "native_group_norm": [((IMAGE, torch.ones(4), torch.zeros(4), 2, 4, 64, 2, 1e-5), {})],
+    "native_layer_norm": [((X, [6], VECTOR, None, 1e-5), {})],
     "neg": [((X,), {})],
     "permute": [((CUBE, [2, 0, 1]), {})],
     "pow.Tensor_Scalar": [((X, 2), {}), ((X, 0.5), {})],
@@ -90,6 +97,7 @@ CALLS = {
     "transpose.int": [((CUBE, 0, -1), {})],
     "tril": [((X,), {}), ((X, -1), {})],
     "type_as": [((X, INDEX), {})],
+    "unbind.int": [((X, -1), {})],
     "unsqueeze": [((X, -1), {})],
     "view": [((X, [6, -1]), {})],
     "view_as": [((X, CUBE), {})],
@@ -117,7 +125,7 @@ def test_a_binding_is_its_overload(name: str) -> None:
             )
             floats = [a for a in own if isinstance(a, torch.Tensor) and a.is_floating_point()]
             for a in floats:
-                a.requires_grad_(name not in ("batch_norm", "group_norm") or a.dim() > 1)
+                a.requires_grad_("_norm" not in name or a.dim() > 1)
             result = function(*own, **kwargs)
             first = result[0] if isinstance(result, (list, tuple)) else result
             if isinstance(first, torch.Tensor) and first.requires_grad:

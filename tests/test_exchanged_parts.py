@@ -263,3 +263,23 @@ def test_equal_kinds_are_one_object():
     assert held.kinds() is not before
     layer.float()
     assert held.kinds() is before
+
+
+class Gained(nn.Module):
+    """Its gain has no low copy, and forward reads its size."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.gain = nn.Linear(8, 8), nn.Parameter(torch.ones(8))
+
+    def forward(self, x):
+        return self.linear(x) + self.gain.sum() * self.gain.shape[0]
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+def test_data_of_a_parameter_without_low_copy_gets_another_size(level):
+    model = Gained()
+    amp = ampgraph.convert(model, (X,), policy=level, dtype=torch.bfloat16, backend="eager")
+    for rows in (8, 4, 2):
+        model.gain.data = torch.ones(rows)
+        torch.testing.assert_close(amp(X), model(X), atol=0.05, rtol=0.01)

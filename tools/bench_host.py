@@ -1,5 +1,7 @@
 """Host time of a call on the backend "eager": float32, torch.autocast, O1, O2 and a low model, in turns.
 
+A step of a converted model also runs as one graph, by ``ampgraph.compile_step``.
+
     python tools/bench_host.py --output docs/results/host.md
 
 Small tensors, so that the time is that of Python and the dispatcher, as in a network that waits for launches.
@@ -25,9 +27,11 @@ import ampgraph
 
 ROUNDS = 15
 SECONDS = 0.04  # of each measurement
+WARM = 3  # steps before the first is one graph
 LOW = torch.bfloat16
 FLOOR = "low"  # the whole model in LOW: what the kernels take when nothing is cast
 WAYS = ("float32", "autocast", "O1", "O2", FLOOR)
+GRAPHS = {"O1": "O1, one graph", "O2": "O2, one graph"}
 RATIOS = tuple((way, base) for base in ("autocast", "float32") for way in ("O1", "O2", FLOOR))
 
 
@@ -61,6 +65,17 @@ class Way:
         self._optimizer.step()
         self._optimizer.zero_grad()
 
+    def step_as_one_graph(self) -> Callable[[], object]:
+        """Returns what takes the step as one graph; the model must be a converted one."""
+        step = ampgraph.compile_step(
+            self._model, self._optimizer, lambda amp, x: amp(x).float().square().mean()
+        )
+        for _ in range(WARM):
+            step(self._x)
+        if step.reason is not None:
+            raise SystemExit(f"the step is not one graph: {step.reason}")
+        return lambda: step(self._x)
+
 
 def microseconds(functions: dict[str, Callable[[], object]]) -> dict[str, float]:
     """Returns the median CPU time of a call of each, measured in turns."""
@@ -80,16 +95,18 @@ def microseconds(functions: dict[str, Callable[[], object]]) -> dict[str, float]
     return {name: statistics.median(values) for name, values in found.items()}
 
 
-def rows(titles: Sequence[str]) -> list[str]:
-    """Measures models: a forward without gradients, a forward with backward, and a step."""
-    lines = []
+def rows(titles: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Measures models: a forward without gradients, a forward with backward, a step, and one as one graph."""
+    lines, graphs = [], []
     ratios: dict[str, dict[tuple[str, str], list[float]]] = {}
+    graph_ratios: dict[str, list[float]] = {way: [] for way in GRAPHS.values()}
     for title in titles:
         ways = {name: Way(name, *MODELS[title]) for name in WAYS}
         with torch.no_grad():
             found = {"forward, no gradients": microseconds({n: w.forward for n, w in ways.items()})}
         found["forward + backward"] = microseconds({n: w.backward for n, w in ways.items()})
-        found["step"] = microseconds({n: w.step for n, w in ways.items()})
+        wholes = {GRAPHS[n]: Way(n, *MODELS[title]).step_as_one_graph() for n in GRAPHS}
+        found["step"] = steps = microseconds({**{n: w.step for n, w in ways.items()}, **wholes})
         for kind, times in found.items():
             row = [times[way] / times[base] for way, base in RATIOS]
             for ratio, value in zip(RATIOS, row, strict=True):
@@ -97,6 +114,12 @@ def rows(titles: Sequence[str]) -> list[str]:
             cells = [f"{times[way]:,.0f}" for way in WAYS] + [f"{ratio:.2f}" for ratio in row]
             lines.append(f"| {title} | {kind} | {' | '.join(cells)} |")
             print(lines[-1], flush=True)
+        for way in GRAPHS.values():
+            graph_ratios[way].append(steps[way] / steps["autocast"])
+        cells = [f"{steps[way]:,.0f}" for way in ("autocast", *GRAPHS, *GRAPHS.values())]
+        cells += [f"{values[-1]:.2f}" for values in graph_ratios.values()]
+        graphs.append(f"| {title} | {' | '.join(cells)} |")
+        print(graphs[-1], flush=True)
     lines.append("")
     for kind, found_ratios in ratios.items():
         parts = [
@@ -105,7 +128,10 @@ def rows(titles: Sequence[str]) -> list[str]:
         ]
         lines.append(f"- {kind}, median (largest): {', '.join(parts)}")
         print(lines[-1])
-    return lines
+    parts = [f"{way} / autocast {statistics.median(v):.2f} ({max(v):.2f})" for way, v in graph_ratios.items()]
+    graphs += ["", f"- median (largest): {', '.join(parts)}"]
+    print(graphs[-1])
+    return lines, graphs
 
 
 def main() -> None:
@@ -115,6 +141,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
+    loops, graphs = rows(options.model or list(MODELS))
     columns = ["model", "what", *WAYS, *(f"{way} / {base}" for way, base in RATIOS)]
     lines = [
         "# Host time of a call",
@@ -127,7 +154,17 @@ def main() -> None:
         "",
         f"| {' | '.join(columns)} |",
         "|" + " --- |" * len(columns),
-        *rows(options.model or list(MODELS)),
+        *loops,
+        "",
+        "## A step as one graph",
+        "",
+        "`ampgraph.compile_step` on the same backend, measured in turns with the steps above: forward, "
+        "backward and update as one Python function without autograd. `autocast` is the plain loop.",
+        "",
+        f"| model | {' | '.join(('autocast', *GRAPHS, *GRAPHS.values()))} | "
+        f"{' | '.join(f'{way} / autocast' for way in GRAPHS.values())} |",
+        "|" + " --- |" * (2 + 3 * len(GRAPHS)),
+        *graphs,
     ]
     if options.output:
         options.output.write_text("\n".join(lines) + "\n", encoding="utf-8")

@@ -14,10 +14,11 @@ from torch.nn import functional as F
 
 # Overloads by the C function of the same name in ``torch``.
 _OF_TORCH = """
-abs add.Tensor addmm bmm cat clamp clone conv1d conv2d conv3d cos cumsum div.Tensor div.Tensor_mode
-embedding eq.Scalar exp flatten.using_ints gather group_norm layer_norm log log_softmax.int matmul mean.dim mm
-movedim.int mul.Tensor neg permute pow.Tensor_Scalar relu reshape rsqrt select.int sigmoid sin softmax.int
-split.Tensor sqrt squeeze.dim stack sub.Tensor sum.dim_IntList t tanh transpose.int tril unsqueeze where.self
+_log_softmax _softmax abs add.Tensor addmm bmm cat clamp clone conv1d conv2d conv3d convolution cos cumsum
+div.Tensor div.Tensor_mode embedding eq.Scalar exp flatten.using_ints gather group_norm layer_norm log
+log_softmax.int matmul mean.dim mm movedim.int mul.Tensor native_batch_norm native_dropout native_group_norm
+native_layer_norm neg permute pow.Tensor_Scalar relu reshape rsqrt select.int sigmoid sin softmax.int
+split.Tensor sqrt squeeze.dim stack sub.Tensor sum.dim_IntList t tanh transpose.int tril unbind.int unsqueeze where.self
 """
 _OF_TENSOR = """
 contiguous detach expand expand_as masked_fill.Scalar masked_fill.Tensor to.dtype type_as view view_as

@@ -10,7 +10,7 @@ import itertools
 import linecache
 import math
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from operator import getitem
 from types import FunctionType
 from typing import Any, NamedTuple
@@ -47,9 +47,10 @@ class EagerProgram:
         self._code, self._otherwise = code, otherwise  # the code keeps the source text for errors
         self._class, self._forward = code.cls, code.forward
         self._function, self._parameters = code.bound_to(root, instead or {})
-        self._in_spec, self._out_spec = code.in_spec, code.out_spec
-        self._flat = _number_of_flat_arguments(code.in_spec)
-        self._is_single = code.out_spec.is_leaf()
+        info = code.graph_module.graph._codegen.pytree_info  # type: ignore[attr-defined]
+        self._in_spec, self._out_spec = info.in_spec, info.out_spec
+        self._flat = _number_of_flat_arguments(info.in_spec)
+        self._is_single = info.out_spec.is_leaf()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the graph on arguments of the structure that it was captured with."""
@@ -71,6 +72,19 @@ class EagerProgram:
 def eager_program(graph_module: fx.GraphModule) -> EagerProgram:
     """Returns a program over the graph module's own parameters; their inputs and outputs are pytrees."""
     return EagerProgram(EagerCode(graph_module), graph_module, graph_module)
+
+
+def flat_program(graph_module: fx.GraphModule) -> Callable[..., Sequence[Any]]:
+    """Returns a function that takes and returns the graph's own inputs and outputs, which are tensors."""
+    code = EagerCode(graph_module)
+    function, _ = code.bound_to(graph_module, {})
+    cls, forward = code.cls, code.forward
+
+    def run(*inputs: Any) -> Sequence[Any]:
+        outputs: Sequence[Any] = (function if cls.forward is forward else graph_module)(*inputs)
+        return outputs
+
+    return run
 
 
 def _dicts(owner: Any) -> tuple[dict[str, Any], ...]:
@@ -124,15 +138,11 @@ class EagerCode:
     Attributes:
         cls: Its class.
         forward: The code that it had.
-        in_spec: The structure of its arguments.
-        out_spec: The structure of its outputs.
     """
 
     def __init__(self, graph_module: fx.GraphModule) -> None:
         self.graph_module = graph_module
         self.cls, self.forward = type(graph_module), type(graph_module).forward
-        info = graph_module.graph._codegen.pytree_info  # type: ignore[attr-defined]
-        self.in_spec, self.out_spec = info.in_spec, info.out_spec
         # A cast of the model's own is left without readers where they take the tensor before it.
         self.nodes = [node for node in graph_module.graph.nodes if node.users or not is_cast(node)]
         self.names = {node: f"v{i}" for i, node in enumerate(self.nodes)}

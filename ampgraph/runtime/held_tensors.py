@@ -9,9 +9,10 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
+from torch import nn
 from torch.nn.parameter import is_lazy
 
-from .._compat import times_asked_in_all
+from .._compat import times_asked_in_all, watch_data
 
 
 class Kinds:
@@ -51,12 +52,15 @@ class HeldTensors:
 
     Args:
         slots: The dicts.
-        counts_data: Whether a counter tells that ``.data`` of a parameter was set. Otherwise every check
-            reads all kinds.
+        counts_data: Whether to count how often ``.data`` of a parameter was set. Otherwise every check reads
+            all kinds.
+
+    Attributes:
+        counts_data: Whether it is counted now; never for parameters of another class, such as DTensors.
     """
 
     def __init__(self, slots: list[dict[str, Any]], counts_data: bool) -> None:
-        self._slots, self._counts_data = slots, counts_data
+        self._slots, self._may_count = slots, counts_data
         self._note()
 
     def kinds(self) -> Kinds:
@@ -69,7 +73,11 @@ class HeldTensors:
 
     def are_untouched(self) -> bool:
         """Whether the kinds are known to be the same if the dicts hold the same objects."""
-        return self._counts_data and not self._gone and times_asked_in_all() == self._asked
+        return self.counts_data and not self._gone and times_asked_in_all() == self._asked
+
+    def now(self) -> list[torch.Tensor]:
+        """Returns the tensors that the dicts hold, one of them as often as it is held."""
+        return [value for value in self._values() if value is not None]
 
     def _values(self) -> chain[Any]:
         return chain.from_iterable(map(dict.values, self._slots))
@@ -78,6 +86,11 @@ class HeldTensors:
         self._asked = times_asked_in_all()  # first: another thread may set one now
         values = [*self._values()]
         self._ids = [*map(id, values)]
+        parameters = [v for v in values if isinstance(v, nn.Parameter)]
+        self.counts_data = self._may_count and all(issubclass(type(p), nn.Parameter) for p in parameters)
+        if self.counts_data:
+            for parameter in parameters:
+                watch_data(parameter)
         # Another tensor may come to the address of one that is gone.
         self._gone: list[weakref.ref] = []
         self._known = [weakref.ref(v, self._gone.append) for v in values if v is not None]

@@ -30,7 +30,7 @@ class Structure:
 
     Args:
         source: The model.
-        counts_data: Whether `watch_data` counts how often ``.data`` of its parameters is set.
+        counts_data: Whether to count how often ``.data`` of its parameters is set.
 
     Attributes:
         modules: All modules, at any depth.

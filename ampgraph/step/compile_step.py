@@ -15,7 +15,8 @@ from torch.utils._pytree import tree_map_only
 from .._compat import is_backend_error, is_untraced_generator
 from ..errors import AmpGraphError, NoStateError, PolicyError, warn_user
 from ..module import AmpModule
-from .fit import Key, key_of, loss_of, reason_for_the_loop, varying_settings
+from ..training.optimizer_step import parameters_of
+from .fit import Fit, Key, loss_of, varying_settings
 from .trace_step import trace_step
 from .whole_step import WholeStep
 
@@ -112,6 +113,7 @@ class CompiledStep:
     ) -> None:
         self.reason: str | None = None
         self._amp, self._optimizer, self._loss_fn, self._clip_norm = amp, optimizer, loss_fn, clip_norm
+        self._fit = Fit(amp, optimizer)
         self._kinds: dict[Key, _Kind] = {}
         self._told: set[str] = set()
 
@@ -122,12 +124,11 @@ class CompiledStep:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Takes a step."""
-        amp, optimizer = self._amp, self._optimizer
-        reason = reason_for_the_loop(amp, optimizer, args, kwargs)
+        reason = self._fit.reason_for_the_loop(args, kwargs)
         if reason is not None:
             self._tell(reason)
             return self._loop(reason, args, kwargs)
-        if any(p.grad is not None for group in optimizer.param_groups for p in group["params"]):
+        if any(p.grad is not None for p in parameters_of(self._optimizer)):
             return self._loop("gradients are there already, which this step takes too", args, kwargs)
         found = self._find(args, kwargs)
         if isinstance(found, str):
@@ -142,7 +143,7 @@ class CompiledStep:
 
     def _find(self, args: tuple, kwargs: dict[str, Any]) -> WholeStep | str:
         """Returns the graph of a call, or why the plain loop runs."""
-        kind = self._kind(key_of(self._amp, self._optimizer, args, kwargs))
+        kind = self._kind(self._fit.key_of(args, kwargs))
         if kind.reason is not None:
             return kind.reason
         if not all(step.is_current() for step in kind.steps):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
+from itertools import chain, count
+from operator import attrgetter, is_
 from types import CodeType
 from typing import Any, NamedTuple
 
@@ -11,10 +13,16 @@ from torch import Tensor
 from torch.optim import Optimizer, lr_scheduler
 from torch.utils._pytree import tree_leaves
 
-from .._compat import data_of, has_global_hooks, is_any_autocast_enabled, storage_key
+from .._compat import (
+    data_of,
+    has_global_hooks,
+    is_any_autocast_enabled,
+    storage_key,
+    times_asked_in_all,
+)
 from ..errors import PolicyError
 from ..module import AmpModule
-from ..proxy.all_parameters import all_parameters
+from ..runtime.module_structure import Flags
 from ..runtime.signature import signature_of
 from ..training import optimizer_step
 from ..training.distributed import is_distributed
@@ -22,6 +30,10 @@ from ..training.optimizer_step import has_torchs_step, parameters_of
 from ..training.optimizer_steps import has_other_hooks
 from ..training.untaken_gradients import has_hooks
 
+_kind = attrgetter("dtype", "device", "shape", "requires_grad")
+_requires_grad = attrgetter("requires_grad")
+_hooks = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
+_MOST_NUMBERS = 64
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 # The code of a converted model's ``forward``.
 _FORWARD = next(c for c in AmpModule._make_forward.__code__.co_consts if isinstance(c, CodeType))
@@ -29,39 +41,147 @@ _FORWARD = next(c for c in AmpModule._make_forward.__code__.co_consts if isinsta
 _WRAPPERS = (lr_scheduler.__file__, optimizer_step.__file__)
 
 
-def reason_for_the_loop(
-    amp: AmpModule, optimizer: Optimizer, args: tuple, kwargs: dict[str, Any]
-) -> str | None:
-    """Returns why a step with these cannot be one graph; None if it can. Runs at every step."""
+class Key(NamedTuple):
+    """What must be the same for two steps that run one graph.
+
+    Attributes:
+        settings: The optimizer's, for each group its parameters, and the names and values of settings.
+        others: Of model, arguments and scaler.
+    """
+
+    settings: tuple[tuple, ...]
+    others: tuple[Hashable, ...]
+
+
+class Fit:
+    """Why a step cannot be one graph, and the key of its graph if it can.
+
+    What the checks of parameters found is kept as long as these are the same objects in the same state.
+
+    Args:
+        amp: The model.
+        optimizer: The optimizer of the step.
+    """
+
+    def __init__(self, amp: AmpModule, optimizer: Optimizer) -> None:
+        self._amp, self._optimizer = amp, optimizer
+        self._checked: _Checked | None = None
+        self._numbers: dict[Hashable, int] = {}
+        self._next = count()
+
+    def reason_for_the_loop(self, args: tuple, kwargs: dict[str, Any]) -> str | None:
+        """Returns why a step with these arguments cannot be one graph; None if it can. Runs at every step."""
+        amp = self._amp
+        if amp.is_just_in_time:
+            return "the model is captured just in time; pass example inputs to ampgraph.convert"
+        if is_distributed():
+            return "gradients of several processes are averaged outside the graph"
+        if (reason := _reason_of_optimizer(self._optimizer)) is not None:
+            return reason
+        if is_any_autocast_enabled() or not torch.is_grad_enabled():
+            return "it is called under torch.autocast, or without gradients"
+        if amp._forward_hooks or amp._forward_pre_hooks or amp._backward_hooks or amp._backward_pre_hooks:
+            return "the converted model has hooks"
+        if has_global_hooks():
+            return "there are hooks for all modules of the process"
+        if getattr(vars(amp)["forward"], "__code__", None) is not _FORWARD:
+            return "forward of the converted model is replaced, as ampgraph.watch does"
+        return self._reason_of_parameters() or _reason_of_arguments(args, kwargs)
+
+    def key_of(self, args: tuple, kwargs: dict[str, Any]) -> Key:
+        """Returns the key of a call for which there is no reason to run the loop. Runs at every step."""
+        assert self._checked is not None
+        optimizer = self._optimizer
+        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        first: dict[object, int] = {}
+        others = (
+            self._checked.number,
+            signature_of(args, kwargs),
+            tuple([(x.stride(), x.storage_offset()) for x in tensors]),
+            tuple([first.setdefault(storage_key(x), i) for i, x in enumerate(tensors)]),
+            self._amp.scaler.config,
+            torch.get_default_dtype(),
+            torch.are_deterministic_algorithms_enabled(),
+        )
+        return Key(tuple([_settings(group, optimizer.defaults) for group in optimizer.param_groups]), others)
+
+    def _reason_of_parameters(self) -> str | None:
+        """Looks for parameters that a graph cannot train, unless all are as at the last step."""
+        flags = self._amp._graphs.modes()  # notices another structure
+        tensors = self._amp._graphs.structure.tensors
+        asked = times_asked_in_all()  # first: another thread may set data now
+        stepped, last = parameters_of(self._optimizer), self._checked
+        held = last.held if last is not None and last.flags is flags else tensors.now()
+        states = chain.from_iterable(state.values() for state in self._optimizer.state.values())
+        watched = [*map(_requires_grad, held)], [*map(_hooks, stepped)]
+        now = _Checked(flags, asked, [*map(id, states)], *watched, stepped, held)
+        if last is not None and tensors.counts_data and now.is_like(last):
+            return None
+        trained = {id(t) for t in held if t.requires_grad}
+        if any(map(has_hooks, stepped)):
+            return "a parameter has hooks"
+        if {id(p) for p in stepped if p.requires_grad} != trained:
+            return "the optimizer does not hold exactly the model's parameters that require gradients"
+        if any(type(data_of(p)) is not Tensor for p in stepped):
+            return "a parameter is a subclass of Tensor"
+        key = (flags, tuple(now.states), *[(id(t), *_kind(t), t.stride(), t.storage_offset()) for t in held])
+        if len(self._numbers) >= _MOST_NUMBERS:
+            self._numbers.clear()
+        number = self._numbers.setdefault(key, next(self._next))
+        # A dict of hooks that is empty now would equal itself with a hook.
+        hooks = now.hooks if all(found == (None, None) for found in now.hooks) else []
+        self._checked = now._replace(hooks=hooks, number=number)
+        return None
+
+
+class _Checked(NamedTuple):
+    """Parameters that one graph can train.
+
+    Attributes:
+        flags: Modes of the model, and the kinds of its tensors.
+        asked: How often ``.data`` of a parameter was asked for or set.
+        states: The ids of the tensors of the optimizer's state.
+        trains: Which of ``held`` require gradients.
+        hooks: The hooks of ``stepped``, if there are none.
+        stepped: The parameters of the optimizer.
+        held: The parameters and buffers of the model.
+        number: Stands for all of this in keys.
+    """
+
+    flags: Flags
+    asked: int
+    states: list[int]
+    trains: list[bool]
+    hooks: list[tuple]
+    stepped: list[Tensor]
+    held: list[Tensor]
+    number: int = -1
+
+    def is_like(self, other: _Checked) -> bool:
+        """Whether nothing that was looked at has changed since another step."""
+        return (
+            self[:5] == other[:5]
+            and _are_same(self.stepped, other.stepped)
+            and (self.held is other.held or _are_same(self.held, other.held))
+        )
+
+
+def _are_same(some: list[Tensor], others: list[Tensor]) -> bool:
+    return len(some) == len(others) and all(map(is_, some, others))
+
+
+def _reason_of_optimizer(optimizer: Optimizer) -> str | None:
     name = type(optimizer).__name__
-    if amp.is_just_in_time:
-        return "the model is captured just in time; pass example inputs to ampgraph.convert"
-    if is_distributed():
-        return "gradients of several processes are averaged outside the graph"
     if not type(optimizer).__module__.startswith("torch.optim."):
         return f"{name} is not an optimizer of torch"
     if not all(group.get("fused") for group in optimizer.param_groups):
         return f"{name} is not fused; where torch has a fused form of it, pass fused=True"
     if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks or has_other_hooks():
         return f"{name} has hooks"
-    if not _is_own_step(optimizer):
-        return f"the step of this {name} is replaced"
-    if is_any_autocast_enabled() or not torch.is_grad_enabled():
-        return "it is called under torch.autocast, or without gradients"
-    if amp._forward_hooks or amp._forward_pre_hooks or amp._backward_hooks or amp._backward_pre_hooks:
-        return "the converted model has hooks"
-    if has_global_hooks():
-        return "there are hooks for all modules of the process"
-    if getattr(vars(amp)["forward"], "__code__", None) is not _FORWARD:
-        return "forward of the converted model is replaced, as ampgraph.watch does"
-    held = parameters_of(optimizer)
-    trained = [t for t in (*all_parameters(amp.source), *amp.source.buffers()) if t.requires_grad]
-    if {id(p) for p in held if p.requires_grad} != {id(p) for p in trained}:
-        return "the optimizer does not hold exactly the model's parameters that require gradients"
-    if any(map(has_hooks, held)):
-        return "a parameter has hooks"
-    if any(type(data_of(p)) is not Tensor for p in held):
-        return "a parameter is a subclass of Tensor"
+    return None if _is_own_step(optimizer) else f"the step of this {name} is replaced"
+
+
+def _reason_of_arguments(args: tuple, kwargs: dict[str, Any]) -> str | None:
     for leaf in tree_leaves((args, kwargs)):
         if isinstance(leaf, Tensor):
             if leaf.requires_grad or type(leaf) is not Tensor:
@@ -87,40 +207,6 @@ def _is_own_step(optimizer: Optimizer) -> bool:
             return False
         step = getattr(step, "__wrapped__", None)
     return "step" not in vars(optimizer)
-
-
-class Key(NamedTuple):
-    """What must be the same for two steps that run one graph.
-
-    Attributes:
-        settings: The optimizer's, for each group its parameters, and the names and values of settings.
-        others: Of model, arguments and scaler.
-    """
-
-    settings: tuple[tuple, ...]
-    others: tuple[Hashable, ...]
-
-
-def key_of(amp: AmpModule, optimizer: Optimizer, args: tuple, kwargs: dict[str, Any]) -> Key:
-    """Returns the key of a call. Runs at every step."""
-    tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-    parameters = [*all_parameters(amp.source)]
-    held = [*parameters, *amp.source.buffers()]
-    first: dict[object, int] = {}
-    sharing = tuple(first.setdefault(storage_key(x), i) for i, x in enumerate(tensors))
-    others = (
-        signature_of(args, kwargs),
-        tuple((x.stride(), x.storage_offset()) for x in tensors),
-        sharing,
-        amp._graphs.modes(),
-        amp.scaler.config,
-        tuple([p.requires_grad for p in parameters]),
-        tuple([(id(t), t.dtype, t.device, t.shape, t.stride(), t.storage_offset()) for t in held]),
-        tuple(id(x) for p in parameters_of(optimizer) for x in optimizer.state.get(p, {}).values()),
-        torch.get_default_dtype(),
-        torch.are_deterministic_algorithms_enabled(),
-    )
-    return Key(tuple([_settings(group, optimizer.defaults) for group in optimizer.param_groups]), others)
 
 
 def _settings(group: dict[str, Any], names: Iterable[str]) -> tuple:

@@ -24,6 +24,7 @@ from ..training.optimizer_step import makes_buffers, parameters_of
 from ..training.overflow import bad_outputs
 from ..training.scale_state import CHECKED
 from .effects import RefusedOutside, without_effects
+from .fewer_calls import remove_calls
 from .fit import loss_of
 from .optimizer_math import can_update, update
 from .surroundings import Surroundings
@@ -77,6 +78,8 @@ def trace_step(
         raise AmpGraphError("the model reads other Python values than at its capture")
     if tracer.traced.is_compiled and _has_generator(graph_module):
         raise AmpGraphError("loss_fn draws from a torch.Generator, which torch.compile does not take")
+    if not tracer.traced.is_compiled:
+        remove_calls(graph_module.graph)
     _hold(graph_module, live, surroundings)
     return WholeStep(amp, optimizer, tracer.traced, graph_module, surroundings)
 
@@ -137,7 +140,7 @@ def _hold(graph_module: fx.GraphModule, live: Sequence[Tensor], surroundings: Su
                 f"loss_fn reads a tensor of the sizes {tuple(value.shape)} that is neither an argument nor "
                 "in a variable or attribute that it names"
             )
-    graph.eliminate_dead_code(_is_impure)
+    graph.eliminate_dead_code(is_impure)
     graph_module.recompile()
 
 
@@ -145,7 +148,10 @@ def _hold(graph_module: fx.GraphModule, live: Sequence[Tensor], surroundings: Su
 _LIFTED = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default)
 
 
-def _is_impure(node: fx.Node) -> bool:
+def is_impure(node: fx.Node) -> bool:
+    """Whether a step needs a node that no other reads."""
+    if node.target is operator.getitem:
+        return False
     schema = getattr(node.target, "_schema", None)
     return node.op in ("placeholder", "output") or (schema is None or schema.is_mutable) or _draws(node)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +15,7 @@ from .._compat import compiled_by_dynamo
 from ..module import AmpModule
 from ..passes.analysis.alias import written_memory
 from ..runtime.captured_graph import CapturedGraph
+from ..runtime.eager_program import flat_program
 from ..training.nested_optimizers import Inside
 from ..training.optimizer_steps import tell_of_step
 from .surroundings import Surroundings
@@ -81,11 +82,11 @@ class WholeStep:
         self._copies = {id(copy) for copy, _ in self._pairs}
         written = _written(graph_module) if traced.updates else set()
         self._fresh = {id(c) for c, m in self._pairs if id(c) in written or id(m) not in written}
-        self._run: Callable = graph_module
         if traced.is_compiled:
-            self._run = compiled_by_dynamo(
-                graph_module, amp.options.backend, mode=amp.options.mode, fullgraph=True
-            )
+            backend, mode = amp.options.backend, amp.options.mode
+            self._run = compiled_by_dynamo(graph_module, backend, mode=mode, fullgraph=True)
+        else:
+            self._run = flat_program(graph_module)
 
     def is_current(self) -> bool:
         """Whether parts, graphs and low copies are the same; others do not come back. Runs at every step."""

@@ -1,0 +1,123 @@
+"""The graph of a step on the backend "eager" has fewer calls than the trace, and the same results."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, fx, nn
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import ampgraph
+from ampgraph.step.fewer_calls import remove_calls
+from ampgraph.step.trace_step import is_impure
+
+X = torch.arange(24.0).view(4, 6)
+
+
+def traced(function, *args: Tensor) -> fx.GraphModule:
+    with torch.no_grad():
+        return make_fx(function, tracing_mode="fake")(*args)
+
+
+def fewer(graph_module: fx.GraphModule) -> fx.GraphModule:
+    graph = copy.deepcopy(graph_module.graph)
+    remove_calls(graph)
+    graph.eliminate_dead_code(is_impure)
+    return fx.GraphModule(graph_module, graph)
+
+
+def calls(graph_module: fx.GraphModule) -> list[str]:
+    return [str(node.target).removeprefix("aten.") for node in graph_module.graph.nodes if "call" in node.op]
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
+        (lambda x: x.t().t() + 1, ["add.Tensor"]),
+        (lambda x: x.t() @ x + x.t() @ x, ["t.default", "mm.default", "mm.default", "add.Tensor"]),
+        (lambda x: x.detach().view(4, 6).expand(4, 6) * 2, ["mul.Tensor"]),
+        (lambda x: x.sum([0], True).view(6) * 2, ["sum.dim_IntList", "mul.Tensor"]),
+        (lambda x: x.sum([0], True).view(3, 2) * 2, ["sum.dim_IntList", "view.default", "mul.Tensor"]),
+        (lambda x: x.double() * 2, ["to.dtype", "mul.Tensor"]),
+        (lambda x: torch.ops.aten._to_copy(x, dtype=x.dtype).mul_(2), ["_to_copy.default", "mul_.Tensor"]),
+        (lambda x: (x.detach(), x.detach()), ["detach.default", "detach.default"]),
+        (lambda x: x.view(6, 4) + x.t(), ["view.default", "t.default", "add.Tensor"]),
+        (lambda x: x.detach().unsqueeze_(0) + x, ["detach.default", "unsqueeze_.default", "add.Tensor"]),
+    ],
+)
+def test_calls_that_are_left(function, expected) -> None:
+    before = traced(function, X)
+    after = fewer(before)
+    assert calls(after) == expected
+    wanted, found = (run(X.clone()) for run in (before, after))
+    torch.testing.assert_close(found, wanted, rtol=0, atol=0)
+
+
+VIEWS = {
+    "t": lambda x: x.t(),
+    "detach": lambda x: x.detach(),
+    "square": lambda x: x.reshape(-1).view(4, 4),
+    "rows": lambda x: torch.stack(x.unbind(0)[::-1]),
+    "row": lambda x: x[1].expand(4, 4),
+    "half": lambda x: x.view(2, 8)[:, :4].repeat(2, 1),
+    "twice": lambda x: x.unsqueeze(0).permute(2, 1, 0).squeeze(2),
+}
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 9), st.sampled_from([*VIEWS]), st.booleans()), min_size=1, max_size=9)
+)
+def test_random_views_with_writes_in_place(steps) -> None:
+    def function(x: Tensor) -> Tensor:
+        values = [x]
+        for which, view, writes in steps:
+            values.append(VIEWS[view](values[which % len(values)].contiguous()))
+            if writes and 0 not in values[-1].stride():
+                values[-1].mul_(2).add_(which)
+        return torch.stack([*values, *[v.t() for v in values]])
+
+    before = traced(function, torch.zeros(4, 4))
+    after = fewer(before)
+    assert len(calls(after)) <= len(calls(before))
+    inputs = [torch.arange(16.0).view(4, 4) for _ in range(2)]
+    assert torch.equal(after(inputs[0]), before(inputs[1]))
+    assert torch.equal(*inputs)
+
+
+def test_a_step_of_linear_layers_views_each_tensor_once() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(3)])
+    amp = ampgraph.convert(model, (torch.randn(4, 8),), policy="O1", dtype=torch.bfloat16, backend="eager")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+    step = ampgraph.compile_step(amp, optimizer, lambda amp, x: amp(x).square().mean())
+    for _ in range(3):
+        step(torch.randn(4, 8))
+    assert step.reason is None
+    found = calls(step.graph_modules[0])
+    # Transposed are three weights for the forward, which two of the backward's products read again,
+    # and three gradients.
+    assert found.count("t.default") == 6
+    assert found.count("detach.default") == 1  # of the loss, which the step returns
+    assert "view.default" not in found
+
+
+def test_a_changed_graph_runs() -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(8, 8)
+    amp = ampgraph.convert(model, (torch.randn(4, 8),), policy="O1", dtype=torch.bfloat16, backend="eager")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+    step = ampgraph.compile_step(amp, optimizer, lambda amp, x: amp(x).square().mean())
+    x = torch.randn(4, 8)
+    for _ in range(2):
+        step(x)
+    (graph_module,) = step.graph_modules
+    for node in graph_module.graph.find_nodes(
+        op="call_function", target=torch.ops.aten._fused_sgd_.tensor_lr
+    ):
+        graph_module.graph.erase_node(node)
+    graph_module.recompile()
+    assert step(x) == step(x)
