@@ -18,7 +18,8 @@ _log_softmax _softmax abs add.Tensor addmm bmm cat clamp clone conv1d conv2d con
 div.Tensor div.Tensor_mode embedding eq.Scalar exp flatten.using_ints gather group_norm layer_norm log
 log_softmax.int matmul mean.dim mm movedim.int mul.Tensor native_batch_norm native_dropout native_group_norm
 native_layer_norm neg permute pow.Tensor_Scalar relu reshape rsqrt select.int sigmoid sin softmax.int
-split.Tensor sqrt squeeze.dim stack sub.Tensor sum.dim_IntList t tanh transpose.int tril unbind.int unsqueeze where.self
+split.Tensor sqrt squeeze.dim stack sub.Tensor sum.dim_IntList t tanh transpose.int tril unbind.int unsqueeze
+where.self
 """
 _OF_TENSOR = """
 contiguous detach expand expand_as masked_fill.Scalar masked_fill.Tensor to.dtype type_as view view_as
