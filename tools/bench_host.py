@@ -96,16 +96,20 @@ def microseconds(functions: dict[str, Callable[[], object]]) -> dict[str, float]
 
 
 def rows(titles: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Measures models: a forward without gradients, a forward with backward, a step, and one as one graph."""
+    """Measures models: forwards, a forward with backward, a step, and one as one graph."""
     lines, graphs = [], []
     ratios: dict[str, dict[tuple[str, str], list[float]]] = {}
     graph_ratios: dict[str, list[float]] = {way: [] for way in GRAPHS.values()}
     for title in titles:
-        ways = {name: Way(name, *MODELS[title]) for name in WAYS}
+        make, x = MODELS[title]
+        ways = {name: Way(name, make, x) for name in WAYS}
+        empty = {name: Way(name, make, x[:0]) for name in WAYS}
+        found = {}
         with torch.no_grad():
-            found = {"forward, no gradients": microseconds({n: w.forward for n, w in ways.items()})}
+            found["forward, no gradients"] = microseconds({n: w.forward for n, w in ways.items()})
+            found["forward, empty batch"] = microseconds({n: w.forward for n, w in empty.items()})
         found["forward + backward"] = microseconds({n: w.backward for n, w in ways.items()})
-        wholes = {GRAPHS[n]: Way(n, *MODELS[title]).step_as_one_graph() for n in GRAPHS}
+        wholes = {GRAPHS[n]: Way(n, make, x).step_as_one_graph() for n in GRAPHS}
         found["step"] = steps = microseconds({**{n: w.step for n, w in ways.items()}, **wholes})
         for kind, times in found.items():
             row = [times[way] / times[base] for way, base in RATIOS]
@@ -151,6 +155,8 @@ def main() -> None:
         '`"eager"`, small tensors. A step is forward, backward, and AdamW with `fused=True`.',
         f"`{FLOOR}` is `model.to(torch.bfloat16)` with a bfloat16 input: a plain module that casts nothing, "
         "whose time is that of the CPU's bfloat16 kernels.",
+        "With an empty batch, without gradients, a forward makes the same calls on tensors without elements. Its "
+        "time is that of Python and the dispatcher alone; only casts of weights have elements.",
         "",
         f"| {' | '.join(columns)} |",
         "|" + " --- |" * len(columns),
