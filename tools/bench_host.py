@@ -155,8 +155,8 @@ def main() -> None:
         '`"eager"`, small tensors. A step is forward, backward, and AdamW with `fused=True`.',
         f"`{FLOOR}` is `model.to(torch.bfloat16)` with a bfloat16 input: a plain module that casts nothing, "
         "whose time is that of the CPU's bfloat16 kernels.",
-        "With an empty batch, without gradients, a forward makes the same calls on tensors without elements. Its "
-        "time is that of Python and the dispatcher alone; only casts of weights have elements.",
+        "With an empty batch, without gradients, a forward makes the same calls on tensors without elements. "
+        "Its time is that of Python and the dispatcher alone; only casts of weights have elements.",
         "",
         f"| {' | '.join(columns)} |",
         "|" + " --- |" * len(columns),
