@@ -29,7 +29,12 @@ ROOT = Path(__file__).resolve().parent.parent
 OUT = ROOT / "out" / "matrix"
 # torch 2.11 wants another setuptools; torchvision belongs to one torch.
 GOES_WITH_TORCH = ("torch", "torchvision", "setuptools")
-TORCHVISION = {"2.11.0": "0.26.0", "2.12.0": "0.27.0", "2.13.0": "0.28.0", "2.14.1": "0.29.1"}
+TORCHVISION = {
+    "2.11.0": "0.26.0", "2.12.0": "0.27.0", "2.13.0": "0.28.0", "2.14.1": "0.29.1", "2.15.0": "0.29.2",
+}  # fmt: skip
+# Without one of its own: that of an earlier torch is installed, whose compiled operators do not load.
+BORROWS_TORCHVISION = {"2.15.0"}
+NEEDS_TORCHVISION = ("timm", "torchvision")
 COUNT = re.compile(r"(\d+) (passed|failed|error|skipped|xfailed)")
 
 Record = dict[str, Any]
@@ -62,12 +67,36 @@ def constraints(torch: str) -> Path:
     return path
 
 
+def install(venv: Path, python: str, torch: str) -> None:
+    """Makes the environment for a torch that no torchvision allows.
+
+    Raises:
+        subprocess.CalledProcessError: An installation failed.
+    """
+    if (venv / ".dev").exists():
+        return
+    import tomllib  # needs Python 3.11
+
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    wanted = [line for line in extras["dev"] if line not in NEEDS_TORCHVISION]
+    pins = constraints(torch)
+    subprocess.run([python, "-m", "venv", venv], check=True)
+    pip = [venv / "bin/python", "-m", "pip", "install", "--quiet", "-c", pins]
+    subprocess.run([*pip, f"torch=={torch}", "wheel", *wanted], cwd=ROOT, check=True)
+    subprocess.run([*pip, "--no-deps", *NEEDS_TORCHVISION], cwd=ROOT, check=True)
+    subprocess.run([*pip, "--no-deps", "--no-build-isolation", "-e", "."], cwd=ROOT, check=True)
+    for name in (".dev", ".demo"):
+        (venv / name).touch()
+
+
 def run(python: str, torch: str, flags: str) -> Record:
     """Makes the environment if need be, runs the tests in it, and returns what came out."""
     pinned = (
         ROOT / "constraints.txt" if f"torch=={torch}\n" in (ROOT / "constraints.txt").read_text() else None
     )
     venv = OUT / f"python{python}-torch{torch}"
+    if torch in BORROWS_TORCHVISION:
+        install(venv, interpreter(python), torch)
     made = subprocess.run(
         [
             "make", "--no-print-directory", "test", f"PYTHON={interpreter(python)}", f"VENV={venv}",
