@@ -92,7 +92,7 @@ def test_an_output_of_an_unknown_class_falls_back_with_one_line(recwarn):
     model = Caches(8, 8)
     amp = ampgraph.convert(model, (X,), dtype=BF16)
     (out, cache), wanted = amp(X), model(X)
-    assert len(recwarn) == 1
+    assert len([w for w in recwarn if w.category is UserWarning]) == 1
     torch.testing.assert_close(out, wanted[0], rtol=0.05, atol=0.05)
     torch.testing.assert_close(cache.value, wanted[1].value)
 
@@ -191,9 +191,8 @@ def test_a_bad_shape_raises_the_models_own_error(how, caplog):
     with pytest.raises(RuntimeError) as found:
         amp(torch.randn(3, 9))
     assert type(found.value) is RuntimeError
-    assert (
-        str(found.value) == str(expected.value) == "mat1 and mat2 shapes cannot be multiplied (3x9 and 8x8)"
-    )
+    assert str(found.value) == str(expected.value)
+    assert "mat1 and mat2 shapes cannot be multiplied (3x9 and 8x8)" in str(found.value)
     assert any(entry.name == "forward" and str(entry.path) == __file__ for entry in found.traceback)
     assert not [r for r in caplog.records if r.levelno >= logging.WARNING]
     assert amp.options.capture == how

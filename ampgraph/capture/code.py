@@ -231,8 +231,9 @@ def is_pythons(filename: str) -> bool:
 
 
 def is_foreign(cls: type) -> bool:
-    """Whether a class is Python's or torch's: its behaviour is not a setting of a model."""
-    return _is_foreign(cls.__module__)
+    """Whether a class is Python's or torch's, or compiled: its behaviour is not a setting of a model."""
+    module: object = cls.__module__
+    return not isinstance(module, str) or _is_foreign(module)  # of Cython's functions it is a descriptor
 
 
 def _is_foreign(module: str) -> bool:

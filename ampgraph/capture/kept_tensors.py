@@ -155,9 +155,9 @@ def _holds(value: object, of_capture: set[int]) -> bool:
 def _take_out(value: object, new: set[int], ignored: set[int], depth: int = _DEPTH) -> Iterator[str]:
     """Takes a value out of the containers, caches and objects that hold it; yields their names.
 
-    A container that is newer than the capture goes with what it holds. A dict counts as new where another
-    container holds it: Python's collector sees an empty dict only when it gets its first entry. A variable or
-    attribute whose earlier value is not known becomes None.
+    A container that is newer than the capture goes with what it holds. A dict that something older holds may
+    only look new: Python's collector sees an empty dict when it gets its first entry. So it stays. A variable
+    or attribute whose earlier value is not known becomes None.
 
     Args:
         new: What is newer than the capture.
@@ -186,8 +186,8 @@ def _take_out(value: object, new: set[int], ignored: set[int], depth: int = _DEP
             for index in reversed([i for i, held in enumerate(holder) if held is value]):
                 del holder[index]
             yield f"a {type(holder).__name__}"
-        elif not is_foreign(type(holder)) and hasattr(holder, "__dict__"):
-            for name in [name for name, held in vars(holder).items() if held is value]:
+        elif not isinstance(value, dict):
+            for name in _attributes(holder, value):
                 setattr(holder, name, None)
                 yield f"{type(holder).__name__}.{name}"
 
@@ -210,6 +210,17 @@ def _referrers(value: object) -> list[Any]:
     return [holder for holder in gc.get_referrers(value) if type(holder) not in left_out]
 
 
+def _attributes(holder: object, value: object) -> list[str]:
+    """Returns the attributes of an object of the user's that are a value.
+
+    CPython names the object and not its ``__dict__`` where the object itself has the values: since 3.13 also
+    if something asked for the dict.
+    """
+    if isinstance(holder, _CONTAINERS) or is_foreign(type(holder)) or not hasattr(holder, "__dict__"):
+        return []
+    return [name for name, held in vars(holder).items() if held is value]
+
+
 def _has_a_name(holder: dict) -> bool:
     """Whether a variable, attribute, closure or default argument holds a dict, or it has an owner."""
     if _owner(holder) is not None:
@@ -218,6 +229,8 @@ def _has_a_name(holder: dict) -> bool:
         if isinstance(outer, CellType) or (isinstance(outer, dict) and _owner(outer) is not None):
             return True
         if isinstance(outer, tuple) and any(isinstance(o, FunctionType) for o in _referrers(outer)):
+            return True
+        if _attributes(outer, holder):
             return True
     return False
 
