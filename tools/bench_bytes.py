@@ -109,9 +109,16 @@ def _counted(
 
 
 def _all_low(model: Any, args: tuple) -> list[int]:
-    """Returns the bytes of ``model.to(torch.bfloat16)``: forward, backward, saved; and its parameters."""
+    """Returns the bytes of ``model.to(torch.bfloat16)``: forward, backward, saved; and its parameters.
+
+    It casts its inputs, because a loader makes float32 images.
+    """
     low = copy.deepcopy(model).to(torch.bfloat16)
-    schedule = scheduled(_called(low), *(a.bfloat16() if a.is_floating_point() else a for a in args))
+
+    def called(*args: torch.Tensor) -> Any:
+        return low(*(a.bfloat16() if a.is_floating_point() else a for a in args))
+
+    schedule = scheduled(called, *args)
     return [*schedule.bytes, schedule.saved, sum(p.numel() for p in low.parameters())]
 
 

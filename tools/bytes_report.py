@@ -237,8 +237,8 @@ def page(records: dict[str, Record], failed: dict[str, str], command: str, at: s
         table(records, FUSED, "fused"),
         above(records, FUSED, "fused"),
         "### What is left",
-        "`model.to(torch.bfloat16)` on the same inputs: no float32 value anywhere, so no placement of casts "
-        "moves less. Two columns add what float32 parameters and gradients cost a loop of separate graphs: "
+        "`model.to(torch.bfloat16)` on the same inputs, which it casts first: no other float32 value, so no "
+        "placement of casts moves less. Two columns add what float32 parameters and gradients cost a loop of separate graphs: "
         f"the refresh, {REFRESH} bytes a parameter, and the cast of each gradient, {GRADIENT} bytes. "
         "A kernel that writes a gradient in float32 itself saves part of the second.",
         left(records),
