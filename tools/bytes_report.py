@@ -238,9 +238,9 @@ def page(records: dict[str, Record], failed: dict[str, str], command: str, at: s
         above(records, FUSED, "fused"),
         "### What is left",
         "`model.to(torch.bfloat16)` on the same inputs, which it casts first: no other float32 value, so no "
-        "placement of casts moves less. Two columns add what float32 parameters and gradients cost a loop of separate graphs: "
-        f"the refresh, {REFRESH} bytes a parameter, and the cast of each gradient, {GRADIENT} bytes. "
-        "A kernel that writes a gradient in float32 itself saves part of the second.",
+        "placement of casts moves less. Two columns add what float32 parameters and gradients cost a loop of "
+        f"separate graphs: the refresh, {REFRESH} bytes a parameter, and the cast of each gradient, "
+        f"{GRADIENT} bytes. A kernel that writes a gradient in float32 itself saves part of the second.",
         left(records),
         "## A whole compiled step",
         "Forward, backward and optimizer as one graph, as `ampgraph.compile_step` captures it, on Inductor. "
