@@ -125,6 +125,37 @@ def test_clipping_and_bfloat16() -> None:
         assert_equal(whole, plain)
 
 
+class Shifted(nn.Linear):
+    """Its shifts have the same gradient."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        super().__init__(8, 4)
+        self.shifts = nn.ParameterList(torch.zeros(4) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + (self.shifts[0] + self.shifts[1] + self.shifts[2])
+
+
+class Recurrent(nn.Sequential):
+    """Its kernel asks whether gradients are enabled."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        super().__init__(nn.LSTM(8, 8), nn.Linear(8, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self[1](self[0](x[None])[0][0])
+
+
+@pytest.mark.parametrize("model", [Shifted, Recurrent])
+def test_models_whose_gradients_share_memory_or_need_a_workspace(model: Callable[[], nn.Module]) -> None:
+    whole = Run(dtype=torch.bfloat16, model=model(), clip_norm=0.1).train(6, whole=True, bad=0)
+    plain = Run(dtype=torch.bfloat16, model=model()).train(6, whole=False, bad=0, clip_norm=0.1)
+    assert whole.step.reason is None
+    assert_equal(whole, plain)
+
+
 def test_a_compiled_graph_ends_with_the_gradients() -> None:
     seen: list[torch.fx.GraphModule] = []
 

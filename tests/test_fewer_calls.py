@@ -42,6 +42,10 @@ def calls(graph_module: fx.GraphModule) -> list[str]:
         (lambda x: x.detach().view(4, 6).expand(4, 6) * 2, ["mul.Tensor"]),
         (lambda x: x.sum([0], True).view(6) * 2, ["sum.dim_IntList", "mul.Tensor"]),
         (lambda x: x.sum([0], True).view(3, 2) * 2, ["sum.dim_IntList", "view.default", "mul.Tensor"]),
+        (
+            lambda x: x[0, 0].sum([0], True).view(1) * 2,
+            ["select.int", "select.int", "sum.dim_IntList", "view.default", "mul.Tensor"],
+        ),
         (lambda x: x.double() * 2, ["to.dtype", "mul.Tensor"]),
         (lambda x: torch.ops.aten._to_copy(x, dtype=x.dtype).mul_(2), ["_to_copy.default", "mul_.Tensor"]),
         (lambda x: (x.detach(), x.detach()), ["detach.default", "detach.default"]),

@@ -125,11 +125,26 @@ def frozen(run: Run) -> None:
     run.model[0].requires_grad_(False)
 
 
+def other_strides_in_place(run: Run) -> None:
+    weight = run.model[0].weight
+    with torch.no_grad():
+        weight.set_(weight.detach().t().clone().contiguous())
+        weight.t_()
+
+
 def a_tensor_as_rate(run: Run) -> None:
     run.optimizer.param_groups[0]["lr"] = torch.tensor(0.3)
 
 
-CHANGES = (a_tensor_as_rate, other_strides, an_edited_graph, another_activation, a_hook, frozen)
+CHANGES = (
+    a_tensor_as_rate,
+    other_strides_in_place,
+    other_strides,
+    an_edited_graph,
+    another_activation,
+    a_hook,
+    frozen,
+)
 
 
 def test_changes_of_model_and_optimizer_between_steps() -> None:
@@ -154,6 +169,35 @@ def test_gradients_have_the_strides_of_their_parameters() -> None:
             return self.last(self.first(x.view(6, 2, 2, 2)).relu().flatten(1))
 
     assert both(lambda run: run.train(6), model=Conv).reasons[-1] is None
+
+
+def data_of_other_sizes(run: Run, values: Tensor) -> None:
+    run.model.factor.data = values
+
+
+def other_sizes_in_place(run: Run, values: Tensor) -> None:
+    run.model.factor.resize_(values.shape).copy_(values)
+
+
+@pytest.mark.parametrize("change", [data_of_other_sizes, other_sizes_in_place])
+def test_a_buffer_that_gets_other_sizes(change: Callable[[Run, Tensor], None]) -> None:
+    """No dict of the model changes, and the gradient of the parameter beside it is a sum now."""
+
+    class Scaled(nn.Sequential):
+        def __init__(self) -> None:
+            super().__init__(*layer())
+            self.shift = nn.Parameter(torch.ones(4))
+            self.register_buffer("factor", torch.ones(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) + self.shift * self.factor
+
+    def story(run: Run) -> None:
+        run.train(5)
+        change(run, X[:, :4].clone())
+        run.train(6)
+
+    assert both(story, model=Scaled).reasons[-1] is None
 
 
 def test_what_replaces_steps_and_forwards_runs() -> None:

@@ -79,7 +79,9 @@ def _sum_without_view(node: fx.Node) -> None:
         return
     values, dims, *keeps = total.args
     of_sum, rank = total.meta["val"], values.meta["val"].dim()  # type: ignore[union-attr]
-    if keeps != [True] or total.kwargs or len({dim % rank for dim in dims}) != rank - 1:  # type: ignore
+    if keeps != [True] or total.kwargs or not dims or not rank:
+        return
+    if len({dim % rank for dim in dims}) != rank - 1:  # type: ignore[operator, union-attr]
         return
     if sizes != [of_sum.numel()]:
         return

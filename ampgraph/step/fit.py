@@ -9,7 +9,7 @@ from types import CodeType
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer, lr_scheduler
 from torch.utils._pytree import tree_leaves
 
@@ -29,9 +29,9 @@ from ..training.distributed import is_distributed
 from ..training.optimizer_step import has_torchs_step, parameters_of
 from ..training.optimizer_steps import has_other_hooks
 from ..training.untaken_gradients import has_hooks
+from .surroundings import layout_of
 
-_kind = attrgetter("dtype", "device", "shape", "requires_grad")
-_requires_grad = attrgetter("requires_grad")
+_requires_grad, _version = attrgetter("requires_grad"), attrgetter("_version")
 _hooks = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
 _MOST_NUMBERS = 64
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
@@ -111,20 +111,20 @@ class Fit:
         tensors = self._amp._graphs.structure.tensors
         asked = times_asked_in_all()  # first: another thread may set data now
         stepped, last = parameters_of(self._optimizer), self._checked
-        held = last.held if last is not None and last.flags is flags else tensors.now()
+        held = last.held if last is not None and last.flags is flags else _Held.of(tensors.now())
         states = chain.from_iterable(state.values() for state in self._optimizer.state.values())
-        watched = [*map(_requires_grad, held)], [*map(_hooks, stepped)]
+        watched = [*map(_requires_grad, held.all)], held.marks(), [*map(_hooks, stepped)]
         now = _Checked(flags, asked, [*map(id, states)], *watched, stepped, held)
         if last is not None and tensors.counts_data and now.is_like(last):
             return None
-        trained = {id(t) for t in held if t.requires_grad}
+        trained = {id(t) for t in held.all if t.requires_grad}
         if any(map(has_hooks, stepped)):
             return "a parameter has hooks"
         if {id(p) for p in stepped if p.requires_grad} != trained:
             return "the optimizer does not hold exactly the model's parameters that require gradients"
         if any(type(data_of(p)) is not Tensor for p in stepped):
             return "a parameter is a subclass of Tensor"
-        key = (flags, tuple(now.states), *[(id(t), *_kind(t), t.stride(), t.storage_offset()) for t in held])
+        key = (flags, tuple(now.states), *[(id(t), layout_of(t)) for t in held.all])
         if len(self._numbers) >= _MOST_NUMBERS:
             self._numbers.clear()
         number = self._numbers.setdefault(key, next(self._next))
@@ -132,6 +132,35 @@ class Fit:
         hooks = now.hooks if all(found == (None, None) for found in now.hooks) else []
         self._checked = now._replace(hooks=hooks, number=number)
         return None
+
+
+class _Held(NamedTuple):
+    """The tensors of a model, by what tells that one of them has other sizes or strides.
+
+    Attributes:
+        all: The parameters and buffers.
+        parameters: Those with a version counter, which fused optimizers do not raise.
+        others: The others, buffers among them, which a forward may write at every step.
+    """
+
+    all: list[Tensor]
+    parameters: list[Tensor]
+    others: list[Tensor]
+
+    @classmethod
+    def of(cls, tensors: list[Tensor]) -> _Held:
+        """Returns tensors in their two kinds."""
+        found: tuple[list[Tensor], list[Tensor]] = [], []
+        for tensor in tensors:
+            found[not isinstance(tensor, nn.Parameter) or tensor.is_inference()].append(tensor)
+        return cls(tensors, *found)
+
+    def marks(self) -> tuple[list[int], list[tuple]]:
+        """Returns values that are others if a tensor has other sizes or strides now. Runs at every step.
+
+        ``.data`` of a buffer may be set, which nothing counts, and ``set_`` or ``t_`` change a parameter.
+        """
+        return [*map(_version, self.parameters)], [*map(layout_of, self.others)]
 
 
 class _Checked(NamedTuple):
@@ -142,6 +171,7 @@ class _Checked(NamedTuple):
         asked: How often ``.data`` of a parameter was asked for or set.
         states: The ids of the tensors of the optimizer's state.
         trains: Which of ``held`` require gradients.
+        marks: See `_Held.marks`.
         hooks: The hooks of ``stepped``, if there are none.
         stepped: The parameters of the optimizer.
         held: The parameters and buffers of the model.
@@ -152,17 +182,18 @@ class _Checked(NamedTuple):
     asked: int
     states: list[int]
     trains: list[bool]
+    marks: tuple[list[int], list[tuple]]
     hooks: list[tuple]
     stepped: list[Tensor]
-    held: list[Tensor]
+    held: _Held
     number: int = -1
 
     def is_like(self, other: _Checked) -> bool:
         """Whether nothing that was looked at has changed since another step."""
         return (
-            self[:5] == other[:5]
+            self[:6] == other[:6]
             and _are_same(self.stepped, other.stepped)
-            and (self.held is other.held or _are_same(self.held, other.held))
+            and (self.held is other.held or _are_same(self.held.all, other.held.all))
         )
 
 

@@ -66,7 +66,7 @@ class Surroundings:
         self._entries = [*chain.from_iterable(map(dict.values, self._tables))]
         held = chain(self._entries, self._places.tensors())
         self._tensors = [t for t in held if isinstance(t, Tensor)]
-        self._layouts = [*map(_layout, self._tensors)]
+        self._layouts = [*map(layout_of, self._tensors)]
 
     def is_same(self) -> bool:
         """Whether the function would read the same. Runs at every step."""
@@ -100,7 +100,7 @@ class Surroundings:
 
     def _has_same_layouts(self) -> bool:
         """Whether tensors, whose values a graph reads where they are, are of the same kind."""
-        return [*map(_layout, self._tensors)] == self._layouts
+        return [*map(layout_of, self._tensors)] == self._layouts
 
     def _names(self) -> set[str]:
         return self._code.names | self._code.strings
@@ -156,7 +156,8 @@ class Surroundings:
         self.reason = self.reason or reason
 
 
-def _layout(tensor: Tensor) -> tuple:
+def layout_of(tensor: Tensor) -> tuple:
+    """Returns what ops read of a tensor besides its values."""
     strides = (tensor.stride(), tensor.storage_offset()) if tensor.layout == torch.strided else ()
     return tensor.shape, tensor.dtype, tensor.device, tensor.layout, tensor.requires_grad, strides
 

@@ -14,6 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
+from .._compat import storage_key
 from ..capture.ahead_of_time import capturing
 from ..errors import AmpGraphError, NoStateError
 from ..module import AmpModule
@@ -26,6 +27,7 @@ from ..training.scale_state import CHECKED
 from .effects import RefusedOutside, without_effects
 from .fewer_calls import remove_calls
 from .fit import loss_of
+from .grad_mode import keep_workspaces
 from .optimizer_math import can_update, update
 from .surroundings import Surroundings
 from .traced_model import TracedModel
@@ -80,6 +82,7 @@ def trace_step(
         raise AmpGraphError("loss_fn draws from a torch.Generator, which torch.compile does not take")
     if not tracer.traced.is_compiled:
         remove_calls(graph_module.graph)
+        keep_workspaces(graph_module.graph)
     _hold(graph_module, live, surroundings)
     return WholeStep(amp, optimizer, tracer.traced, graph_module, surroundings)
 
@@ -207,6 +210,9 @@ class _Tracer:
             with traced_for_a_compiler() if self.traced.is_compiled else contextlib.nullcontext():
                 gradients, flags = self._gradients(loss_of(result), checked, bool(scale))
             with torch.no_grad():
+                if self._clip_norm is not None:
+                    held = [*fakes.values(), *pytree.tree_leaves((leaves, result, model.outputs))]
+                    gradients = _apart(gradients, held)
                 found = None if flags is None else (flags > 0).any().to(torch.float32)
                 kept = self._update(gradients, found, rates)
         self.traced.used = model.used
@@ -291,6 +297,17 @@ def _laid_out(gradient: Tensor, parameter: Tensor) -> Tensor:
     if gradient.stride() == parameter.stride() or not _is_dense(parameter):
         return gradient
     return torch.empty_like(parameter, dtype=gradient.dtype, requires_grad=False).copy_(gradient)
+
+
+def _apart(gradients: list[tuple[Tensor, Tensor]], others: Sequence[object]) -> list[tuple[Tensor, Tensor]]:
+    """Returns gradients in memory of their own, which clipping writes; ``backward`` copies the same ones."""
+    taken = {storage_key(t) for t in others if isinstance(t, Tensor)} - {None}
+    found = []
+    for parameter, gradient in gradients:
+        key = storage_key(gradient)
+        found.append((parameter, gradient.clone() if key in taken else gradient))
+        taken |= {key} - {None}
+    return found
 
 
 def _is_dense(tensor: Tensor) -> bool:
