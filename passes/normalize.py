@@ -69,7 +69,7 @@ def _free_returned_inputs(graph_module: GraphModule) -> bool:
     if not inside:
         return False
     mode, written = fake_mode_of(graph), written_memory(graph)
-    carrying = _may_have_gradients(graph_module)
+    carrying = _may_have_gradients(graph_module, mode)
     modified = False
     for node, switch in inside.items():
         returned = returned_input(node, mode)
@@ -79,7 +79,6 @@ def _free_returned_inputs(graph_module: GraphModule) -> bool:
             node.replace_all_uses_with(returned)
         else:
             _interrupt(switch, node)
-            carrying.add(node)
         modified = True
     return modified
 
@@ -96,14 +95,18 @@ def _interrupt(switch: Node, node: Node) -> None:
     before.meta["val"], on.meta["val"], off.meta["val"] = True, None, None
 
 
-def _may_have_gradients(graph_module: GraphModule) -> set[Node]:
-    """Returns the nodes outside of regions without gradients that may have some.
+def _may_have_gradients(graph_module: GraphModule, mode: FakeTensorMode | None) -> set[Node]:
+    """Returns the nodes that may have gradients: in regions without them, those that return such a node.
 
     Buffers have none; a frozen parameter may have some later.
     """
     inside, found = without_gradients(graph_module.graph), set[Node]()
     for node in graph_module.graph.nodes:
+        if node.target is aten.detach.default:
+            continue
         if node in inside:
+            if returned_input(node, mode) in found:
+                found.add(node)
             continue
         if node.op == "get_attr":
             held = attrgetter(str(node.target))(graph_module)
@@ -209,7 +212,7 @@ def _let_casts_copy(graph_module: GraphModule) -> bool:
     """
     graph = graph_module.graph
     written, inside = written_memory(graph), without_gradients(graph)
-    carrying = _may_have_gradients(graph_module) if inside else set[Node]()
+    carrying = _may_have_gradients(graph_module, fake_mode_of(graph)) if inside else set[Node]()
     casts = [
         n
         for n in graph.nodes

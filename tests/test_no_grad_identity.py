@@ -157,6 +157,23 @@ def test_a_region_around_a_sub_graph_is_not_lost():
         torch.testing.assert_close(amp(x := torch.randn(4, 8)), model(x), rtol=0.03, atol=0.03)
 
 
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("capture", ["ahead of time", "just in time"])
+@pytest.mark.parametrize("op", [torch.exp, torch.square, torch.Tensor.detach])
+def test_a_region_returns_what_was_made_from_what_another_returned(op, capture, level):
+    class Twice(nn.Linear):
+        def forward(self, x):
+            low = x.to(torch.bfloat16)
+            with torch.no_grad():
+                same = low.to(torch.bfloat16)
+            made = op(same)
+            with torch.no_grad():
+                again = made.to(torch.bfloat16)
+            return super().forward(x) + again
+
+    check(Twice(8, 8), capture, level)
+
+
 def test_an_exported_program_keeps_the_regions():
     model = Model(CALLS["float"])
     program = ampgraph.export(model, (torch.randn(4, 8),), policy=Policy(dtype=torch.bfloat16))
