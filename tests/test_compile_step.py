@@ -148,8 +148,22 @@ class Recurrent(nn.Sequential):
         return self[1](self[0](x[None])[0][0])
 
 
-@pytest.mark.parametrize("model", [Shifted, Recurrent])
-def test_models_whose_gradients_share_memory_or_need_a_workspace(model: Callable[[], nn.Module]) -> None:
+class Unread(nn.Linear):
+    """Its batch norm writes running statistics, and nothing reads its result."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        super().__init__(8, 4)
+        self.norm = nn.BatchNorm1d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = super().forward(x)
+        self.norm(out)
+        return out
+
+
+@pytest.mark.parametrize("model", [Shifted, Recurrent, Unread])
+def test_models_whose_ops_do_more_than_they_declare(model: Callable[[], nn.Module]) -> None:
     whole = Run(dtype=torch.bfloat16, model=model(), clip_norm=0.1).train(6, whole=True, bad=0)
     plain = Run(dtype=torch.bfloat16, model=model()).train(6, whole=False, bad=0, clip_norm=0.1)
     assert whole.step.reason is None

@@ -38,6 +38,8 @@ ASKS = {
     "of a view": (lambda m, x: x.transpose(0, 1).is_contiguous(), SWAPPED),
     "of a result": (lambda m, x: m.conv(x).is_contiguous(), LAST),
     "as a function": (lambda m, x: torch.Tensor.is_contiguous(x), LAST),
+    "is_neg": (lambda m, x: x.is_neg(), torch._neg_view(X)),
+    "as a function of torch": (lambda m, x: torch.is_neg(x), torch._neg_view(X)),
     "storage_offset": (lambda m, x: x.storage_offset() == 0, torch.cat([X, X])[2:]),
 }
 

@@ -13,10 +13,12 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.func import functional_call
 from torch.nn import functional as F
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 import ampgraph
 
@@ -675,7 +677,26 @@ def a_part_of_a_table(run: Any) -> Callable:
     return lambda amp, x, y: F.cross_entropy(amp(table[7]), y)
 
 
+def fewer_digits() -> saved_tensors_hooks:
+    return saved_tensors_hooks(lambda x: x.bfloat16().to(x.dtype), lambda x: x)
+
+
+def saved_with_fewer_digits(run: Run) -> Callable:
+    def loss(amp: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        out = amp(x)
+        with fewer_digits():
+            return F.cross_entropy(out.sin(), y)
+
+    return loss
+
+
+def a_checkpoint(run: Run) -> Callable:
+    return lambda amp, x, y: F.cross_entropy(checkpoint(amp, x, use_reentrant=False), y)
+
+
 REFUSED = {
+    saved_with_fewer_digits: r"loss_fn checkpoints, or has hooks for what autograd saves \(.*surroundings",
+    a_checkpoint: "loss_fn checkpoints",
     a_counter: "loss_fn changes",
     a_history: "loss_fn changes",
     a_variable: "loss_fn changes",
@@ -698,6 +719,31 @@ def test_losses_that_no_graph_can_repeat_run_the_loop(loss_of: Callable[[Run], C
     with pytest.warns(UserWarning, match=REFUSED[loss_of]):
         whole = both(lambda run: run.train(4), loss_of)
     assert whole.step.reason is not None
+
+
+def test_hooks_for_what_autograd_saves_around_a_step() -> None:
+    def story(run: Run) -> None:
+        run.train()
+        with fewer_digits():
+            run.train()
+        run.train(1)
+
+    whole = both(story, lambda run: lambda amp, x, y: F.cross_entropy(amp(x).sin(), y))
+    assert [reason is None for reason in whole.reasons[2:]] == [True, False, False, False, True]
+
+
+def test_arguments_that_are_conjugate() -> None:
+    values = torch.view_as_complex(X.view(6, 4, 2)).clone()
+
+    def story(run: Run) -> None:
+        for x in (values, values.conj(), values, values.conj(), values):
+            run.take(x, Y)
+            run.take(x, Y)
+
+    def loss_of(run: Run) -> Callable:
+        return lambda amp, x, y: F.cross_entropy(amp(torch.cat([x.real, x.imag], 1)), y)
+
+    assert both(story, loss_of).reasons[-2:] == [None, None]
 
 
 def test_arguments_whose_content_no_key_holds() -> None:

@@ -84,6 +84,11 @@ def no_saved_tensor_hooks() -> contextlib.AbstractContextManager[None]:
     return hidden
 
 
+def has_saved_tensor_hooks() -> bool:
+    """Whether the caller is inside ``saved_tensors_hooks``, which autograd calls for what it saves (2.13)."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
 @contextlib.contextmanager
 def autocast_values(
     device: str, dtype: torch.dtype | None = None, enabled: bool = True, *_: object

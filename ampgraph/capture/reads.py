@@ -32,9 +32,11 @@ _OF_EVERY_MODULE = frozenset({*vars(nn.Module()), *vars(nn.Module)} - {"forward"
 Key = tuple[int, str]
 
 _AUTOGRAD_NAMES = ("requires_grad", "grad_fn", "is_leaf")
-_LAYOUT_NAMES = ("is_contiguous", "stride", "dim_order")
+_LAYOUT_NAMES = ("is_contiguous", "stride", "dim_order", "is_conj", "is_neg")
 _OF_AUTOGRAD = frozenset(getattr(torch.Tensor, name).__get__ for name in _AUTOGRAD_NAMES)
-_OF_LAYOUT = frozenset(getattr(torch.Tensor, name) for name in _LAYOUT_NAMES)
+_OF_LAYOUT = frozenset(
+    {*(getattr(torch.Tensor, name) for name in _LAYOUT_NAMES), torch.is_conj, torch.is_neg}
+)
 _BETWEEN = ("__torch_function__", "handle_torch_function")
 # Strides decide whether these ops copy, and so whether a later write reaches the argument.
 _COPY_OR_NOT = frozenset(
@@ -58,7 +60,8 @@ class Reads:
         lost: The part of it that is not a tensor and that torch's layers do not set.
         only_set: What else forward sets, as paths from the model: tensors, attributes of objects.
         asks_for_gradients: Whether the model's code read the grad mode, or a tensor's ``requires_grad``.
-        asks_for_layout: Whether it asked for strides, or wrote in place to what may be a copy or not.
+        asks_for_layout: Whether it asked for strides or for a conjugate or negative bit, or wrote in place to
+            what may be a copy or not.
         asks_for_offset: Whether it asked where in its memory a tensor begins.
         asks_for_itself: Whether it looked at a module in a way that shows more than attributes by name.
     """

@@ -50,9 +50,13 @@ class Layouts:
 
 
 def _layout(tensor: torch.Tensor) -> object:
-    """Returns the memory format, which gives the strides for any sizes, or the strides."""
+    """Returns the memory format, which gives the strides for any sizes, or the strides; and what is lazy."""
     if tensor.layout != torch.strided:
         return tensor.layout
+    return _format(tensor), tensor.is_conj(), tensor.is_neg()
+
+
+def _format(tensor: torch.Tensor) -> object:
     strides = tensor.stride()
     if strides == _dense(tensor.shape, range(tensor.dim())):
         return torch.contiguous_format

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections import deque
 from collections.abc import Iterator
 from operator import is_
 from typing import Any
 
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
 from .._compat import FakeTensor
@@ -46,6 +48,27 @@ class RefusedOutside(TorchFunctionMode):
                 verb = "writes to" if is_write else "reads the value of"
                 raise AmpGraphError(f"loss_fn {verb} a tensor that is no argument{_line()}")
         return func(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def without_saved_tensor_hooks() -> Iterator[None]:
+    """Refuses hooks for the tensors that autograd saves: no graph calls them, so it recomputes nothing.
+
+    Raises:
+        AmpGraphError: From the code inside that enters such hooks.
+    """
+    original, tracing = saved_tensors_hooks.__enter__, threading.get_ident()
+
+    def enter(hooks: saved_tensors_hooks) -> None:
+        if threading.get_ident() == tracing:
+            raise AmpGraphError(f"loss_fn checkpoints, or has hooks for what autograd saves{_line()}")
+        original(hooks)
+
+    saved_tensors_hooks.__enter__ = enter  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        saved_tensors_hooks.__enter__ = original  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 from .._compat import (
     data_of,
     has_global_hooks,
+    has_saved_tensor_hooks,
     is_any_autocast_enabled,
     storage_key,
     times_asked_in_all,
@@ -80,6 +81,8 @@ class Fit:
             return reason
         if is_any_autocast_enabled() or not torch.is_grad_enabled():
             return "it is called under torch.autocast, or without gradients"
+        if has_saved_tensor_hooks():
+            return "it is called inside hooks for the tensors that autograd saves"
         if amp._forward_hooks or amp._forward_pre_hooks or amp._backward_hooks or amp._backward_pre_hooks:
             return "the converted model has hooks"
         if has_global_hooks():
@@ -97,7 +100,7 @@ class Fit:
         others = (
             self._checked.number,
             signature_of(args, kwargs),
-            tuple([(x.stride(), x.storage_offset()) for x in tensors]),
+            tuple([(x.stride(), x.storage_offset(), x.is_conj(), x.is_neg()) for x in tensors]),
             tuple([first.setdefault(storage_key(x), i) for i, x in enumerate(tensors)]),
             self._amp.scaler.config,
             torch.get_default_dtype(),

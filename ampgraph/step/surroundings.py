@@ -158,7 +158,9 @@ class Surroundings:
 
 def layout_of(tensor: Tensor) -> tuple:
     """Returns what ops read of a tensor besides its values."""
-    strides = (tensor.stride(), tensor.storage_offset()) if tensor.layout == torch.strided else ()
+    strides: tuple = ()
+    if tensor.layout == torch.strided:
+        strides = tensor.stride(), tensor.storage_offset(), tensor.is_conj(), tensor.is_neg()
     return tensor.shape, tensor.dtype, tensor.device, tensor.layout, tensor.requires_grad, strides
 
 

@@ -24,7 +24,7 @@ from ..training.gradient_boundary import non_finite, traced_for_a_compiler
 from ..training.optimizer_step import makes_buffers, parameters_of
 from ..training.overflow import bad_outputs
 from ..training.scale_state import CHECKED
-from .effects import RefusedOutside, without_effects
+from .effects import RefusedOutside, without_effects, without_saved_tensor_hooks
 from .fewer_calls import remove_calls
 from .fit import loss_of
 from .grad_mode import keep_workspaces
@@ -156,7 +156,9 @@ def is_impure(node: fx.Node) -> bool:
     if node.target is operator.getitem:
         return False
     schema = getattr(node.target, "_schema", None)
-    return node.op in ("placeholder", "output") or (schema is None or schema.is_mutable) or _draws(node)
+    if node.op in ("placeholder", "output") or schema is None or schema.is_mutable or _draws(node):
+        return True
+    return any(argument.name == "running_mean" for argument in schema.arguments) and _is_forward(node)
 
 
 def _has_generator(graph_module: fx.GraphModule) -> bool:
@@ -166,6 +168,11 @@ def _has_generator(graph_module: fx.GraphModule) -> bool:
     return any(isinstance(value, torch.Generator) for value in held) or any(
         isinstance(value, torch.Generator) for node in nodes for value in node.kwargs.values()
     )
+
+
+def _is_forward(node: fx.Node) -> bool:
+    """Whether a batch norm is no backward: it writes running statistics, which not every schema declares."""
+    return "backward" not in str(node.target)
 
 
 def _draws(node: fx.Node) -> bool:
@@ -203,7 +210,7 @@ class _Tracer:
             setattr(fakes[id(state.probe)], CHECKED, checked)
         args, kwargs = pytree.tree_unflatten(leaves, spec)
         with model.in_place():
-            with RefusedOutside():
+            with RefusedOutside(), without_saved_tensor_hooks():
                 result = self._loss_fn(self._amp, *args, **kwargs)
             if any(fake.grad is not None for fake in fakes.values()):
                 raise AmpGraphError("loss_fn calls backward or sets gradients")
