@@ -162,6 +162,25 @@ class Unread(nn.Linear):
         return out
 
 
+class Checked(nn.Linear):
+    """Refuses large arguments."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        torch._assert_async((x < 1e3).all(), "a large argument")
+        return super().forward(x)
+
+
+def test_checks_of_the_model_run_in_each_step() -> None:
+    run = Run(dtype=torch.bfloat16, model=Checked()).train(4, whole=True, bad=0)
+    assert run.step.reason is None
+    with pytest.raises(RuntimeError, match="a large argument"):
+        run.step(X * 1e6, Y, ONE)
+    assert run.step.reason is None
+
+
 @pytest.mark.parametrize("model", [Shifted, Recurrent, Unread])
 def test_models_whose_ops_do_more_than_they_declare(model: Callable[[], nn.Module]) -> None:
     whole = Run(dtype=torch.bfloat16, model=model(), clip_norm=0.1).train(6, whole=True, bad=0)

@@ -152,13 +152,16 @@ _LIFTED = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.def
 
 
 def is_impure(node: fx.Node) -> bool:
-    """Whether a step needs a node that no other reads."""
+    """Whether a step needs a node that no other reads, such as a check, which returns nothing."""
     if node.target is operator.getitem:
         return False
-    schema = getattr(node.target, "_schema", None)
-    if node.op in ("placeholder", "output") or schema is None or schema.is_mutable or _draws(node):
+    if node.is_impure():  # by torch's list
         return True
-    return any(argument.name == "running_mean" for argument in schema.arguments) and _is_forward(node)
+    schema = getattr(node.target, "_schema", None)
+    if node.op in ("placeholder", "output") or schema is None or schema.is_mutable or not schema.returns:
+        return True
+    has_statistics = any(argument.name == "running_mean" for argument in schema.arguments)
+    return _draws(node) or (has_statistics and _is_forward(node))
 
 
 def _has_generator(graph_module: fx.GraphModule) -> bool:
