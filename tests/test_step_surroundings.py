@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.func import functional_call
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -730,6 +731,25 @@ def test_hooks_for_what_autograd_saves_around_a_step() -> None:
 
     whole = both(story, lambda run: lambda amp, x, y: F.cross_entropy(amp(x).sin(), y))
     assert [reason is None for reason in whole.reasons[2:]] == [True, False, False, False, True]
+
+
+class Attention(nn.Linear):
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        super().__init__(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x).view(1, 1, 6, 4)
+        return F.scaled_dot_product_attention(y, y.sin(), y.cos()).view(6, 4)
+
+
+def test_kernels_that_torch_is_told_to_take() -> None:
+    def story(run: Run) -> None:
+        for kernel in (SDPBackend.FLASH_ATTENTION, SDPBackend.MATH, SDPBackend.FLASH_ATTENTION):
+            with sdpa_kernel(kernel):
+                run.train(4)
+
+    assert both(story, model=Attention).reasons[-1] is None
 
 
 def test_arguments_that_are_conjugate() -> None:

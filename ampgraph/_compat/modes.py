@@ -89,6 +89,21 @@ def has_saved_tensor_hooks() -> bool:
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
+_KERNEL_SETTINGS = (
+    torch._C._get_cudnn_enabled,
+    torch._C._get_mkldnn_enabled,
+    torch.backends.cuda.cudnn_sdp_enabled,
+    torch.backends.cuda.flash_sdp_enabled,
+    torch.backends.cuda.math_sdp_enabled,
+    torch.backends.cuda.mem_efficient_sdp_enabled,
+)
+
+
+def kernel_settings() -> tuple[bool, ...]:
+    """Returns the settings by which composite ops choose their kernels, also while they are traced (2.13)."""
+    return tuple([is_enabled() for is_enabled in _KERNEL_SETTINGS])
+
+
 @contextlib.contextmanager
 def autocast_values(
     device: str, dtype: torch.dtype | None = None, enabled: bool = True, *_: object

@@ -18,6 +18,7 @@ from .._compat import (
     has_global_hooks,
     has_saved_tensor_hooks,
     is_any_autocast_enabled,
+    kernel_settings,
     storage_key,
     times_asked_in_all,
 )
@@ -105,6 +106,7 @@ class Fit:
             self._amp.scaler.config,
             torch.get_default_dtype(),
             torch.are_deterministic_algorithms_enabled(),
+            kernel_settings(),
         )
         return Key(tuple([_settings(group, optimizer.defaults) for group in optimizer.param_groups]), others)
 

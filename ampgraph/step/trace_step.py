@@ -153,7 +153,8 @@ _LIFTED = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.def
 
 def is_impure(node: fx.Node) -> bool:
     """Whether a step needs a node that no other reads, such as a check, which returns nothing."""
-    if node.target is operator.getitem:
+    # Profilers time a step as a whole.
+    if node.target is operator.getitem or getattr(node.target, "namespace", "") == "profiler":
         return False
     if node.is_impure():  # by torch's list
         return True
