@@ -85,7 +85,7 @@ def no_saved_tensor_hooks() -> contextlib.AbstractContextManager[None]:
 
 
 def has_saved_tensor_hooks() -> bool:
-    """Whether the caller is inside hooks for the tensors that autograd saves (tried on torch 2.11 to 2.15)."""
+    """Whether the caller is inside hooks for the tensors that autograd saves (tried on 2.11 to 2.15)."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
