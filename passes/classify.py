@@ -161,7 +161,8 @@ class ClassifyOps(Pass):
             converts = op.promotes and tensor not in written
             return OperandRule.EITHER if converts else OperandRule.SOURCE_DTYPE
         if fact.dtype is None:
-            return OperandRule.EITHER if self._only_tells(node, fact) else OperandRule.SOURCE_DTYPE
+            is_free = self._only_tells(node, fact) and not self._compares_low(node)
+            return OperandRule.EITHER if is_free else OperandRule.SOURCE_DTYPE
         if fact.fixed_dtype is not None:
             computes = op.dtype_arg and _takes_dtype(node)
             return OperandRule.EITHER if computes else OperandRule.SOURCE_DTYPE
@@ -191,8 +192,20 @@ class ClassifyOps(Pass):
             return False
         if any(v.dtype.is_floating_point or v.dtype.is_complex for v in tensors(node)):
             return False
-        managed = [t for _, t in tensor_arguments(node) if self._dtype(t, tensors(t))]
-        return kernels.promotes(node.target) or len(managed) == 1
+        return kernels.promotes(node.target) or len(self._managed(node)) == 1
+
+    def _compares_low(self, node: Node) -> bool:
+        """Whether an op compares tensors that are low in the source, and a placement may round one of them.
+
+        It would tell a value in float32 from the same value rounded. At O1 a placement rounds neither.
+        """
+        dtypes = self._managed(node)
+        return self.policy.level != "O1" and len(dtypes) > 1 and {*dtypes} == {self.policy.low_dtype}
+
+    def _managed(self, node: Node) -> list[torch.dtype]:
+        """Returns the dtypes of the tensors that a node reads and a plan may change."""
+        found = (self._dtype(t, tensors(t)) for _, t in tensor_arguments(node))
+        return [dtype for dtype in found if dtype is not None]
 
 
 def _holds_statistics(node: Node, tensor: Node) -> bool:

@@ -200,3 +200,20 @@ def test_the_other_low_dtype_widens_with_this_one(low, other, level):
             for a, b in zip(got(*args), wanted, strict=True):
                 assert a.dtype == b.dtype
                 close(a, b)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("tells", [torch.lt, torch.ne, torch.gt])
+def test_a_low_value_equals_its_view_and_its_cast(tells, level):
+    """The sum runs in float32. What the model returns is rounded, and so is all that a comparison reads."""
+
+    class Compares(nn.Module):
+        def forward(self, low):
+            total = low.sum(-1, keepdim=True)
+            view = total[..., :1]
+            return total, view, tells(total, view), tells(view, total.clone())
+
+    low = torch.randn(64, 8, generator=torch.Generator().manual_seed(0)).bfloat16()
+    policy = Policy(level, dtype=torch.bfloat16, loss_scale=NoLossScale())
+    _, _, *found = ampgraph.convert(Compares(), (low,), policy=policy, backend="eager")(low)
+    assert not any(mask.any() for mask in found)
