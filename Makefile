@@ -1,4 +1,4 @@
-# make demo | test | test-exhaustive | test-distributed | lint | typecheck | docs | results | gpu-compile-check | check | clean
+# make demo | test | test-exhaustive | test-distributed | lint | typecheck | docs | results | gpu-compile-check | bytes-cuda | check | clean
 #
 # Everything happens in $(VENV), made on first use from $(CONSTRAINTS) and remade when that or
 # pyproject.toml changes. PIP_FLAGS goes to every pip install, to name another package index, say.
@@ -15,7 +15,7 @@ GPU_TORCH ?= torch==2.14.1 torchvision==0.29.1
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) -c $(CONSTRAINTS)
 
-.PHONY: demo test test-exhaustive test-distributed lint typecheck docs results gpu-compile-check check clean
+.PHONY: demo test test-exhaustive test-distributed lint typecheck docs results gpu-compile-check bytes-cuda check clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python tools/demo.py
@@ -77,6 +77,10 @@ results: $(VENV)/.dev
 gpu-compile-check: $(GPU_VENV)/.made
 	$(GPU_VENV)/bin/python tools/gpu_compile_check.py --output docs/results/gpu-compile-check.md
 
+# Bytes of training steps in the kernels that Inductor schedules for a GPU, also without one.
+bytes-cuda: $(GPU_VENV)/.models
+	$(GPU_VENV)/bin/python tools/bench_bytes_cuda.py --records out/bytes-cuda.json --output docs/results/bytes-cuda.md
+
 check: lint typecheck docs test test-exhaustive test-distributed
 
 clean:
@@ -102,4 +106,9 @@ $(GPU_VENV)/.made: pyproject.toml
 	$(PYTHON) -m venv $(GPU_VENV)
 	$(GPU_VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) "setuptools>=77" wheel $(GPU_TORCH)
 	$(GPU_VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) --no-build-isolation -e .
+	@touch $@
+
+# The versions that the other pages have; torch stays as it is.
+$(GPU_VENV)/.models: $(GPU_VENV)/.made $(CONSTRAINTS)
+	$(GPU_VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) 	  $$(grep -E '^(timm|transformers)==' $(CONSTRAINTS)) $(GPU_TORCH)
 	@touch $@

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -115,6 +115,7 @@ class Plan:
             minimum, None if no bound is known (the autocast rule, which minimises nothing).
         saved_low: Norms whose backward reads their normalized values in the low dtype: the nodes that return
             the results.
+        wide_gradients: Matrix products whose kernels give the gradients of their weights in float32.
     """
 
     decisions: Mapping[str, Decision]
@@ -126,6 +127,7 @@ class Plan:
     baselines: Mapping[str, Cost] = field(default_factory=dict)
     gap: int | None = 0
     saved_low: tuple[str, ...] = ()
+    wide_gradients: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("decisions", "dtype_args", "baselines"):
@@ -135,6 +137,12 @@ class Plan:
     def optimal(self) -> bool:
         """Whether the placement is proven minimal for the policy's objective."""
         return self.gap == 0
+
+    def explained(self, nodes: Iterable[str], more: str) -> dict[str, Decision]:
+        """Returns the decisions, with more in the reasons of some nodes."""
+        given = {name: self.decisions[name] for name in nodes}
+        added = {name: replace(d, reason=f"{d.reason}; {more}") for name, d in given.items()}
+        return {**self.decisions, **added}
 
     def __getitem__(self, node: str) -> Decision:
         return self.decisions[node]
@@ -148,7 +156,7 @@ class Plan:
             self.low_dtype,
             self.cost,
         )
-        return (Plan, (*args, dict(self.baselines), self.gap, self.saved_low))
+        return (Plan, (*args, dict(self.baselines), self.gap, self.saved_low, self.wide_gradients))
 
     def __deepcopy__(self, memo: dict) -> Plan:
         return self

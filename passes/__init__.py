@@ -1,6 +1,7 @@
 """Graph to graph, one pass a file; `pipeline.default_pipeline` returns the whole pipeline."""
 
 from .base import Hook, Pass, Pins, Workspace, run_passes, workspace
+from .choose_gradients import ChooseGradients
 from .choose_saved import ChooseSaved
 from .classify import ClassifyOps
 from .clean_casts import CleanCasts
@@ -18,8 +19,10 @@ from .remove_casts import RemoveCasts
 from .save_norms import SaveNorms
 from .scale_loss import ScaleLoss, is_boundary
 from .verify import Verify
+from .widen_gradients import WidenGradients
 
 __all__ = [
+    "ChooseGradients",
     "ChooseSaved",
     "ClassifyOps",
     "CleanCasts",
@@ -39,6 +42,7 @@ __all__ = [
     "SaveNorms",
     "ScaleLoss",
     "Verify",
+    "WidenGradients",
     "Workspace",
     "default_pipeline",
     "is_boundary",

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from torch.fx import GraphModule, Node
 
-from ampgraph.plan import Decision, Plan
+from ampgraph.plan import Plan
 from ampgraph.policy.policy import Policy
 
 from .analysis.facts import is_cast, tensors
@@ -48,17 +48,11 @@ class ChooseSaved(Pass):
             fused = costs.saving_low(found).fused(placement.labels)
             names = ("fused_forward", "fused_backward", "fused_saved")
             cost = replace(plan.cost, **dict(zip(names, fused, strict=True)))
-            decisions = {**plan.decisions, **_explained(plan, found)}
             saved = tuple(norm.output.name for norm in found)
+            dtype = str(plan.low_dtype).removeprefix("torch.")
+            decisions = plan.explained(saved, f"its backward reads the normalized values in {dtype}")
             space.plan = replace(plan, cost=cost, decisions=decisions, saved_low=saved)
         return False
-
-
-def _explained(plan: Plan, norms: list[Norm]) -> dict[str, Decision]:
-    dtype = str(plan.low_dtype).removeprefix("torch.")
-    decisions = ((norm.output.name, plan.decisions[norm.output.name]) for norm in norms)
-    more = f"its backward reads the normalized values in {dtype}"
-    return {name: replace(d, reason=f"{d.reason}; {more}") for name, d in decisions}
 
 
 def _norms(problem: Problem, plan: Plan, kernels: FusedKernels, without: Set[Node]) -> list[Norm]:

@@ -29,6 +29,7 @@ from .analysis.facts import tensors
 from .analysis.precision import Precision
 from .analysis.ranges import is_table
 from .base import Hook, Pass, Pins, Workspace, run_passes, workspace
+from .choose_gradients import ChooseGradients
 from .choose_saved import ChooseSaved
 from .classify import ClassifyOps
 from .clean_casts import CleanCasts
@@ -66,6 +67,7 @@ def default_pipeline(
         PropagatePrecision(policy, modules, check_rules, pins),
         PlaceCasts(policy),
         ChooseSaved(policy),
+        ChooseGradients(policy),
     )
     if policy.level == "O0" or not edits:
         return analysis
@@ -130,7 +132,8 @@ def rewrite(
     modules = tuple(modules)
     for body, operands in _bodies(graph_module):
         _mark_parameters(graph_module, body, operands)
-        rewrite(body, policy.replace(save_norms_low=False), modules, check_rules=False)
+        inside = policy.replace(save_norms_low=False, wide_weight_gradients=False)
+        rewrite(body, inside, modules, check_rules=False)
     graph_module.meta[META_KEY] = Workspace()
     edits = any(asked is Precision.LOW for _, asked in pins) or may_go_low(graph_module.graph, policy)
     run_passes(graph_module, default_pipeline(policy, modules, check_rules, pins, edits), hook)

@@ -15,7 +15,7 @@ from ampgraph.marks import BoundaryMark, set_mark
 from ampgraph.ops.fusion_tables import CONVOLUTIONS, EXTERN, READS_MEMORY
 from ampgraph.training.gradient_boundary import shadow_weights
 
-from .analysis.gradient_flow import differentiable_outputs, groups, reached_by_gradients
+from .analysis.gradient_flow import Entrances, differentiable_outputs, groups, reached_by_gradients
 from .base import Pass
 from .insert_casts import is_inserted_cast
 from .placement.fused_kernels import op_name
@@ -46,25 +46,31 @@ class ReadShadows(Pass):
             casts = casts_of(found[name])
             shadow = placeholders.get(holder) or _attribute(graph, holder, casts[0])
             reads |= dict.fromkeys(casts, (shadow, found[name]))
-        if self.differentiable:
+        for cast, (shadow, _) in reads.items():
+            if not self.differentiable or _is_detached(cast):
+                cast.replace_all_uses_with(shadow)
+        passing = [cast for cast in reads if cast.users]
+        if passing:
             reached = reached_by_gradients(graph, differentiable_outputs(graph))
             # A compiler fills in zeros for all other gradients of one call, so these stay apart.
-            alone = [[cast] for cast in reads if cast not in reached]
-            for group in (*alone, *groups([cast for cast in reads if cast in reached], MOST_IN_GROUP)):
-                _read(graph, group, [reads[cast] for cast in group])
-        else:
-            for cast, (shadow, _) in reads.items():
-                cast.replace_all_uses_with(shadow)
+            alone = [[cast] for cast in passing if cast not in reached]
+            together = [cast for cast in graph.nodes if cast in reads and cast.users and cast in reached]
+            entrances = Entrances(graph)
+            for group in (*alone, *groups(together, MOST_IN_GROUP)):
+                _read(graph, group, [reads[cast] for cast in group], entrances.of(group))
         for cast in reads:
             graph.erase_node(cast)
         return bool(reads)
 
 
-def _read(graph: Graph, casts: list[Node], reads: list[tuple[Node, Node]]) -> None:
+def _is_detached(cast: Node) -> bool:
+    return all(user.target is torch.ops.aten.detach.default for user in cast.users)
+
+
+def _read(graph: Graph, casts: list[Node], reads: list[tuple[Node, Node]], entrance: Node) -> None:
     """Lets the users of casts read copies through one call, which passes gradients to the parameters."""
-    at = next(n for n in graph.nodes if n.op not in ("placeholder", "get_attr"))
     shadows, parameters = zip(*reads, strict=True)
-    with graph.inserting_before(at):
+    with graph.inserting_before(entrance):
         call = graph.call_function(shadow_weights, (*shadows, *parameters))
         call.meta["val"] = tuple(cast.meta["val"] for cast in casts)
         set_mark(call, BoundaryMark("shadow"))

@@ -13,7 +13,13 @@ from torch.fx import Graph, GraphModule, Node
 from ampgraph.marks import BoundaryMark, mark_of, set_mark
 from ampgraph.training.gradient_boundary import scale_gradients, unscale_gradients
 
-from .analysis.gradient_flow import differentiable_outputs, groups, is_differentiable, reached_by_gradients
+from .analysis.gradient_flow import (
+    Entrances,
+    differentiable_outputs,
+    groups,
+    is_differentiable,
+    reached_by_gradients,
+)
 from .base import Pass
 
 
@@ -48,13 +54,15 @@ class ScaleLoss(Pass):
         if not outputs or not (parameters or inputs):
             return False
         scale, inverse, probe = self._state_nodes(graph)
+        entrances = Entrances(graph)
         for group in groups(parameters):
-            _wrap(graph, unscale_gradients, (probe, inverse, _text(slots[n.name] for n in group)), group)
+            texts = probe, inverse, _text(slots[n.name] for n in group)
+            _wrap(graph, unscale_gradients, texts, group, entrances.of(group))
         if inputs:
             last = _text(self.size - 1 for _ in inputs)
-            _wrap(graph, unscale_gradients, (probe, inverse, last), inputs)
+            _wrap(graph, unscale_gradients, (probe, inverse, last), inputs, entrances.of(inputs))
         for node in outputs:  # one by one: a backward from one output must not run the branches of the others
-            _wrap(graph, scale_gradients, (scale,), [node], only=output)
+            _wrap(graph, scale_gradients, (scale,), [node], output)
         return True
 
     def _is_added(self, placeholder: Node) -> bool:
@@ -79,14 +87,14 @@ def _text(slots: Iterable[int]) -> str:
     return " ".join(map(str, slots))
 
 
-def _wrap(
-    graph: Graph, function: Callable, arguments: tuple, nodes: list[Node], only: Node | None = None
-) -> None:
-    """Passes ``nodes`` through a boundary function; their users (or ``only`` one) read its results."""
-    given = {*graph.find_nodes(op="placeholder"), *graph.find_nodes(op="get_attr"), *arguments}
-    at = only or next(n for n in graph.nodes if n not in given)
+def _wrap(graph: Graph, function: Callable, arguments: tuple, nodes: list[Node], at: Node) -> None:
+    """Passes ``nodes`` through a boundary function before ``at``; their users read its results.
+
+    At the output, only the output reads the results.
+    """
     # A node that is also an output passes unchanged, because nothing was scaled on that path.
-    users = {n: [only] if only else [u for u in n.users if u.op != "output"] for n in nodes}
+    is_output = at.op == "output"
+    users = {n: [at] if is_output else [u for u in n.users if u.op != "output"] for n in nodes}
     with graph.inserting_before(at):
         call = graph.call_function(function, (*arguments, *nodes))
         mark = BoundaryMark("scale" if function is scale_gradients else "unscale")

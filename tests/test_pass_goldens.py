@@ -21,6 +21,7 @@ from ampgraph import Policy, VerifyError
 from ampgraph.capture import capture_program
 from ampgraph.capture.unlift import unlift
 from ampgraph.passes import (
+    ChooseGradients,
     ChooseSaved,
     ClassifyOps,
     CleanCasts,
@@ -33,6 +34,7 @@ from ampgraph.passes import (
     RemoveCasts,
     SaveNorms,
     Verify,
+    WidenGradients,
     default_pipeline,
     run_passes,
     workspace,
@@ -308,6 +310,74 @@ its backward reads the normalized values in bfloat16""",
     )
 
 
+def products(device: str = "cpu") -> GraphModule:
+    """Two products; a sum reads the weight of the second one too."""
+    build = GraphBuilder(device)
+    x, first, second = build.input(4, 8), build.weight(8, 8), build.weight(8, 8)
+    result = build.call(aten.mm.default, build.call(aten.mm.default, x, first), second)
+    return build.finish(build.call(aten.add.Tensor, result, build.call(aten.select.int, second, 0, 0)))
+
+
+def test_choose_gradients() -> None:
+    """The weight that a sum reads too keeps its cast."""
+    policy = O1.replace(objective="fused")
+    graph_module = after(products("cuda"), *analysis(policy), ChooseGradients(policy))
+    plan = workspace(graph_module).plan
+    lines = [f"wide: {', '.join(plan.wide_gradients)}", *plan["mm_default"].reason.split("; ")]
+    assert_expected_inline(
+        findings(graph_module, lines),
+        """\
+w2 f32
+w1 f32
+x0 f32
+mm_default = mm(x0, w1) f32
+mm_default_1 = mm(mm_default, w2) f32
+select_int = select.int(w2, 0, 0) f32
+add_tensor = add.Tensor(mm_default_1, select_int) f32
+return [add_tensor]
+---
+wide: mm_default
+white: matrix product: fp32 inside, fastest in low
+its kernel gives the gradient of the weight in float32""",
+    )
+
+
+def test_widen_gradients() -> None:
+    """The product runs without gradients, on flat rows; the node that has its name gives the gradients."""
+    graph_module = after(products(), *analysis(O1), InsertCasts())
+    assert_expected_inline(
+        change(graph_module, WidenGradients(("mm_default",))),
+        """\
+w2 f32
+w1 f32
+x0 f32
+to_dtype = to.dtype(x0, bf16) bf16
+to_dtype_1 = to.dtype(w1, bf16) bf16
+mm_default = mm(to_dtype, to_dtype_1) bf16
+to_dtype_2 = to.dtype(w2, bf16) bf16
+mm_default_1 = mm(mm_default, to_dtype_2) bf16
+select_int = select.int(w2, 0, 0) f32
+add_tensor = add.Tensor(mm_default_1, select_int) f32
+return [add_tensor]
+--- widen_gradients
+w2 f32
+w1 f32
+x0 f32
+to_dtype = to.dtype(x0, bf16) bf16
+to_dtype_1 = to.dtype(w1, bf16) bf16
+detach_default = detach(to_dtype) bf16
+detach_default_1 = detach(to_dtype_1) bf16
+reshape_default = reshape(detach_default, [-1, 8]) bf16
+mm_default_2 = mm(reshape_default, detach_default_1) bf16
+mm_default = weight_gradient(to_dtype, w1, None, mm_default_2, reshape_default, detach_default_1, False) bf16
+to_dtype_2 = to.dtype(w2, bf16) bf16
+mm_default_1 = mm(mm_default, to_dtype_2) bf16
+select_int = select.int(w2, 0, 0) f32
+add_tensor = add.Tensor(mm_default_1, select_int) f32
+return [add_tensor]""",
+    )
+
+
 def test_save_norms() -> None:
     """The norm runs without gradients; the op that has its name gives the gradients."""
     graph_module = after(norm(), *analysis(O1), InsertCasts())
@@ -543,9 +613,9 @@ return [to_dtype_2]
 x2 bf16
 w1 f32
 x0 f32
+to_dtype = to.dtype(x0, bf16) bf16
 shadow_weights = shadow_weights(x2, w1) bf16
 getitem = getitem(shadow_weights, 0) bf16
-to_dtype = to.dtype(x0, bf16) bf16
 linear_default = linear(to_dtype, getitem) bf16
 to_dtype_2 = to.dtype(linear_default, f32) f32
 return [to_dtype_2]""",
@@ -575,10 +645,10 @@ x3 f32
 x2 f32
 w1 f32
 x0 f32
-unscale_gradients_1 = unscale_gradients(x4, x3, 1, x0) f32
-getitem_1 = getitem(unscale_gradients_1, 0) f32
 unscale_gradients = unscale_gradients(x4, x3, 0, w1) f32
 getitem = getitem(unscale_gradients, 0) f32
+unscale_gradients_1 = unscale_gradients(x4, x3, 1, x0) f32
+getitem_1 = getitem(unscale_gradients_1, 0) f32
 linear_default = linear(getitem_1, getitem) f32
 scale_gradients = scale_gradients(x2, linear_default) f32
 getitem_2 = getitem(scale_gradients, 0) f32

@@ -83,23 +83,39 @@ def measured(name: str) -> Record:
     record = {ALL_LOW: {"fused": _all_low(model, args)}}
     known: dict[str, list[int]] = {}
     for label, variant in VARIANTS.items():
-        record[label] = _counted(f"{name}, {label}", (model, args), variant, variant.backends, known)
+        title = f"{name}, {label}"
+        record[label] = counted(title, (model, args), variant.policy, variant.backends, known, variant.shares)
     if name in CONVOLUTIONAL:
         laid_out, known = channels_last(model, args), {}
         for label in WHOLE:
-            title, variant = f"{name}, {label}, channels last", VARIANTS[label]
-            record[LAID_OUT + label] = _counted(title, laid_out, variant, ("fused", "step"), known)
+            title, policy = f"{name}, {label}, channels last", VARIANTS[label].policy
+            record[LAID_OUT + label] = counted(title, laid_out, policy, ("fused", "step"), known)
     return record
 
 
-def _counted(
-    title: str, given: Made, variant: Variant, backends: tuple[str, ...], known: dict
+def counted(
+    title: str,
+    given: Made,
+    policy: Policy,
+    backends: tuple[str, ...],
+    known: dict[str, list[int]],
+    shares: bool = True,
 ) -> dict[str, list[int]]:
+    """Returns the bytes of a model under a policy, by backend.
+
+    Args:
+        title: Says in the progress what is counted.
+        given: The model and its inputs.
+        policy: The policy; each backend has its own objective.
+        backends: As in `Variant`.
+        known: The counts of compiled graphs so far.
+        shares: As in `Variant`.
+    """
     found = {}
     for backend in backends:
         start = time.perf_counter()
         try:
-            found[backend] = _measured(*given, variant, backend, known)
+            found[backend] = _measured(*given, policy, backend, known, shares)
         except AmpGraphError as error:
             if backend != "step":
                 raise
@@ -122,17 +138,18 @@ def _all_low(model: Any, args: tuple) -> list[int]:
     return [*schedule.bytes, schedule.saved, sum(p.numel() for p in low.parameters())]
 
 
-def _measured(model: Any, args: tuple, variant: Variant, backend: str, known: dict) -> list[int]:
-    objective = "traffic" if backend == "eager" else "fused"
-    policy = variant.policy.replace(objective=objective)
+def _measured(
+    model: Any, args: tuple, policy: Policy, backend: str, known: dict[str, list[int]], shares: bool
+) -> list[int]:
+    policy = policy.replace(objective="traffic" if backend == "eager" else "fused")
     runs_on = "inductor" if backend == "step" else "eager"
-    amp = ampgraph.convert(model, args, policy=policy, backend=runs_on)
+    amp = ampgraph.convert(model, args, policy=policy, backend=runs_on, capture="ahead of time")
     graph_module = amp.training_graph
     if backend == "step":
         return _whole_step(amp, args, known)
     refreshed = _low_copies(amp, graph_module)
     if backend == "eager":
-        if not variant.shares:
+        if not shares:
             _cast_at_every_use(graph_module)
         return [*eager_step(graph_module, args), refreshed]
     key = _key(graph_module)

@@ -23,6 +23,8 @@ ALL_LOW = "all low"
 # What a whole step is counted for, and the prefix of the same variants with images in channels-last format.
 WHOLE = ("autocast", "O1", "O2")
 LAID_OUT = "channels last: "
+# What a variant's name ends in if casts make the float32 gradients of weights.
+CAST = ", cast gradients"
 
 
 def moved(record: Record, label: str, backend: str) -> int:
@@ -72,6 +74,7 @@ STEP: tuple[Column, ...] = (
     ("O2", around, "O2", 0.90, 1.0),
     ("O1, torch's lists", around, "O1, torch's lists", None, 1.0),
 )
+ON_CUDA = (*FUSED, *((f"{level}{CAST}", moved, f"{level}{CAST}", None, None) for level in ("O1", "O2")))
 STEPS = (
     ("lists", "autocast", "lists"),
     ("sharing", "lists", "sharing"),
@@ -270,4 +273,36 @@ def page(records: dict[str, Record], failed: dict[str, str], command: str, at: s
         parts += ["## Not counted", "\n".join(f"- {name}: {why}" for name, why in failed.items())]
     if missing:
         parts.append(f"Not measured for this page: {', '.join(missing)}.")
+    return "\n\n".join(parts) + "\n"
+
+
+def cuda_page(records: dict[str, Record], failed: dict[str, str], at: str) -> str:
+    """Returns the page of the same models scheduled for a GPU."""
+    records = {name: records[name] for name in MODELS if name in records}
+    laid_out = {
+        name: {
+            label.removeprefix(LAID_OUT): counts for label, counts in r.items() if label.startswith(LAID_OUT)
+        }
+        for name, r in records.items()
+        if LAID_OUT + "autocast" in r
+    }
+    parts = [
+        "# Bytes of a training step, scheduled for a GPU",
+        written_by("make bytes-cuda", "triton", "timm", "transformers", at=at),
+        "**Nothing ran on a GPU**, and nothing is timed: a stub stands in for the driver of an H100, and "
+        f"Inductor lowers and fuses for it. The {len(records)} models of [the page for a CPU](bytes.md), "
+        "training mode, loss inside, bfloat16, no loss scale. Every figure is a ratio to the rule of "
+        "`torch.autocast` with torch's lists on the same graph.",
+        "Forward and backward of the plain loop: bytes that each fused kernel and each library kernel reads "
+        "and writes, and one refresh of the low copies. Products give the gradients of weights in float32; "
+        "in the last two columns they give low gradients, and kernels cast them "
+        "(`Policy(wide_weight_gradients=False)`).",
+        table(records, ON_CUDA, "fused"),
+        above(records, ON_CUDA, "fused"),
+        "Networks of convolutions in channels-last format, images too:",
+        table(laid_out, ON_CUDA, "fused"),
+        above(laid_out, ON_CUDA, "fused"),
+    ]
+    if failed:
+        parts += ["## Not counted", "\n".join(f"- {name}: {why}" for name, why in failed.items())]
     return "\n\n".join(parts) + "\n"

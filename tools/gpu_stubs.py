@@ -21,7 +21,9 @@ NAME = "NVIDIA H100 (stub)"
 SHARED_MEMORY, PROCESSORS, REGISTERS = 232_448, 132, 65_536
 
 _COPY = "memcpy(d, s, n);"
-# Functions of the CUDA runtime that torch calls at start, and their bodies.
+_ATTRIBUTES = "memset(a, 0, sizeof *a); a->maxThreadsPerBlock = 1024; a->ptxVersion = a->binaryVersion = 90;"
+_OCCUPANCY = "cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags"
+# Functions of the CUDA runtime that torch calls, and their bodies. Memory is the host's; no kernel runs.
 _RUNTIME = {
     "cudaGetDeviceCount(int *n)": "*n = 1;",
     "cudaGetDevice(int *d)": "*d = 0;",
@@ -48,6 +50,18 @@ _RUNTIME = {
     "cudaEventQuery(cudaEvent_t e)": "",
     "cudaEventSynchronize(cudaEvent_t e)": "",
     "cudaEventDestroy(cudaEvent_t e)": "",
+    "cudaLaunchKernel(const void *f, dim3 g, dim3 b, void **a, size_t m, cudaStream_t s)": "",
+    "cudaLaunchKernelExC(const cudaLaunchConfig_t *c, const void *f, void **a)": "",
+    "cudaFuncSetAttribute(const void *f, enum cudaFuncAttribute a, int v)": "",
+    "cudaFuncGetAttributes(struct cudaFuncAttributes *a, const void *f)": _ATTRIBUTES,
+    f"{_OCCUPANCY}(int *n, const void *f, int b, size_t m, unsigned g)": "*n = 1;",
+    "cudaDeviceGetAttribute(int *v, enum cudaDeviceAttr a, int d)": "*v = 1024;",
+    "cudaHostAlloc(void **p, size_t n, unsigned f)": "*p = calloc(1, n);",
+    "cudaFreeHost(void *p)": "",
+    "cudaMemset(void *d, int v, size_t n)": "memset(d, v, n);",
+    "cudaEventCreate(cudaEvent_t *e)": "*e = (cudaEvent_t)malloc(8);",
+    "cudaStreamCreateWithFlags(cudaStream_t *s, unsigned f)": "*s = (cudaStream_t)malloc(8);",
+    "cudaPointerGetAttributes(struct cudaPointerAttributes *a, const void *p)": "memset(a, 0, sizeof *a);",
     "cudaGetDeviceProperties(struct cudaDeviceProp *p, int d)": "fill(p);",
     "cudaGetDeviceProperties_v2(struct cudaDeviceProp *p, int d)": "fill(p);",
 }

@@ -19,6 +19,7 @@ from .dynamo import (
     known_backends,
     mark_as_input,
     returns_no_argument,
+    writes_wide_products,
 )
 from .fake_tensors import (
     accept_real_constants,
@@ -169,4 +170,5 @@ __all__ = [
     "without_wait",
     "without_wrappers",
     "wrap_grad_modes",
+    "writes_wide_products",
 ]

@@ -36,6 +36,7 @@ DTYPE_NAMES = {
     "bf16": torch.bfloat16,
 }
 RULE_VALUES = ("low", "fp32")
+_SWITCHES = ("keep_io_dtypes", "hazards", "weight_copies", "save_norms_low", "wide_weight_gradients")
 
 
 class _Rules(Mapping):
@@ -102,6 +103,9 @@ class Policy:
         save_norms_low: Whether compiled graphs save the normalized values of layer norm and RMS norm in the
             low dtype for the backward, where the norm runs in float32 and a low op reads its result. Only
             gradients change, by the rounding of these values. False saves float32 values.
+        wide_weight_gradients: Whether matrix products in graphs compiled for CUDA give the gradients of their
+            weights in float32, without a loss scale. They are not rounded, and no kernel casts them. False
+            gives them in the low dtype and casts them.
 
     Raises:
         PolicyError: A value is not legal; the message gives the legal ones.
@@ -119,6 +123,7 @@ class Policy:
     hazards: bool = True
     weight_copies: bool = True
     save_norms_low: bool = True
+    wide_weight_gradients: bool = True
 
     def __post_init__(self) -> None:
         _check_choice("level", self.level, LEVELS)
@@ -134,7 +139,7 @@ class Policy:
                 f"Policy: loss_scale={self.loss_scale!r}; legal: NoLossScale(), StaticLossScale(value), "
                 "DynamicLossScale(...) or None."
             )
-        for name in ("keep_io_dtypes", "hazards", "weight_copies", "save_norms_low"):
+        for name in _SWITCHES:
             if not isinstance(getattr(self, name), bool):
                 raise PolicyError(f"Policy: {name}={getattr(self, name)!r}; legal: True, False.")
         if not isinstance(self.rules, Mapping):
@@ -259,6 +264,12 @@ class Policy:
     def saves_norms_low(self) -> bool:
         """Whether the backward of norms reads low values: with the objective of compiled backends alone."""
         return self.save_norms_low and self.objective == "fused" and self.placement == "optimal"
+
+    @property
+    def widens_gradients(self) -> bool:
+        """Whether products give float32 gradients of weights, where their device has the kernels."""
+        is_asked = self.wide_weight_gradients and self.objective == "fused" and self.placement == "optimal"
+        return is_asked and isinstance(self.active_loss_scale(), NoLossScale)
 
     def active_loss_scale(self) -> LossScale:
         """Returns the loss scale; the dtype selects it if the policy does not set one."""

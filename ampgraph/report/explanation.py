@@ -212,8 +212,9 @@ class Explanation(ExplanationData):
 
         ``"torch.autocast"`` is its rule with its lists, ``"lists"`` the same rule with the policy's lists and
         level, ``"sharing"`` the same with one cast for all readers of an activation, and ``"placement"`` this
-        plan. The differences are the shares of lists, sharing and placement. If the plan saves norms low,
-        ``"placement"`` is the plan without that and ``"saved norms"`` this plan.
+        plan. The differences are the shares of lists, sharing and placement. If the plan saves norms low, a
+        step ``"saved norms"`` follows, and if kernels give gradients of weights in float32, a step ``"weight
+        gradients"``. The last step is this plan, and those before are without what follows.
         """
         return self._source().shares()
 

@@ -26,6 +26,8 @@ from .rows import CastRow, NodeRow, Totals
 
 # Decisions that no guard, rule or list can change.
 _UNFLIPPABLE = ("source", "user cast", "alias", "kernel", "range")
+# Settings that change gradients alone, and the step of `Source.shares` for each.
+_STEPS = {"save_norms_low": "saved norms", "wide_weight_gradients": "weight gradients"}
 _PEERS: dict[str, Callable[[], OpLists]] = {
     "torch": OpLists.torch,
     "paddle": OpLists.paddle,
@@ -109,14 +111,17 @@ class Source:
             self.modules,
             stores_low=self.stores_low,
         )[1]
-        wide = self._planned(self.policy.replace(save_norms_low=False)).plan if self.plan.saved_low else None
-        return {
+        chosen = {"save_norms_low": self.plan.saved_low, "wide_weight_gradients": self.plan.wide_gradients}
+        used = [switch for switch, nodes in chosen.items() if nodes]
+        found = {
             "torch.autocast": self.peers()["torch"],
             "lists": _from_cost(self.plan.baselines["autocast"]),
             "sharing": _from_cost(rule.cost),
-            "placement": _from_cost(self.plan.cost if wide is None else wide.cost),
-            **({} if wide is None else {"saved norms": _from_cost(self.plan.cost)}),
         }
+        for count, step in enumerate(("placement", *(_STEPS[switch] for switch in used))):
+            policy = self.policy.replace(**dict.fromkeys(used[count:], False))
+            found[step] = _from_cost(self._planned(policy).plan.cost if used[count:] else self.plan.cost)
+        return found
 
     def _planned(self, policy: Policy, check_rules: bool = False, pins: Pins = ()) -> Source:
         planned = replanned(

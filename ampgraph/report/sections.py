@@ -236,12 +236,13 @@ def steps_section(explanation: ExplanationData) -> Section:
 
 
 def shares_section(shares: Mapping[str, Totals]) -> Section:
-    """Returns the parts of lists, sharing, placement and saved norms in the plan's gain."""
+    """Returns the parts of lists, sharing, placement and gradients in the plan's gain."""
     names = {
         "lists": "+ lists and level",
         "sharing": "+ shared casts",
         "placement": "+ placement",
         "saved norms": "+ norms saved low",
+        "weight gradients": "+ wide gradients",
     }
     rows = [(names.get(name, name), *_step_cells(total)) for name, total in shares.items()]
     return Section("From torch.autocast to this plan, modelled", STEPS, rows)

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from ..errors import warn_user
-from ..passes import ScaleLoss
+from ..passes import Pass, SaveNorms, ScaleLoss, WidenGradients
 from ..passes.analysis.alias import written_memory
 from ..passes.read_shadows import casts_of, is_cast_by_readers, is_laid_out_again
 from ..plan import Plan
@@ -60,6 +60,22 @@ def accepted(
 def has_low(plan: Plan) -> bool:
     """Whether any op in the plan runs low; otherwise no scaling is needed."""
     return any(d.dtype == plan.low_dtype for d in plan.decisions.values())
+
+
+def gradient_passes(plan: Plan, mode: str | None) -> tuple[Pass, ...]:
+    """Returns the passes that give ops of the plan other gradients than autograd's, before all others.
+
+    Args:
+        plan: The plan.
+        mode: The mode of the backend. With ``"max-autotune"`` Inductor may choose a kernel that it generates,
+            with the cast inside; it has none for a wide product.
+    """
+    passes: list[Pass] = []
+    if plan.wide_gradients and "max-autotune" not in (mode or ""):
+        passes.append(WidenGradients(plan.wide_gradients))
+    if plan.saved_low:
+        passes.append(SaveNorms(plan.saved_low, plan.low_dtype))
+    return tuple(passes)
 
 
 def boundary_pass(

@@ -14,10 +14,17 @@ from torch import fx, nn
 
 from .._compat import flat_inputs, outside_transforms
 from ..guards import is_capturing
-from ..passes import ExplicitCasts, Pass, ReadShadows, SaveNorms, run_passes
+from ..passes import ExplicitCasts, Pass, ReadShadows, run_passes
 from ..plan import Plan
 from ..training.scaler import LossScaler
-from .boundary import accepted, boundary_pass, castable, has_low, warn_about_float16_gradients
+from .boundary import (
+    accepted,
+    boundary_pass,
+    castable,
+    gradient_passes,
+    has_low,
+    warn_about_float16_gradients,
+)
 from .family import Family
 from .first_nonfinite import look_for
 from .graph_copies import copy_graph_module
@@ -283,7 +290,7 @@ class CapturedGraph:
             training: Whether gradients are enabled.
             shadowed: Whether the model's parameters are those that it has low copies of.
         """
-        passes: list[Pass] = []
+        passes: list[Pass] = [*gradient_passes(self.plan, self.options.mode)] if training else []
         if self.shadows is not None and shadowed:
             names = names_of_casts(training and self.options.policy.objective == "fused")
             masters = accepted(names, values, self.shadows)
@@ -293,8 +300,6 @@ class CapturedGraph:
         if training and self.scaler.is_enabled() and has_low(self.plan):
             passes.append(boundary_pass(self.scaler, values.items()))
             self._is_scaled = True
-        if training and self.plan.saved_low:
-            passes.append(SaveNorms(self.plan.saved_low, self.plan.low_dtype))
         return tuple(passes)
 
 

@@ -26,7 +26,7 @@ from ..capture.just_in_time import lower_dynamo_graph
 from ..capture.split import compile_around_custom_functions
 from ..errors import CaptureError, PassError, PolicyError, did_you_mean, warn_user
 from ..marks import BoundaryMark, set_mark
-from ..passes import Pass, ReadShadows, SaveNorms, run_passes
+from ..passes import Pass, ReadShadows, run_passes
 from ..passes.pipeline import rewrite
 from ..plan import Plan
 from ..policy.policy import LOW_DTYPES, Policy
@@ -35,7 +35,13 @@ from ..training.distributed import spread_error
 from ..training.gradient_boundary import traced_for_a_compiler
 from ..training.scale_state import STATE_NAMES
 from ..training.scaler import LossScaler
-from .boundary import boundary_pass, has_low, shadowed_parameters, warn_about_float16_gradients
+from .boundary import (
+    boundary_pass,
+    gradient_passes,
+    has_low,
+    shadowed_parameters,
+    warn_about_float16_gradients,
+)
 from .captured_graph import Timing
 from .device import device_of_tensors
 from .first_nonfinite import look_for
@@ -91,15 +97,15 @@ def make_backend(
         scales = scaler is not None and scaler.is_enabled() and has_low(plan) and torch.is_grad_enabled()
         casts_fuse = options.policy.objective == "fused" and torch.is_grad_enabled()
         masters = _masters(lowered, inputs, shadows, casts_fuse) if shadows is not None else {}
-        saved_low = plan.saved_low if torch.is_grad_enabled() else ()
-        if not (scales or masters or saved_low):
+        gradients = gradient_passes(plan, options.mode) if torch.is_grad_enabled() else ()
+        if not (scales or masters or gradients):
             return compile_next(lowered, inputs)
         bounded = fx.GraphModule(lowered, copy_graph(lowered.graph))
         bounded.meta.update(lowered.meta)
         scaling = scaler if scales else None
         extra = _Extra(scaling, shadows, tuple(masters.values()))
+        run_passes(bounded, gradients)
         added = _add_boundary(bounded, inputs, extra, masters)
-        run_passes(bounded, (SaveNorms(saved_low, plan.low_dtype),))
         warn_about_float16_gradients(bounded.graph, options)
         with traced_for_a_compiler():  # on torch 2.11 `torch.compiler.is_compiling` is false in a backend
             compiled = compile_next(bounded, [*added, *inputs])

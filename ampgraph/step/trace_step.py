@@ -24,6 +24,7 @@ from ..training.gradient_boundary import non_finite, traced_for_a_compiler
 from ..training.optimizer_step import makes_buffers, parameters_of
 from ..training.overflow import bad_outputs
 from ..training.scale_state import CHECKED
+from ..training.weight_gradient import low_weight_gradients
 from .effects import RefusedOutside, without_effects, without_saved_tensor_hooks
 from .fewer_calls import remove_calls
 from .fit import loss_of
@@ -218,7 +219,7 @@ class _Tracer:
                 result = self._loss_fn(self._amp, *args, **kwargs)
             if any(fake.grad is not None for fake in fakes.values()):
                 raise AmpGraphError("loss_fn calls backward or sets gradients")
-            with traced_for_a_compiler() if self.traced.is_compiled else contextlib.nullcontext():
+            with self._traced_gradients():
                 gradients, flags = self._gradients(loss_of(result), checked, bool(scale))
             with torch.no_grad():
                 if self._clip_norm is not None:
@@ -235,6 +236,16 @@ class _Tracer:
         if flags is not None and found is not None:
             results += self._scaled(flags, found, bad_outputs(model.outputs, found), scale)
         return [*results, *kept]
+
+    @contextlib.contextmanager
+    def _traced_gradients(self) -> Iterator[None]:
+        """Lets the trace have the arithmetic that the backend fuses: with an update, casts of gradients."""
+        with contextlib.ExitStack() as stack:
+            if self.traced.is_compiled:
+                stack.enter_context(traced_for_a_compiler())
+            if self.traced.fuses:
+                stack.enter_context(low_weight_gradients())
+            yield
 
     def _gradients(
         self, loss: Tensor, checked: _Checked, is_scaled: bool

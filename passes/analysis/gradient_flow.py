@@ -32,6 +32,23 @@ def groups(nodes: Sequence[Node], most: float = math.inf) -> list[list[Node]]:
     return found
 
 
+class Entrances:
+    """Finds where tensors enter a graph through a boundary.
+
+    Autograd runs the backwards of late calls first. A boundary right before its first reader passes gradients
+    on as soon as it has all of them; one at the start of the graph, at the end of the backward.
+    """
+
+    def __init__(self, graph: Graph) -> None:
+        self._order = {node: index for index, node in enumerate(graph.nodes)}
+        self._without = without_gradients(graph)
+
+    def of(self, nodes: Sequence[Node]) -> Node:
+        """Returns the first call that reads one of them, or the start of its region without gradients."""
+        first = min((user for node in nodes for user in node.users), key=self._order.__getitem__)
+        return self._without.get(first, first)
+
+
 def differentiable_outputs(graph: Graph) -> list[Node]:
     """Returns the outputs that the graph computes and that may have gradients."""
     outputs = graph.output_node().all_input_nodes
