@@ -292,7 +292,8 @@ def cuda_page(records: dict[str, Record], failed: dict[str, str], at: str) -> st
         "**Nothing ran on a GPU**, and nothing is timed: a stub stands in for the driver of an H100, and "
         f"Inductor lowers and fuses for it. The {len(records)} models of [the page for a CPU](bytes.md), "
         "training mode, loss inside, bfloat16, no loss scale. Every figure is a ratio to the rule of "
-        "`torch.autocast` with torch's lists on the same graph.",
+        "`torch.autocast` with torch's lists on the same graph. Products do not pad their operands: whether "
+        "they do is timed on a device.",
         "Forward and backward of the plain loop: bytes that each fused kernel and each library kernel reads "
         "and writes, and one refresh of the low copies. Products give the gradients of weights in float32; "
         "in the last two columns they give low gradients, and kernels cast them "

@@ -179,6 +179,7 @@ def compile_for_stub() -> None:
     triton.runtime.driver.set_active(Driver())
     inductor.force_disable_caches = True
     inductor.compile_threads = 1
+    inductor.shape_padding = False  # a device would have to time whether a product pads its operands
     for name in ("use_static_triton_launcher", "use_static_cuda_launcher"):
         if hasattr(inductor, name):
             setattr(inductor, name, False)
