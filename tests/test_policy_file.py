@@ -24,6 +24,7 @@ POLICIES = [
     Policy(loss_scale=NoLossScale()),
     Policy(weight_copies=False),
     Policy(save_norms_low=False),
+    Policy(wide_weight_gradients=False),
 ]
 
 
@@ -49,6 +50,7 @@ def test_the_file_is_readable() -> None:
         "hazards": True,
         "weight_copies": True,
         "save_norms_low": True,
+        "wide_weight_gradients": True,
     }
 
 

@@ -1,0 +1,74 @@
+"""When gradients of parameters leave the backward: group by group while it runs, as wrappers expect."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import ampgraph
+from ampgraph import Policy
+from ampgraph.passes.analysis import gradient_flow
+
+BF16, FP16 = torch.bfloat16, torch.float16
+
+
+class Chain(nn.Module):
+    """Six layers; a region without gradients may read the fourth one first."""
+
+    def __init__(self, region: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.region = region
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for index, layer in enumerate(self.layers):
+            if self.region and index == 3:
+                with torch.no_grad():
+                    scale = layer(x).abs().mean()
+                x = x / (1 + scale)
+            x = x + layer(x).tanh()
+        return x.square().mean()
+
+
+def order(amp: nn.Module, x: Tensor) -> list[str]:
+    """Returns the names of weights, and ``"input"``, in the order in which their gradients are there."""
+    found: list[str] = []
+    for name, parameter in amp.named_parameters():
+        if name.endswith("weight"):
+            parameter.register_post_accumulate_grad_hook(
+                lambda _, name=name: found.append(name.split(".")[1])
+            )
+    x.register_hook(lambda _: found.append("input"))
+    amp(x).backward()
+    return found
+
+
+@pytest.mark.parametrize("copies", [True, False], ids=["copies", "casts"])
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_gradients_leave_while_the_backward_runs(
+    dtype: torch.dtype, copies: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gradient_flow, "GROUP_BYTES", 2 * 8 * 8 * 2)  # two layers
+    model, x = Chain(), torch.randn(4, 8)
+    amp = ampgraph.convert(model, (x,), policy=Policy(dtype=dtype, weight_copies=copies), backend="eager")
+    found = order(amp, x.clone().requires_grad_())
+    assert {"5", "4", "3", "2"}.isdisjoint(found[found.index("input") :])
+    assert sorted(found) == ["0", "1", "2", "3", "4", "5", "input"]
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_a_first_read_without_gradients_cuts_none(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The boundary of a layer stands before the region that reads it first."""
+    monkeypatch.setattr(gradient_flow, "GROUP_BYTES", 1)
+    model, x = Chain(region=True), torch.randn(4, 8)
+    amp = ampgraph.convert(model, (x,), policy=Policy(dtype=dtype), backend="eager")
+    model(x).backward()
+    wanted = {name: p.grad for name, p in model.named_parameters()}
+    model.zero_grad()
+    amp(x).backward()
+    for name, p in amp.named_parameters():
+        torch.testing.assert_close(p.grad, wanted[name], rtol=0.1, atol=2e-3)
