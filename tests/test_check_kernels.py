@@ -11,12 +11,12 @@ from tests.inductor_schedule import scheduled
 
 
 def unscale(gradients: list[torch.Tensor], inverse: torch.Tensor) -> list[torch.Tensor]:
-    return list(unscaled(gradients, inverse))
+    return list(unscaled(gradients, inverse, fuses=True))
 
 
 def unscale_and_check(gradients: list[torch.Tensor], inverse: torch.Tensor) -> list[torch.Tensor]:
-    true = unscaled(gradients, inverse)
-    return [*true, non_finite(true, range(len(true)), len(true) + 1)]
+    true = unscaled(gradients, inverse, fuses=True)
+    return [*true, non_finite(true, range(len(true)), len(true) + 1, fuses=True)]
 
 
 def moved(function, gradients: list[torch.Tensor]) -> tuple[int, int]:

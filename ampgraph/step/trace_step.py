@@ -214,13 +214,12 @@ class _Tracer:
             fakes[id(state.scale)], fakes[id(state.inverse)] = scale[0], scale[1]
             setattr(fakes[id(state.probe)], CHECKED, checked)
         args, kwargs = pytree.tree_unflatten(leaves, spec)
-        with model.in_place():
+        with model.in_place(), self._for_the_backend():
             with RefusedOutside(), without_saved_tensor_hooks():
                 result = self._loss_fn(self._amp, *args, **kwargs)
             if any(fake.grad is not None for fake in fakes.values()):
                 raise AmpGraphError("loss_fn calls backward or sets gradients")
-            with self._traced_gradients():
-                gradients, flags = self._gradients(loss_of(result), checked, bool(scale))
+            gradients, flags = self._gradients(loss_of(result), checked, bool(scale))
             with torch.no_grad():
                 if self._clip_norm is not None:
                     held = [*fakes.values(), *pytree.tree_leaves((leaves, result, model.outputs))]
@@ -238,7 +237,7 @@ class _Tracer:
         return [*results, *kept]
 
     @contextlib.contextmanager
-    def _traced_gradients(self) -> Iterator[None]:
+    def _for_the_backend(self) -> Iterator[None]:
         """Lets the trace have the arithmetic that the backend fuses: with an update, casts of gradients."""
         with contextlib.ExitStack() as stack:
             if self.traced.is_compiled:
@@ -267,7 +266,9 @@ class _Tracer:
         others.sort(key=operator.itemgetter(0))
         flags = [] if found[-1] is None else [found[-1]]
         if others:
-            flags.append(non_finite([g for _, g in others], [s for s, _ in others], size))
+            flags.append(
+                non_finite([g for _, g in others], [s for s, _ in others], size, self.traced.is_compiled)
+            )
         if not flags:
             raise AmpGraphError("the loss has no gradients")
         return pairs, torch.stack(flags).amax(0) if len(flags) > 1 else flags[0]
@@ -302,7 +303,10 @@ class _Tracer:
         pairs = shadows.pairs() if shadows is not None else []
         known = [(self._fakes[id(c)], self._fakes[id(m)]) for c, m in pairs if id(m) in self._fakes]
         known = [(copy, master) for copy, master in known if master.grad is not None]
-        if known:
+        if self.traced.fuses:  # a compiler for GPUs would run a list as a kernel of its own
+            for copy, master in known:
+                copy.copy_(master)
+        elif known:
             torch._foreach_copy_([copy for copy, _ in known], [master for _, master in known])
 
     def _scaled(self, flags: Tensor, found: Tensor, bad: Tensor, scale: Sequence[Tensor]) -> list[Tensor]:

@@ -41,7 +41,10 @@ _here = threading.local()
 
 @contextlib.contextmanager
 def traced_for_a_compiler() -> Iterator[None]:
-    """Lets a trace by ``make_fx`` have the arithmetic that a compiler fuses, as one by AOTAutograd has it."""
+    """Lets a trace by ``make_fx`` have the arithmetic that a compiler fuses, as one by AOTAutograd has it.
+
+    It counts for the forwards inside. Autograd runs the backward of CUDA tensors in a thread of its own.
+    """
     before, _here.is_traced = getattr(_here, "is_traced", False), True
     try:
         yield
@@ -49,7 +52,8 @@ def traced_for_a_compiler() -> Iterator[None]:
         _here.is_traced = before
 
 
-def _is_for_a_compiler() -> bool:
+def is_for_a_compiler() -> bool:
+    """Whether what this thread traces now is for a compiler, which fuses it."""
     return torch.compiler.is_compiling() or getattr(_here, "is_traced", False)
 
 
@@ -83,6 +87,7 @@ class UnscaleGradients(Function):
     @returns_no_argument
     def forward(ctx: Any, probe: Tensor, inverse: Tensor, slots: str, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.inverse, ctx.slots, ctx.size = inverse, slots, probe.shape[0]
+        ctx.fuses = is_for_a_compiler()
         ctx.checked = None if torch.compiler.is_compiling() else getattr(probe, CHECKED, None)
         ctx.set_materialize_grads(False)
         views = tuple(t.detach() for t in tensors)
@@ -96,14 +101,14 @@ class UnscaleGradients(Function):
         if not given:
             return None, None, None, *grads
         with _role("unscale"):
-            true = unscaled(given, ctx.inverse)
+            true = unscaled(given, ctx.inverse, ctx.fuses)
         slots = [int(s) for s, g in zip(ctx.slots.split(), grads, strict=True) if g is not None]
         results = iter(true)
         flags = None
         # Only torch.autograd.grad takes batches of gradients, and it does not add to the probe.
         if not _is_batched(given):
             with _role("finite check"):
-                flags = non_finite(true, slots, ctx.size)
+                flags = non_finite(true, slots, ctx.size, ctx.fuses)
             if ctx.checked is not None:
                 ctx.checked.note(slots, true)
         return flags, None, None, *(None if g is None else next(results) for g in grads)
@@ -133,20 +138,24 @@ def scaled(grad: Tensor, scale: Tensor) -> Tensor:
     return (grad * scale).to(grad.dtype)
 
 
-def unscaled(grads: list[Tensor], inverse: Tensor) -> Sequence[Tensor]:
-    """Returns gradients that leave the graph, unscaled."""
+def unscaled(grads: list[Tensor], inverse: Tensor, fuses: bool = False) -> Sequence[Tensor]:
+    """Returns gradients that leave the graph, unscaled; ``fuses`` as for `non_finite`."""
     if _counts_once():
         return _Times.apply(inverse, *grads)
     # Neither AOTAutograd nor vmap has such a kernel. A compiler fuses a single product with the check.
-    if _is_for_a_compiler() or any(g.is_sparse for g in grads) or _is_batched(grads):
+    if fuses or any(g.is_sparse for g in grads) or _is_batched(grads):
         return [g * inverse for g in grads]
     return torch._foreach_mul(grads, inverse)
 
 
-def non_finite(tensors: Sequence[Tensor], slots: Sequence[int], size: int) -> Tensor:
+def non_finite(tensors: Sequence[Tensor], slots: Sequence[int], size: int, fuses: bool = False) -> Tensor:
     """Returns a float32 vector of ``size`` elements, 1 in the slots whose tensors are not all finite.
 
-    Slots ascend; several tensors may have the same one.
+    Args:
+        tensors: The tensors.
+        slots: The slot of each; they ascend, and several tensors may have the same one.
+        size: The number of slots.
+        fuses: Whether a compiler fuses this arithmetic with what stands around it.
     """
     # An empty tensor is finite, but torch has no infinity norm of it.
     given = [(t._values() if t.is_sparse else t, slot) for t, slot in zip(tensors, slots, strict=True)]
@@ -154,7 +163,7 @@ def non_finite(tensors: Sequence[Tensor], slots: Sequence[int], size: int) -> Te
     if not given:
         return torch.zeros(size, device=tensors[0].device)
     values, slots = [t for t, _ in given], [slot for _, slot in given]
-    flags = (~_peaks(values).detach().isfinite()).to(torch.float32)
+    flags = (~_peaks(values, fuses).detach().isfinite()).to(torch.float32)
     # Slices and no index, which would have to travel to the device.
     pieces, first, end = [], 0, 0
     for slot, count, length in _runs(slots):
@@ -166,13 +175,13 @@ def non_finite(tensors: Sequence[Tensor], slots: Sequence[int], size: int) -> Te
     return torch.cat(pieces)
 
 
-def _peaks(tensors: list[Tensor]) -> Tensor:
+def _peaks(tensors: list[Tensor], fuses: bool) -> Tensor:
     """Returns the largest absolute value of each tensor.
 
     A compiler fuses each reduction with the product that it reads, and writes its element into the result.
     It would copy the scalars of ``_foreach_norm`` with one kernel each.
     """
-    if not _is_for_a_compiler():
+    if not fuses:
         return torch.stack(torch._foreach_norm([*tensors], float("inf")))
     return torch.cat([_in_memory_order(t).abs().reshape(-1).amax(0, keepdim=True) for t in tensors])
 

@@ -20,7 +20,10 @@ _here = threading.local()
 
 @contextlib.contextmanager
 def low_weight_gradients() -> Iterator[None]:
-    """Keeps the gradients of weights low, for a step whose update fuses with the casts to float32."""
+    """Keeps the gradients of weights low, for a step whose update fuses with the casts to float32.
+
+    It counts for the forwards inside. Autograd runs the backward of CUDA tensors in a thread of its own.
+    """
     before, _here.is_low = getattr(_here, "is_low", False), True
     try:
         yield
@@ -43,6 +46,7 @@ class WeightGradient(Function):
         is_transposed: bool,
     ) -> Tensor:
         ctx.shape, ctx.is_transposed = rows.shape, is_transposed
+        ctx.is_low = getattr(_here, "is_low", False)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(rows, weight, flat, low)
         return result.detach().reshape(*rows.shape[:-1], result.shape[-1])
@@ -54,7 +58,7 @@ class WeightGradient(Function):
         rows, weight, flat, low = ctx.saved_tensors
         by_rows, by_weight, by_bias = ctx.needs_input_grad[:3]
         grad = grad.reshape(-1, grad.shape[-1])
-        is_low = getattr(_here, "is_low", False)
+        is_low = ctx.is_low
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             # A second derivative reaches both factors, and torch has none of a wide product.
             flat, low, is_low = rows.reshape(flat.shape), weight.to(low.dtype), True
