@@ -98,6 +98,49 @@ def test_a_returned_view_of_an_input_is_that_memory(level):
     assert half.data_ptr() == args[0].data_ptr()
 
 
+def broadcast(other, x):
+    return torch.broadcast_tensors(other, x)[1]
+
+
+def broadcast_after_type_as(other, x):
+    return broadcast(other, x.type_as(other))
+
+
+def broadcast_under_a_guard(other, x):
+    """Its memory is that of both arguments, of which one is to be float32."""
+    with ampgraph.fp32_guard():
+        turned = x.t()
+    return torch.broadcast_tensors(x.t(), turned)[1]
+
+
+VIEWS_OF_THE_SECOND = (
+    broadcast,
+    broadcast_after_type_as,
+    broadcast_under_a_guard,
+    lambda other, x: broadcast(other, broadcast(other, x)).chunk(2)[0].unbind(0)[0],
+    lambda other, x: broadcast(other, x).view(torch.int16),
+    lambda other, x: torch.meshgrid(other[0], x[0], indexing="ij")[1],
+    lambda other, x: torch.atleast_3d([other, x])[1],
+)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+def test_a_returned_result_of_several_is_the_memory_of_its_argument(level):
+    """Also beside a float32 op on low inputs, and beside a low op on float32 inputs."""
+
+    layer = nn.Linear(8, 8)
+
+    def function(x, low, w):
+        narrow = x @ w
+        pairs = ((low.exp(), low), (narrow, x), (narrow[0].exp().expand(8, 8), layer.weight))
+        return [[view(*pair) for view in VIEWS_OF_THE_SECOND] for pair in pairs]
+
+    args = (X, Y.to(LOW), W)
+    views = converted(function, *args, level=level, layer=layer)(*args)
+    for of, memory in zip(views, (args[1], args[0], layer.weight), strict=True):
+        assert all(view.data_ptr() == memory.data_ptr() for view in of)
+
+
 def overwrite(x, other):
     return torch.empty_like(x).copy_(x).mul(other)
 

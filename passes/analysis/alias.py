@@ -36,14 +36,16 @@ def written_args(node: Node) -> list[Node]:
 
 def returned_views(graph: Graph) -> set[Node]:
     """Returns the views of the caller's own memory that the graph returns, and the views between."""
+    owners: dict[Node, list[Node]] = {}
+    waiting = list(graph.output_node().all_input_nodes)
+    while waiting:
+        if (node := waiting.pop()) not in owners:
+            owners[node] = _owners(node)
+            waiting += owners[node]
     found: set[Node] = set()
-    for node in graph.output_node().all_input_nodes:
-        chain = []
-        while source := _passed_on(node):
-            chain.append(node)
-            node = source[0]
-        if node.op in SOURCES:
-            found.update(chain)
+    for node in sorted(owners):  # in graph order: owners first
+        if any(owner.op in SOURCES or owner in found for owner in owners[node]):
+            found |= {node, _call(node)}
     return found
 
 
@@ -53,29 +55,47 @@ def viewed(node: Node) -> list[Node]:
     Schemas declare views. Composite ops (einsum, sum_to_size) may return a view without a declaration; fake
     tensors show it. For a dropout that drops nothing, neither shows it.
     """
-    if not isinstance(node.target, OpOverload):
+    return _viewed(node, node)
+
+
+def _viewed(call: Node, result: Node) -> list[Node]:
+    """As `viewed`, for one result of the call, or the call itself."""
+    if not isinstance(call.target, OpOverload):
         return []
-    op = op_of(node.target)
+    op = op_of(call.target)
     if op.is_mutable or op.may_convert:
         return []
-    if op.is_view or (op.is_dropout and not _drops(node)):
-        return node.all_input_nodes[:1]
+    if op.is_view or (op.is_dropout and not _drops(call)):
+        return call.all_input_nodes[:1]
     if not op.is_composite:
         return []
-    keys, of = set(_keys(node)), {n: set(_keys(n)) for n in node.all_input_nodes}
+    keys, of = set(_keys(result)), {n: set(_keys(n)) for n in call.all_input_nodes}
     return [n for n in of if keys & of[n]] if keys <= set().union(*of.values()) else []
 
 
-def _passed_on(node: Node) -> list[Node]:
-    """As `viewed`, plus ops that return their input in the source: casts to the same dtype, in-place ops."""
-    if node.target is operator.getitem:
-        return node.all_input_nodes[:1]
-    if written := written_args(node):
-        return written[:1]
-    if isinstance(node.target, OpOverload) and may_convert(node.target):
-        source, keys = node.all_input_nodes[0], set(_keys(node))
-        return [source] if keys and keys <= set(_keys(source)) else []
-    return viewed(node)
+def _owners(node: Node) -> list[Node]:
+    """As `viewed`, plus ops that return their input in the source: casts to the same dtype, in-place ops.
+
+    For one of several results, these are the arguments whose memory this result has.
+    """
+    call = _call(node)
+    if written := written_args(call):
+        return _sharing(node, written)
+    if isinstance(call.target, OpOverload) and may_convert(call.target):
+        return _sharing(node, call.all_input_nodes[:1])
+    return _viewed(call, node)
+
+
+def _sharing(node: Node, others: list[Node]) -> list[Node]:
+    """Returns those of ``others`` whose storage the node's fake tensor has."""
+    keys = set(_keys(node))
+    return [n for n in others if not keys.isdisjoint(_keys(n))]
+
+
+def _call(node: Node) -> Node:
+    """Returns the call of which a node takes one of several results; for any other node, the node itself."""
+    whole = node.args[0] if node.target is operator.getitem else node
+    return whole if isinstance(whole, Node) else node
 
 
 def returned_input(node: Node, mode: FakeTensorMode | None) -> Node | None:
@@ -83,8 +103,8 @@ def returned_input(node: Node, mode: FakeTensorMode | None) -> Node | None:
 
     A node that takes one of several results out (``broadcast_tensors``) counts as its call.
     """
-    call = node.args[0] if node.target is operator.getitem else node
-    if not isinstance(call, Node) or not isinstance(call.target, OpOverload) or "val" not in node.meta:
+    call = _call(node)
+    if not isinstance(call.target, OpOverload) or "val" not in node.meta:
         return None
     op = op_of(call.target)
     if op.is_opaque or op.is_mutable:
