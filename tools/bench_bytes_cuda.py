@@ -16,6 +16,7 @@ import json
 import logging
 import sys
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -28,35 +29,40 @@ if __name__ == "__main__":
 import torch
 from bench_bytes import VARIANTS, counted
 from bytes_models import CONVOLUTIONAL, MODELS, Made, channels_last, made
-from bytes_report import CAST, LAID_OUT, Record, cuda_page
+from bytes_report import CAST, LAID_OUT, WHOLE, Record, cuda_page
 from provenance import commit
 
 from ampgraph.cli.torchvision_shim import allow_torchvision
 
-LABELS = ("autocast", "O1", "O2", "O1, torch's lists")
-# The last two show what float32 gradients of weights gain.
-POLICIES = {label: VARIANTS[label].policy for label in LABELS} | {
-    level + CAST: VARIANTS[level].policy.replace(wide_weight_gradients=False) for level in ("O1", "O2")
-}
+LABELS = (*WHOLE, "O1, torch's lists", "O1" + CAST)
+POLICIES = {label: VARIANTS[label].policy for label in LABELS if label in VARIANTS}
+# Shows what float32 gradients of weights gain.
+POLICIES["O1" + CAST] = VARIANTS["O1"].policy.replace(wide_weight_gradients=False)
 
 
 def measured(name: str) -> Record:
-    """Returns, by variant, [forward, backward, saved, refresh] bytes; see `bench_bytes.py`."""
+    """Returns, by variant, the bytes by backend; see `bench_bytes.py`."""
     model, args = made(name)
-    record = _measured(name, (model, args))
+    record = _measured(name, (model, args), LABELS)
     if name in CONVOLUTIONAL:
-        laid_out = _measured(f"{name}, channels last", channels_last(model, args))
+        laid_out = _measured(f"{name}, channels last", channels_last(model, args), WHOLE)
         record |= {LAID_OUT + label: counts for label, counts in laid_out.items()}
     return record
 
 
-def _measured(title: str, given: Made) -> Record:
+def _measured(title: str, given: Made, labels: Sequence[str]) -> Record:
     model, args = given
     placed = model.to("cuda"), tuple(a.to("cuda") for a in args)
     known: dict[str, list[int]] = {}
     return {
-        label: counted(f"{title}, {label}", placed, policy, ("fused",), known)
-        for label, policy in POLICIES.items()
+        label: counted(
+            f"{title}, {label}",
+            placed,
+            POLICIES[label],
+            ("fused", "step") if label in WHOLE else ("fused",),
+            known,
+        )
+        for label in labels
     }
 
 

@@ -74,7 +74,7 @@ STEP: tuple[Column, ...] = (
     ("O2", around, "O2", 0.90, 1.0),
     ("O1, torch's lists", around, "O1, torch's lists", None, 1.0),
 )
-ON_CUDA = (*FUSED, *((f"{level}{CAST}", moved, f"{level}{CAST}", None, None) for level in ("O1", "O2")))
+ON_CUDA: tuple[Column, ...] = (*FUSED, (f"O1{CAST}", moved, f"O1{CAST}", None, None))
 STEPS = (
     ("lists", "autocast", "lists"),
     ("sharing", "lists", "sharing"),
@@ -280,12 +280,11 @@ def cuda_page(records: dict[str, Record], failed: dict[str, str], at: str) -> st
     """Returns the page of the same models scheduled for a GPU."""
     records = {name: records[name] for name in MODELS if name in records}
     laid_out = {
-        name: {
-            label.removeprefix(LAID_OUT): counts for label, counts in r.items() if label.startswith(LAID_OUT)
-        }
+        name: {label.removeprefix(LAID_OUT): counts for label, counts in r.items() if LAID_OUT in label}
         for name, r in records.items()
         if LAID_OUT + "autocast" in r
     }
+    whole = {name: r for name, r in records.items() if "step" in r["autocast"]}
     parts = [
         "# Bytes of a training step, scheduled for a GPU",
         written_by("make bytes-cuda", "triton", "timm", "transformers", at=at),
@@ -294,15 +293,22 @@ def cuda_page(records: dict[str, Record], failed: dict[str, str], at: str) -> st
         "training mode, loss inside, bfloat16, no loss scale. Every figure is a ratio to the rule of "
         "`torch.autocast` with torch's lists on the same graph. Products do not pad their operands: whether "
         "they do is timed on a device.",
-        "Forward and backward of the plain loop: bytes that each fused kernel and each library kernel reads "
-        "and writes, and one refresh of the low copies. Products give the gradients of weights in float32; "
-        "in the last two columns they give low gradients, and kernels cast them "
-        "(`Policy(wide_weight_gradients=False)`).",
+        "## Forward and backward",
+        "Of the plain loop: bytes that each fused kernel and each library kernel reads and writes, and one "
+        "refresh of the low copies. Products give the gradients of weights in float32; in the last column "
+        "they give low gradients, and kernels cast them (`Policy(wide_weight_gradients=False)`).",
         table(records, ON_CUDA, "fused"),
         above(records, ON_CUDA, "fused"),
-        "Networks of convolutions in channels-last format, images too:",
-        table(laid_out, ON_CUDA, "fused"),
-        above(laid_out, ON_CUDA, "fused"),
+        "## A whole step as one graph",
+        f"As `ampgraph.compile_step` captures it, without the bytes of SGD alone ({SGD} a parameter).",
+        table(whole, STEP[:2], "step"),
+        above(whole, STEP[:2], "step"),
+        "## Networks of convolutions in channels-last format",
+        "The images too. Forward and backward of the plain loop, then a whole step.",
+        table(laid_out, FUSED[:2], "fused"),
+        table(laid_out, STEP[:2], "step"),
+        above(laid_out, FUSED[:2], "fused"),
+        above(laid_out, STEP[:2], "step"),
     ]
     if failed:
         parts += ["## Not counted", "\n".join(f"- {name}: {why}" for name, why in failed.items())]
