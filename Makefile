@@ -1,4 +1,4 @@
-# make demo | test | test-exhaustive | test-distributed | lint | typecheck | docs | results | gpu-compile-check | bytes-cuda | check | clean
+# make demo | test | test-exhaustive | test-distributed | lint | typecheck | docs | results | gpu-compile-check | bytes-cuda | host-cuda | check | clean
 #
 # Everything happens in $(VENV), made on first use from $(CONSTRAINTS) and remade when that or
 # pyproject.toml changes. PIP_FLAGS goes to every pip install, to name another package index, say.
@@ -15,7 +15,7 @@ GPU_TORCH ?= torch==2.14.1 torchvision==0.29.1
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) -c $(CONSTRAINTS)
 
-.PHONY: demo test test-exhaustive test-distributed lint typecheck docs results gpu-compile-check bytes-cuda check clean
+.PHONY: demo test test-exhaustive test-distributed lint typecheck docs results gpu-compile-check bytes-cuda host-cuda check clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python tools/demo.py
@@ -107,6 +107,10 @@ $(GPU_VENV)/.made: pyproject.toml
 	$(GPU_VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) "setuptools>=77" wheel $(GPU_TORCH)
 	$(GPU_VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) --no-build-isolation -e .
 	@touch $@
+
+# Host time of calls for CUDA, also without one.
+host-cuda: $(GPU_VENV)/.made
+	$(GPU_VENV)/bin/python tools/bench_host_cuda.py --output docs/results/host-cuda.md
 
 # The versions that the other pages have; torch stays as it is.
 $(GPU_VENV)/.models: $(GPU_VENV)/.made $(CONSTRAINTS)

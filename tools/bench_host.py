@@ -38,9 +38,11 @@ RATIOS = tuple((way, base) for base in ("autocast", "float32") for way in ("O1",
 class Way:
     """One way to run a model; all have models with the same weights."""
 
-    def __init__(self, name: str, make: Callable[[], nn.Module], x: Tensor) -> None:
+    def __init__(self, name: str, make: Callable[[], nn.Module], x: Tensor, device: str) -> None:
         torch.manual_seed(0)
-        self._model, self._x, self._is_autocast = make(), x, name == "autocast"
+        self._device, self._is_autocast = device, name == "autocast"
+        self._model, self._x = make().to(device), x.to(device)
+        x = self._x
         if name in ("O1", "O2"):
             self._model = ampgraph.convert(self._model, (x,), policy=name, dtype=LOW, backend="eager")
         if name == FLOOR:
@@ -52,7 +54,7 @@ class Way:
         """Calls the model."""
         if not self._is_autocast:
             return self._model(self._x)
-        with torch.autocast("cpu", LOW):
+        with torch.autocast(self._device, LOW):
             return self._model(self._x)
 
     def backward(self) -> None:
@@ -95,21 +97,21 @@ def microseconds(functions: dict[str, Callable[[], object]]) -> dict[str, float]
     return {name: statistics.median(values) for name, values in found.items()}
 
 
-def rows(titles: Sequence[str]) -> tuple[list[str], list[str]]:
+def rows(titles: Sequence[str], device: str = "cpu") -> tuple[list[str], list[str]]:
     """Measures models: forwards, a forward with backward, a step, and one as one graph."""
     lines, graphs = [], []
     ratios: dict[str, dict[tuple[str, str], list[float]]] = {}
     graph_ratios: dict[str, list[float]] = {way: [] for way in GRAPHS.values()}
     for title in titles:
         make, x = MODELS[title]
-        ways = {name: Way(name, make, x) for name in WAYS}
-        empty = {name: Way(name, make, x[:0]) for name in WAYS}
+        ways = {name: Way(name, make, x, device) for name in WAYS}
+        empty = {name: Way(name, make, x[:0], device) for name in WAYS}
         found = {}
         with torch.no_grad():
             found["forward, no gradients"] = microseconds({n: w.forward for n, w in ways.items()})
             found["forward, empty batch"] = microseconds({n: w.forward for n, w in empty.items()})
         found["forward + backward"] = microseconds({n: w.backward for n, w in ways.items()})
-        wholes = {GRAPHS[n]: Way(n, make, x).step_as_one_graph() for n in GRAPHS}
+        wholes = {GRAPHS[n]: Way(n, make, x, device).step_as_one_graph() for n in GRAPHS}
         found["step"] = steps = microseconds({**{n: w.step for n, w in ways.items()}, **wholes})
         for kind, times in found.items():
             row = [times[way] / times[base] for way, base in RATIOS]
@@ -145,18 +147,29 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
-    loops, graphs = rows(options.model or list(MODELS))
+    text = page(
+        "Host time of a call",
+        written_by("python tools/bench_host.py --output docs/results/host.md"),
+        "whose time is that of the CPU's bfloat16 kernels.\n"
+        "With an empty batch, without gradients, a forward makes the same calls on tensors without elements. "
+        "Its time is that of Python and the dispatcher alone; only casts of weights have elements.",
+        *rows(options.model or list(MODELS)),
+    )
+    if options.output:
+        options.output.write_text(text, encoding="utf-8")
+
+
+def page(title: str, source: str, remark: str, loops: list[str], graphs: list[str]) -> str:
+    """Returns the page with the lines of `rows`."""
     columns = ["model", "what", *WAYS, *(f"{way} / {base}" for way, base in RATIOS)]
     lines = [
-        "# Host time of a call",
+        f"# {title}",
         "",
-        written_by("python tools/bench_host.py --output docs/results/host.md"),
+        source,
         f"One thread, microseconds of CPU time, medians of {ROUNDS} rounds in turns, bfloat16, backend "
         '`"eager"`, small tensors. A step is forward, backward, and AdamW with `fused=True`.',
         f"`{FLOOR}` is `model.to(torch.bfloat16)` with a bfloat16 input: a plain module that casts nothing, "
-        "whose time is that of the CPU's bfloat16 kernels.",
-        "With an empty batch, without gradients, a forward makes the same calls on tensors without elements. "
-        "Its time is that of Python and the dispatcher alone; only casts of weights have elements.",
+        + remark,
         "",
         f"| {' | '.join(columns)} |",
         "|" + " --- |" * len(columns),
@@ -172,8 +185,7 @@ def main() -> None:
         "|" + " --- |" * (2 + 3 * len(GRAPHS)),
         *graphs,
     ]
-    if options.output:
-        options.output.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":

@@ -72,6 +72,12 @@ _DRIVER = {
     "cuDeviceGetCount(int *n)": "*n = 1;",
     "cuDevicePrimaryCtxGetState(int d, unsigned *flags, int *active)": "*flags = 0; *active = 0;",
 }
+# Matrix products of a library; all other functions of it succeed too.
+_BLAS = {
+    "cublasCreate_v2(void **h)": "*h = malloc(8);",
+    "cublasLtMatmulAlgoGetHeuristic(void *h, void *o, void *a, void *b, void *c, void *d, void *p, int n, "
+    "void *r, int *found)": "*found = 1; memset(r, 0, 64);",
+}
 _HEAD = f"""
 #include <cuda_runtime_api.h>
 #include <stdlib.h>
@@ -107,7 +113,8 @@ def restart_with_stubs() -> None:
     if not loader.exists():
         raise SystemExit("gpu_compile_check: this torch is no CUDA build; see make gpu-compile-check.")
     folder = Path(tempfile.mkdtemp(prefix="ampgraph_gpu_stubs_"))
-    (folder / "stubs.c").write_text(_source(_undefined(loader)))
+    blas = [name for name in _undefined(loader.with_name("libtorch_cuda.so")) if name.startswith("cublas")]
+    (folder / "stubs.c").write_text(_source([*_undefined(loader), *blas]))
     library = folder / "libcuda.so.1"
     include = _folder("triton") / "backends" / "nvidia" / "include"
     command = ["gcc", "-shared", "-fPIC", "-O1", "-w", f"-I{include}", "-Wl,-soname,libcuda.so.1"]
@@ -125,14 +132,18 @@ def _source(undefined: list[str]) -> str:
     """Returns the C source; functions of the driver that nothing should call yield an error."""
     lines = [f"cudaError_t {name} {{ {body} return 0; }}" for name, body in _RUNTIME.items()]
     lines += [f"int {name} {{ {body} return 0; }}" for name, body in _DRIVER.items()]
-    known = {name.partition("(")[0] for name in _DRIVER}
-    lines += [f"int {name}() {{ return 999; }}" for name in undefined if name not in known]
+    lines += [f"int {name} {{ {body} return 0; }}" for name, body in _BLAS.items()]
+    known = {name.partition("(")[0] for name in (*_DRIVER, *_BLAS)}
+    others = [name for name in undefined if name not in known]
+    lines += [f"int {name}() {{ return {0 if name.startswith('cublas') else 999}; }}" for name in others]
     return _HEAD + "\n".join(lines) + "\n"
 
 
 def _undefined(library: Path) -> list[str]:
     found = subprocess.run(["nm", "-D", "--undefined-only", str(library)], capture_output=True, text=True)
-    return sorted({word.split("@")[0] for word in found.stdout.split() if re.match(r"cu[A-Z]", word)})
+    return sorted(
+        {word.split("@")[0] for word in found.stdout.split() if re.match(r"cu[A-Z]|cublas[A-Z]", word)}
+    )
 
 
 def _folder(package: str) -> Path:
