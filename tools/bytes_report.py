@@ -285,6 +285,7 @@ def cuda_page(records: dict[str, Record], failed: dict[str, str], at: str) -> st
         if LAID_OUT + "autocast" in r
     }
     whole = {name: r for name, r in records.items() if "step" in r["autocast"]}
+    loops = [name for name in records if name not in whole]
     parts = [
         "# Bytes of a training step, scheduled for a GPU",
         written_by("make bytes-cuda", "triton", "timm", "transformers", at=at),
@@ -303,6 +304,7 @@ def cuda_page(records: dict[str, Record], failed: dict[str, str], at: str) -> st
         f"As `ampgraph.compile_step` captures it, without the bytes of SGD alone ({SGD} a parameter).",
         table(whole, STEP[:2], "step"),
         above(whole, STEP[:2], "step"),
+        *([f"Not counted: {', '.join(loops)}."] if loops else []),
         "## Networks of convolutions in channels-last format",
         "The images too. Forward and backward of the plain loop, then a whole step.",
         table(laid_out, FUSED[:2], "fused"),
