@@ -72,3 +72,13 @@ def test_a_first_read_without_gradients_cuts_none(
     amp(x).backward()
     for name, p in amp.named_parameters():
         torch.testing.assert_close(p.grad, wanted[name], rtol=0.1, atol=2e-3)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_a_frozen_block_before_trained_ones(dtype: torch.dtype) -> None:
+    model, x = Chain(), torch.randn(4, 8)
+    model.layers[0].requires_grad_(False)
+    ampgraph.convert_blocks(model, "layers.*", dtype=dtype, backend="aot_eager")
+    model(x).backward()
+    grads = [layer.weight.grad is not None for layer in model.layers]
+    assert grads == [False, True, True, True, True, True]

@@ -254,7 +254,11 @@ class ShadowWeights(Function):
 def shadow_weights(*tensors: Tensor) -> tuple[Tensor, ...]:
     """The node at parameters with low copies, which come first; see `ShadowWeights`."""
     count = len(tensors) // 2
-    return ShadowWeights.apply(tensors[:count], *tensors[count:])
+    copies, parameters = tensors[:count], tensors[count:]
+    # Without gradients Dynamo traces `forward`. It counts its arguments, and leaves out the context for two.
+    if torch.compiler.is_compiling() and not any(p.requires_grad for p in parameters):
+        return tuple([t.detach() for t in copies])
+    return ShadowWeights.apply(copies, *parameters)
 
 
 def shadow_weights_eagerly(*tensors: Tensor) -> tuple[Tensor, ...]:
