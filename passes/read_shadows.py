@@ -56,7 +56,7 @@ class ReadShadows(Pass):
             alone = [[cast] for cast in passing if cast not in reached]
             together = [cast for cast in graph.nodes if cast in reads and cast.users and cast in reached]
             entrances = Entrances(graph)
-            for group in (*alone, *groups(together, MOST_IN_GROUP)):
+            for group in (*alone, *groups(together, reached, MOST_IN_GROUP)):
                 _read(graph, group, [reads[cast] for cast in group], entrances.of(group))
         for cast in reads:
             graph.erase_node(cast)

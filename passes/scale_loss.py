@@ -55,12 +55,10 @@ class ScaleLoss(Pass):
             return False
         scale, inverse, probe = self._state_nodes(graph)
         entrances = Entrances(graph)
-        for group in groups(parameters):
+        slots |= dict.fromkeys((n.name for n in inputs), self.size - 1)
+        for group in (*groups(parameters, reached), *groups(inputs, reached)):
             texts = probe, inverse, _text(slots[n.name] for n in group)
             _wrap(graph, unscale_gradients, texts, group, entrances.of(group))
-        if inputs:
-            last = _text(self.size - 1 for _ in inputs)
-            _wrap(graph, unscale_gradients, (probe, inverse, last), inputs, entrances.of(inputs))
         for node in outputs:  # one by one: a backward from one output must not run the branches of the others
             _wrap(graph, scale_gradients, (scale,), [node], output)
         return True

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Sequence
+import operator
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch.fx import Graph, Node
 
-from ampgraph._compat import fake_mode_of, size_hint
+from ampgraph._compat import OpOverload, fake_mode_of, size_hint
+from ampgraph.ops.kernels import reads_no_values
 
 from .alias import returned_input, written_args
 from .facts import tensors
@@ -19,8 +22,24 @@ from .grad_modes import without_gradients
 GROUP_BYTES = 25 * 2**20
 
 
-def groups(nodes: Sequence[Node], most: float = math.inf) -> list[list[Node]]:
-    """Splits nodes into groups of about `GROUP_BYTES` with at most ``most`` nodes each, in order."""
+def groups(nodes: Sequence[Node], reached: Mapping[Node, int], most: float = math.inf) -> list[list[Node]]:
+    """Splits nodes into groups of about `GROUP_BYTES` with at most ``most`` nodes each, in order.
+
+    The nodes of a group have gradients of the same outputs. Autograd runs what stands before a boundary call
+    for all tensors of the call: hooks see None, and the graph before an input is freed.
+
+    Args:
+        nodes: The nodes.
+        reached: The outputs whose gradients reach each, as by `reached_by_gradients`.
+        most: The number of nodes.
+    """
+    alike: dict[int, list[Node]] = {}
+    for node in nodes:
+        alike.setdefault(reached[node], []).append(node)
+    return [group for same in alike.values() for group in _by_size(same, most)]
+
+
+def _by_size(nodes: Sequence[Node], most: float) -> list[list[Node]]:
     found: list[list[Node]] = []
     size = GROUP_BYTES
     for node in nodes:
@@ -55,34 +74,54 @@ def differentiable_outputs(graph: Graph) -> list[Node]:
     return [n for n in outputs if n.op == "call_function" and is_differentiable(n)]
 
 
-def reached_by_gradients(graph: Graph, outputs: list[Node]) -> set[Node]:
-    """Returns the nodes that a gradient of the outputs may reach.
+def reached_by_gradients(graph: Graph, outputs: list[Node]) -> dict[Node, int]:
+    """Returns the nodes that a gradient of the outputs may reach, each with these outputs as bits.
 
     Other nodes stay outside the boundary. If some tensors have gradients, a compiler fills in zeros for all
     others. An optimizer decays a parameter with a zero gradient, but not a parameter without a gradient.
     """
-    reached = set(outputs)
+    reached = {node: 1 << index for index, node in enumerate(outputs)}
     passing = _passing(graph)
+    bit = len(outputs)
     for node in reversed(graph.nodes):
-        # Written memory may be read through another node.
-        if node in passing and (node in reached or written_args(node)):
-            reached.update(node.all_input_nodes)
+        if node not in passing:
+            continue
+        written = written_args(node)
+        bits = functools.reduce(operator.or_, (reached.get(n, 0) for n in (node, *written)))
+        if written and not bits:  # written memory may be read through another node, for any outputs
+            bits, bit = 1 << bit, bit + 1
+        if bits:
+            reached.update((n, reached.get(n, 0) | bits) for n in node.all_input_nodes)
     return reached
 
 
 def _passing(graph: Graph) -> set[Node]:
-    """Returns the calls that pass gradients, according to grad modes and ``detach``.
+    """Returns the calls that pass gradients, according to grad modes, dtypes of results and ``detach``.
 
     A tensor that is written without gradients keeps its earlier gradients, and so does an op's input that is
     returned unchanged.
     """
     mode = fake_mode_of(graph)
     cut = {n for n in without_gradients(graph) if not written_args(n) and returned_input(n, mode) is None}
-    cut.update(graph.find_nodes(op="call_function", target=torch.ops.aten.detach.default))
-    return {n for n in graph.nodes if n.op == "call_function"} - cut
+    calls = (n for n in graph.nodes if n.op == "call_function" and n not in cut)
+    return {n for n in calls if written_args(n) or not _ends_gradients(n)}
+
+
+def _ends_gradients(node: Node) -> bool:
+    """Whether no result of the call has gradients: ``detach``, comparisons, indices, ``zeros_like``."""
+    if node.target is torch.ops.aten.detach.default:
+        return True
+    if isinstance(node.target, OpOverload) and reads_no_values(node.target):
+        return True
+    found = tensors(node)
+    return bool(found) and not any(_has_gradients(t.dtype) for t in found)
+
+
+def _has_gradients(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype.is_complex
 
 
 def is_differentiable(node: Node) -> bool:
     """Whether the node is one tensor of a dtype that has gradients."""
     value = node.meta.get("val")
-    return isinstance(value, torch.Tensor) and (value.dtype.is_floating_point or value.dtype.is_complex)
+    return isinstance(value, torch.Tensor) and _has_gradients(value.dtype)
