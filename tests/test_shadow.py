@@ -176,6 +176,23 @@ def test_updates_by_hand_through_data_are_seen(level, args):
         torch.testing.assert_close(after, fresh_output(model, level), rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiled_code_reads_and_writes_data(backend):
+    """The property that counts writes stays in the process; Dynamo traces it as torch's own."""
+    _model, amp = converted()
+    amp(X)
+    target, source = nn.Parameter(torch.zeros(4)), nn.Parameter(torch.ones(4))
+
+    @torch.compile(backend=backend, fullgraph=True)
+    def average():
+        target.data.lerp_(source.data, 0.5)
+        return target.data * 2
+
+    average()
+    assert torch.equal(average(), torch.full((4,), 1.5))
+    assert torch.equal(target, torch.full((4,), 0.75))
+
+
 def test_only_calls_with_gradients_make_later_ones_refresh():
     _model, amp = converted()
     for grad in (False, True, False):

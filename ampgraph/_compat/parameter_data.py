@@ -58,8 +58,19 @@ def _note(parameter: Tensor) -> None:
 
 
 def _get(parameter: Tensor) -> Tensor:
+    if torch.compiler.is_compiling():
+        return _traced(parameter)
     _note(parameter)
     return data_of(parameter)
+
+
+def _traced(parameter: Tensor) -> Tensor:
+    """Does what `data_of` does; in a compiled function, which does not count, it is a call of the graph.
+
+    Dynamo would read the descriptor through the property again, without end.
+    """
+    data: Tensor = torch._C._autograd._get_data_attr(parameter)
+    return data
 
 
 def _set(parameter: Tensor, value: Tensor) -> None:
@@ -73,4 +84,5 @@ def _delete(parameter: Tensor) -> None:
 
 @functools.cache
 def _install() -> None:
+    torch.compiler.allow_in_graph(_traced)
     torch.nn.Parameter.data = property(_get, _set, _delete, _DATA.__doc__)  # type: ignore[misc, assignment]
