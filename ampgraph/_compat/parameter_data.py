@@ -69,7 +69,7 @@ def _traced(parameter: Tensor) -> Tensor:
 
     Dynamo would read the descriptor through the property again, without end.
     """
-    data: Tensor = torch._C._autograd._get_data_attr(parameter)
+    data: Tensor = torch._C._autograd._get_data_attr(parameter)  # type: ignore[attr-defined]
     return data
 
 
