@@ -74,9 +74,10 @@ def test_bytes() -> None:
     """The eager step of a mixer, in bytes of O1 and O2 over those of the autocast rule."""
     bench, report = map(importlib.import_module, ("bench_bytes", "bytes_report"))
     model, args = bench.made("mixer")
+    variants = {label: bench.VARIANTS[label] for label in ("autocast", "O1", "O2")}
     record = {
-        label: {"eager": bench._measured(model, args, bench.VARIANTS[label], "eager", {})}
-        for label in ("autocast", "O1", "O2")
+        label: bench.counted(label, (model, args), variant.policy, ("eager",), {}, variant.shares)
+        for label, variant in variants.items()
     }
     today = [
         f"{report.moved(record, label, 'eager') / report.moved(record, 'autocast', 'eager'):.3f}"
