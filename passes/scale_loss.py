@@ -57,8 +57,8 @@ class ScaleLoss(Pass):
         entrances = Entrances(graph)
         slots |= dict.fromkeys((n.name for n in inputs), self.size - 1)
         for group in (*groups(parameters, reached), *groups(inputs, reached)):
-            texts = probe, inverse, _text(slots[n.name] for n in group)
-            _wrap(graph, unscale_gradients, texts, group, entrances.of(group))
+            arguments = probe, inverse, _text(slots[n.name] for n in group)
+            _wrap(graph, unscale_gradients, arguments, group, entrances.of(group))
         for node in outputs:  # one by one: a backward from one output must not run the branches of the others
             _wrap(graph, scale_gradients, (scale,), [node], output)
         return True

@@ -303,7 +303,7 @@ class _Tracer:
         pairs = shadows.pairs() if shadows is not None else []
         known = [(self._fakes[id(c)], self._fakes[id(m)]) for c, m in pairs if id(m) in self._fakes]
         known = [(copy, master) for copy, master in known if master.grad is not None]
-        if self.traced.fuses:  # a compiler for GPUs would run a list as a kernel of its own
+        if self.traced.fuses:  # compilers for GPUs turn a list into a separate kernel
             for copy, master in known:
                 copy.copy_(master)
         elif known:

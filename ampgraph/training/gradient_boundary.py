@@ -43,7 +43,7 @@ _here = threading.local()
 def traced_for_a_compiler() -> Iterator[None]:
     """Lets a trace by ``make_fx`` have the arithmetic that a compiler fuses, as one by AOTAutograd has it.
 
-    It counts for the forwards inside. Autograd runs the backward of CUDA tensors in a thread of its own.
+    It holds for each forward inside and for its backward, which autograd runs in another thread for CUDA.
     """
     before, _here.is_traced = getattr(_here, "is_traced", False), True
     try:

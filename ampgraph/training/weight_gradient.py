@@ -22,7 +22,7 @@ _here = threading.local()
 def low_weight_gradients() -> Iterator[None]:
     """Keeps the gradients of weights low, for a step whose update fuses with the casts to float32.
 
-    It counts for the forwards inside. Autograd runs the backward of CUDA tensors in a thread of its own.
+    It holds for each forward inside and for its backward, which autograd runs in another thread for CUDA.
     """
     before, _here.is_low = getattr(_here, "is_low", False), True
     try:
