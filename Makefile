@@ -114,6 +114,7 @@ host-cuda: $(GPU_VENV)/.made
 
 # The versions that the other pages have; torch stays as it is.
 $(GPU_VENV)/.models: $(GPU_VENV)/.made $(CONSTRAINTS)
+	grep -E '^(timm|transformers)==' $(CONSTRAINTS) > $(GPU_VENV)/models.txt
 	$(GPU_VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) \
-	  $$(grep -E '^(timm|transformers)==' $(CONSTRAINTS)) $(GPU_TORCH)
+	  -r $(GPU_VENV)/models.txt $(GPU_TORCH)
 	@touch $@

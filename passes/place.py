@@ -22,7 +22,7 @@ from .base import Pass, workspace
 from .placement.build_network import Weigher
 from .placement.build_plan import build_plan
 from .placement.cost_model import FP32_BYTES, scale_above_traffic
-from .placement.labelling import Placement, autocast_rule, place_low, place_optimally
+from .placement.labelling import Placement, autocast_rule, place_low, place_optimally, with_wide_norms
 from .placement.step_cost import StepCost
 from .placement.within import place_within
 
@@ -87,7 +87,8 @@ def _place_fused(problem: Problem, costs: StepCost, autocast: Placement) -> Plac
     """
     low = place_low(problem)
     least = CERTAIN * costs.fused(autocast.labels).moved
-    return low if costs.fused(low.labels).moved < least else autocast
+    chosen = low if costs.fused(low.labels).moved < least else autocast
+    return with_wide_norms(problem, costs.kernels, chosen)
 
 
 def _within_step(costs: StepCost, placement: Placement, autocast: Placement, baseline: Cost) -> Placement:

@@ -98,14 +98,17 @@ def casts_of(node: Node) -> list[Node]:
 def is_laid_out_again(parameter: Node) -> bool:
     """Whether a compiler changes the memory layout of a parameter before kernels read it.
 
-    Weights of convolutions get their channels next to each other, unless they have them there already.
+    Weights of convolutions get their channels next to each other, unless they have them there already. The
+    layout of one channel a group is said by the stride alone, and compilers read the stride.
     """
     readers = (user for cast in casts_of(parameter) for user in cast.users)
     if not any(op_name(reader) in CONVOLUTIONS for reader in readers):
         return False
     value = parameter.meta["val"]
     formats = {4: torch.channels_last, 5: torch.channels_last_3d}
-    return value.dim() in formats and not value.is_contiguous(memory_format=formats[value.dim()])
+    if value.dim() not in formats:
+        return False
+    return not value.is_contiguous(memory_format=formats[value.dim()]) or value.stride(1) != 1
 
 
 def is_cast_by_readers(parameter: Node) -> bool:

@@ -18,6 +18,7 @@ from ampgraph.passes.place import _place_fused, _within_step
 from ampgraph.passes.placement.labelling import Placement, autocast_rule, place_low
 from ampgraph.passes.placement.step_cost import StepCost
 from ampgraph.passes.placement.within import place_within
+from ampgraph.testing import cast_map
 from tests.brute_force import allowed, labellings
 from tests.eager_bytes import eager_step
 from tests.helpers import problem_of, random_graph
@@ -227,3 +228,39 @@ def test_float32_costs_more_than_low_on_matrix_products():
     costs, low = StepCost(problem), place_low(problem)
     wide = dict.fromkeys(problem.variables, FP32)
     assert costs.fused(low.labels).saved < costs.fused(wide).saved
+
+
+class Normalized(nn.Module):
+    """A norm whose result goes to products alone, or to a sum of another kernel as well."""
+
+    def __init__(self, is_added: bool = False) -> None:
+        super().__init__()
+        self.first, self.norm, self.second = nn.Linear(8, 8), nn.RMSNorm(8), nn.Linear(8, 8)
+        self.is_added = is_added
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        normed = self.norm(self.first(x))
+        return self.second(normed) + normed if self.is_added else self.second(normed.view(2, 2, 8))
+
+
+def converted_for_kernels(model: nn.Module, **options) -> ampgraph.AmpModule:
+    policy = Policy(dtype=torch.bfloat16, objective="fused", loss_scale=ampgraph.NoLossScale(), **options)
+    return ampgraph.convert(model, (torch.randn(4, 8),), policy=policy)
+
+
+@pytest.mark.parametrize("options", [{}, {"weight_copies": False}, {"level": "O2"}])
+def test_norms_of_products_keep_their_parameters(options):
+    amp = converted_for_kernels(Normalized(), **options)
+    assert "rms_norm: f32 <- cast(linear), norm.weight\nview: bf16 <- cast(rms_norm)" in cast_map(amp)
+    assert "its parameters are not rounded" in ampgraph.explain(amp).why("rms_norm")
+
+
+def test_norms_that_others_read_are_low():
+    amp = converted_for_kernels(Normalized(is_added=True))
+    assert "rms_norm: bf16 <- linear, cast(norm.weight)" in cast_map(amp)
+
+
+def test_eager_norms_cast_their_parameters():
+    policy = Policy(dtype=torch.bfloat16, loss_scale=ampgraph.NoLossScale())
+    amp = ampgraph.convert(Normalized(), (torch.randn(4, 8),), policy=policy)
+    assert "rms_norm: bf16 <- linear, cast(norm.weight)" in cast_map(amp)

@@ -21,13 +21,14 @@ def build_plan(
 ) -> Plan:
     """Freezes a placement, whose `demands` are known; see `Plan`."""
     labels, anchors, gap = placement.labels, placement.anchors, placement.gap
-    decisions = {n.name: _decision(problem, labels, n, placement.motive) for n in problem.facts}
+    motives = {**dict.fromkeys(labels, placement.motive), **placement.motives}
+    decisions = {n.name: _decision(problem, labels, n, motives) for n in problem.facts}
     casts = [c for demand, uses in casts_of.items() for c in _casts(problem, decisions, demand, uses)]
     widened, dtype_args = _in_kernel(problem, labels, anchors)
     return Plan(decisions, tuple(casts), widened, dtype_args, problem.low_dtype, cost, baselines, gap)
 
 
-def _decision(problem: Problem, labels: Labels, node: Node, motive: str) -> Decision:
+def _decision(problem: Problem, labels: Labels, node: Node, motives: Mapping[Node, str]) -> Decision:
     fact = problem.facts[node]
     op_class = fact.op_class.value if fact.op_class else None
     if fact.dtype is None:
@@ -42,7 +43,7 @@ def _decision(problem: Problem, labels: Labels, node: Node, motive: str) -> Deci
         )
     variable, dtype = problem.variables[node], labels[node].dtype(problem.low_dtype)
     if variable.pinned is None:
-        reason, because = _choice(problem, labels, node, motive)
+        reason, because = _choice(problem, labels, node, motives[node])
         return Decision(dtype, "placement", f"{variable.reason}: {reason}", op_class, because)
     because = (variable.because.name,) if variable.because else ()
     return Decision(dtype, variable.by, variable.reason, op_class, because)

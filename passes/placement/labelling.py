@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from torch.fx import Node
 
 from ampgraph.ops.lists import OpClass
 
+from ..analysis.facts import OperandRule
 from ..analysis.precision import FP32, LOW, Precision
 from ..analysis.problem import Problem
 from .build_network import Price, Weigher, cut_network
 from .choices import Search
 from .cost_model import greedy_anchors, missing_anchors
+from .fused_kernels import FusedKernels
 
 # Steps that may be spent on proving one plan minimal: table entries of eliminations, and cuts by their size.
 MAX_WORK = 200_000
@@ -28,12 +30,14 @@ class Placement:
         anchors: The operand that each float32 promoting op over low operands widens.
         gap: Upper bound on the distance to the minimum: 0 for a proven minimum, None if unknown.
         motive: Why free nodes have their dtypes, for people.
+        motives: The same for single nodes that have another reason.
     """
 
     labels: dict[Node, Precision]
     anchors: dict[Node, Node]
     gap: int | None = 0
     motive: str = "this moves the fewest bytes"
+    motives: Mapping[Node, str] = field(default_factory=dict)
 
     @property
     def optimal(self) -> bool:
@@ -65,6 +69,56 @@ def place_low(problem: Problem) -> Placement:
         labels[node] = label
     motive = "casts inside fused kernels are free"
     return Placement(labels, greedy_anchors(problem, labels), gap=None, motive=motive)
+
+
+def with_wide_norms(problem: Problem, kernels: FusedKernels, placement: Placement) -> Placement:
+    """Returns the placement with norms in float32 where that only spares casts of their parameters.
+
+    A fused norm computes in float32 and casts what it writes. Where all its readers want the low dtype, a
+    float32 norm writes the same low values, and its parameters and their gradients are not rounded.
+
+    Args:
+        problem: The pinned graph.
+        kernels: Its kernels.
+        placement: A labelling for fused kernels.
+    """
+    labels = dict(placement.labels)
+    norms = [
+        node for node in labels if kernels.is_norm(node) and _gains_as_wide(problem, kernels, node, labels)
+    ]
+    if not norms:
+        return placement
+    labels |= dict.fromkeys(norms, FP32)
+    for node, variable in problem.variables.items():
+        if variable.pinned is None and variable.follows and labels[node] is LOW:
+            labels[node] = _following(problem, node, labels)
+    motive = "its kernel casts what it writes, and its parameters are not rounded"
+    return replace(
+        placement,
+        labels=labels,
+        anchors=greedy_anchors(problem, labels),
+        motives=dict.fromkeys(norms, motive),
+    )
+
+
+def _gains_as_wide(
+    problem: Problem, kernels: FusedKernels, norm: Node, labels: Mapping[Node, Precision]
+) -> bool:
+    if labels[norm] is FP32 or problem.variables[norm].pinned is not None:
+        return False
+    facts = problem.facts
+    read = [o.tensor for o in facts[norm].operands if o.rule is OperandRule.NODE_DTYPE]
+    is_cast = any(facts[t].is_parameter and labels.get(facts[t].dtype_source) is FP32 for t in read)
+    return is_cast and all(_reads_low(problem, r.reader, r.through) for r in kernels.reads(norm))
+
+
+def _reads_low(problem: Problem, reader: Node, tensor: Node) -> bool:
+    """Whether a reader casts a tensor to the low dtype in any case."""
+    variable = problem.variables.get(reader)
+    if variable is None or variable.pinned is not LOW:
+        return False
+    rules = [o.rule for o in problem.facts[reader].operands if o.tensor is tensor]
+    return all(rule is OperandRule.NODE_DTYPE for rule in rules)
 
 
 def _following(problem: Problem, node: Node, labels: Mapping[Node, Precision]) -> Precision:
