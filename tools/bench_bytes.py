@@ -80,7 +80,7 @@ VARIANTS = {
 def measured(name: str) -> Record:
     """Returns, by variant, [forward, backward, saved, refresh] bytes by backend; of a step [all, SGD]."""
     model, args = made(name)
-    record = {ALL_LOW: {"fused": _all_low(model, args)}}
+    record = {ALL_LOW: {"fused": all_low(model, args)}}
     known: dict[str, list[int]] = {}
     for label, variant in VARIANTS.items():
         title = f"{name}, {label}"
@@ -124,7 +124,7 @@ def counted(
     return found
 
 
-def _all_low(model: Any, args: tuple) -> list[int]:
+def all_low(model: Any, args: tuple) -> list[int]:
     """Returns the bytes of ``model.to(torch.bfloat16)``: forward, backward, saved; and its parameters.
 
     It casts its inputs, because a loader makes float32 images.

@@ -27,9 +27,9 @@ if __name__ == "__main__":
     gpu_stubs.restart_with_stubs()
 
 import torch
-from bench_bytes import VARIANTS, counted
+from bench_bytes import VARIANTS, all_low, counted
 from bytes_models import CONVOLUTIONAL, MODELS, Made, channels_last, made
-from bytes_report import CAST, LAID_OUT, WHOLE, Record, cuda_page
+from bytes_report import ALL_LOW, CAST, LAID_OUT, WHOLE, Record, cuda_page
 from provenance import commit
 
 from ampgraph.cli.torchvision_shim import allow_torchvision
@@ -43,7 +43,8 @@ POLICIES["O1" + CAST] = VARIANTS["O1"].policy.replace(wide_weight_gradients=Fals
 def measured(name: str) -> Record:
     """Returns, by variant, the bytes by backend; see `bench_bytes.py`."""
     model, args = made(name)
-    record = _measured(name, (model, args), LABELS)
+    model, args = model.to("cuda"), tuple(a.to("cuda") for a in args)
+    record = {ALL_LOW: {"fused": all_low(model, args)}} | _measured(name, (model, args), LABELS)
     if name in CONVOLUTIONAL:
         laid_out = _measured(f"{name}, channels last", channels_last(model, args), WHOLE)
         record |= {LAID_OUT + label: counts for label, counts in laid_out.items()}
@@ -51,13 +52,11 @@ def measured(name: str) -> Record:
 
 
 def _measured(title: str, given: Made, labels: Sequence[str]) -> Record:
-    model, args = given
-    placed = model.to("cuda"), tuple(a.to("cuda") for a in args)
     known: dict[str, list[int]] = {}
     return {
         label: counted(
             f"{title}, {label}",
-            placed,
+            given,
             POLICIES[label],
             ("fused", "step") if label in WHOLE else ("fused",),
             known,

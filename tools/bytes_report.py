@@ -12,6 +12,8 @@ from provenance import written_by
 REFRESH = 6
 # Bytes that the cast of a gradient to float32 moves for each element: it reads low and writes float32.
 GRADIENT = 6
+# What a product adds for each element that writes such a gradient itself.
+WIDER = 2
 # Bytes that a low copy takes.
 COPY = 2
 # Bytes that SGD moves for each element: it reads the gradient, and reads and writes the parameter.
@@ -167,21 +169,26 @@ def _beside_loop(record: Record, label: str) -> float:
     return whole / (moved(record, label, "fused") + optimizer)
 
 
-def left(records: dict[str, Record]) -> str:
-    """Returns the bytes of O2 and of a model that is low as a whole, with what float32 parameters add."""
+def left(records: dict[str, Record], gradient: int) -> str:
+    """Returns the bytes of O2 and of a model that is low as a whole, with what float32 parameters add.
+
+    Args:
+        records: What was counted.
+        gradient: The bytes that a float32 gradient adds for each element.
+    """
     columns = ("all low", "with refresh", "with float32 gradients", "O2", "saved, all low", "saved O2")
     lines = [f"| model | {' | '.join(columns)} |", "|---|" + "---|" * len(columns)]
-    rows = {name: _left(record) for name, record in records.items()}
+    rows = {name: _left(record, gradient) for name, record in records.items()}
     rows["**geometric mean**"] = [statistics.geometric_mean(r) for r in zip(*rows.values(), strict=True)]
     lines += [f"| {name} | {' | '.join(map(_cell, row))} |" for name, row in rows.items()]
     return "\n".join(lines)
 
 
-def _left(record: Record) -> list[float]:
+def _left(record: Record, gradient: int) -> list[float]:
     forward, backward, saved_bytes, parameters = record[ALL_LOW]["fused"]
     low, rule = forward + backward, moved(record, "autocast", "fused")
     refreshed = low + REFRESH * parameters
-    counts = (low, refreshed, refreshed + GRADIENT * parameters, moved(record, "O2", "fused"))
+    counts = (low, refreshed, refreshed + gradient * parameters, moved(record, "O2", "fused"))
     kept_bytes = (saved_bytes, saved(record, "O2", "fused"))
     return [*(c / rule for c in counts), *(c / saved(record, "autocast", "fused") for c in kept_bytes)]
 
@@ -244,7 +251,7 @@ def page(records: dict[str, Record], failed: dict[str, str], command: str, at: s
         "placement of casts moves less. Two columns add what float32 parameters and gradients cost a loop of "
         f"separate graphs: the refresh, {REFRESH} bytes a parameter, and the cast of each gradient, "
         f"{GRADIENT} bytes. A kernel that writes a gradient in float32 itself saves part of the second.",
-        left(records),
+        left(records, GRADIENT),
         "## A whole compiled step",
         "Forward, backward and optimizer as one graph, as `ampgraph.compile_step` captures it, on Inductor. "
         "The rule of `torch.autocast` is captured in the same way: its graph casts weights and has no low "
@@ -300,6 +307,11 @@ def cuda_page(records: dict[str, Record], failed: dict[str, str], at: str) -> st
         "they give low gradients, and kernels cast them (`Policy(wide_weight_gradients=False)`).",
         table(records, ON_CUDA, "fused"),
         above(records, ON_CUDA, "fused"),
+        "### What is left",
+        "`model.to(torch.bfloat16)` on the same inputs, which it casts first. Two columns add what float32 "
+        f"parameters and gradients cost a loop of separate graphs: the refresh, {REFRESH} bytes a parameter, "
+        f"and {WIDER} bytes for each element of a gradient that a product writes in float32.",
+        left(records, WIDER),
         "## A whole step as one graph",
         f"As `ampgraph.compile_step` captures it, without the bytes of SGD alone ({SGD} a parameter).",
         table(whole, STEP[:2], "step"),
