@@ -119,7 +119,7 @@ def convert(
     check_wrappers(source, capture == JUST_IN_TIME)
     device = device_of(source, device_of_tensors((args, dict(kwargs or {}))))
     backend, mode = choose_backend(backend, mode, device)
-    policy = policy.resolved(device, backend)
+    policy = policy.resolved(device, backend, mode)
     policy.check_outputs("convert")
     args = as_tuple(args)
     if capture == JUST_IN_TIME and dynamic_shapes is not None:

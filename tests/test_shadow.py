@@ -9,7 +9,9 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ampgraph
+from ampgraph import Policy
 from ampgraph.passes.read_shadows import MOST_IN_GROUP
+from ampgraph.runtime.boundary import castable
 from ampgraph.runtime.shadow_weights import ShadowWeights
 from ampgraph.training.gradient_boundary import shadow_weights
 
@@ -582,3 +584,17 @@ def test_compiled_training_copies_no_weight_that_a_fused_kernel_casts() -> None:
         copied = sorted(names[id(master)] for _, master in pairs)
         assert len(copied) == count, copied
         assert {"layer.bias", "layer.weight", "mixed", "over.weight"} <= {*copied}
+
+
+@pytest.mark.parametrize(
+    ("layout", "copied"),
+    [(torch.contiguous_format, ["2.weight"]), (torch.channels_last, ["0.weight", "1.weight", "2.weight"])],
+)
+def test_compiled_training_copies_convolutions_with_neighbouring_channels(layout, copied):
+    layers = nn.Conv2d(4, 4, 3, groups=4, bias=False), nn.Conv2d(4, 4, 3, bias=False), nn.Conv2d(4, 8, 1)
+    model = nn.Sequential(*layers).to(memory_format=layout)
+    x = torch.randn(2, 4, 6, 6).to(memory_format=layout)
+    amp = ampgraph.convert(model, (x,), policy=Policy(dtype=torch.bfloat16, objective="fused"))
+    sources = {node.name: node.target for node in amp.graph_module.graph.find_nodes(op="get_attr")}
+    found = [sources[name] for name in castable(amp.graph_module.graph, casts_fuse=True) if name in sources]
+    assert [name for name in found if name.endswith("weight")] == copied

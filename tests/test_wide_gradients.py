@@ -154,10 +154,14 @@ def test_only_on_devices_that_have_the_kernel(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_max_autotune_keeps_the_cast_for_its_own_kernels() -> None:
-    plan = converted(Net()).plan
-    kinds = {mode: [step.name for step in gradient_passes(plan, mode)] for mode in (None, "reduce-overhead")}
-    assert kinds == {None: ["widen_gradients"], "reduce-overhead": ["widen_gradients"]}
-    assert gradient_passes(plan, "max-autotune-no-cudagraphs") == ()
+    modes = (None, "reduce-overhead", "max-autotune-no-cudagraphs")
+    made = {
+        mode: ampgraph.convert(Net(), (X,), policy=POLICY, backend="inductor", mode=mode) for mode in modes
+    }
+    kinds = {mode: [step.name for step in gradient_passes(amp.plan)] for mode, amp in made.items()}
+    assert [*kinds.values()] == [["widen_gradients"], ["widen_gradients"], []]
+    told = {mode: ampgraph.explain(amp).why("linear") for mode, amp in made.items()}
+    assert ["gradient of the weight in float32" in words for words in told.values()] == [True, True, False]
 
 
 @pytest.mark.parametrize("way", ["convert", "torch.compile"])

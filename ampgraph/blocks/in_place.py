@@ -109,7 +109,7 @@ def convert_blocks(
     check_capture(capture)
     policy = Policy.of(policy, dtype)
     if device.type != "meta":
-        policy = policy.resolved(device, backend)
+        policy = policy.resolved(device, backend, mode)
     policy.check_outputs("convert_blocks")
     policies = _by_block(policy, model, paths)
     is_decided = policy.dtype is not None or policy.loss_scale is not None

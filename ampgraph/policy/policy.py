@@ -229,12 +229,16 @@ class Policy:
         """
         return cls.from_dict(json_object(text))  # type: ignore[arg-type]  # checked there
 
-    def resolved(self, device: torch.device | str = "cpu", backend: object = "eager") -> Policy:
+    def resolved(
+        self, device: torch.device | str = "cpu", backend: object = "eager", mode: str | None = None
+    ) -> Policy:
         """Returns the policy with its dtype set, and its objective for a backend that compiles.
 
         Args:
             device: Selects the dtype if the policy does not.
             backend: Selects the objective if the policy does not.
+            mode: The backend's mode. With ``"max-autotune"`` Inductor may choose a kernel that it generates,
+                with the cast inside, so gradients of weights stay low. It has none that writes float32.
         """
         changes: dict[str, object] = {}
         if self.dtype is None:
@@ -242,6 +246,8 @@ class Policy:
             changes["dtype"] = torch.float16 if on_cuda else torch.bfloat16
         if self.objective == "auto" and backend != "eager":
             changes["objective"] = "fused"
+        if self.wide_weight_gradients and "max-autotune" in (mode or ""):
+            changes["wide_weight_gradients"] = False
         return self.replace(**changes) if changes else self
 
     @property

@@ -62,16 +62,10 @@ def has_low(plan: Plan) -> bool:
     return any(d.dtype == plan.low_dtype for d in plan.decisions.values())
 
 
-def gradient_passes(plan: Plan, mode: str | None) -> tuple[Pass, ...]:
-    """Returns the passes that give ops of the plan other gradients than autograd's, before all others.
-
-    Args:
-        plan: The plan.
-        mode: The mode of the backend. With ``"max-autotune"`` Inductor may choose a kernel that it generates,
-            with the cast inside; it has none for a wide product.
-    """
+def gradient_passes(plan: Plan) -> tuple[Pass, ...]:
+    """Returns the passes that give ops of the plan other gradients than autograd's, before all others."""
     passes: list[Pass] = []
-    if plan.wide_gradients and "max-autotune" not in (mode or ""):
+    if plan.wide_gradients:
         passes.append(WidenGradients(plan.wide_gradients))
     if plan.saved_low:
         passes.append(SaveNorms(plan.saved_low, plan.low_dtype))

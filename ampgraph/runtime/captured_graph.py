@@ -290,7 +290,7 @@ class CapturedGraph:
             training: Whether gradients are enabled.
             shadowed: Whether the model's parameters are those that it has low copies of.
         """
-        passes: list[Pass] = [*gradient_passes(self.plan, self.options.mode)] if training else []
+        passes: list[Pass] = [*gradient_passes(self.plan)] if training else []
         if self.shadows is not None and shadowed:
             names = names_of_casts(training and self.options.policy.objective == "fused")
             masters = accepted(names, values, self.shadows)

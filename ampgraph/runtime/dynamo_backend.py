@@ -97,7 +97,7 @@ def make_backend(
         scales = scaler is not None and scaler.is_enabled() and has_low(plan) and torch.is_grad_enabled()
         casts_fuse = options.policy.objective == "fused" and torch.is_grad_enabled()
         masters = _masters(lowered, inputs, shadows, casts_fuse) if shadows is not None else {}
-        gradients = gradient_passes(plan, options.mode) if torch.is_grad_enabled() else ()
+        gradients = gradient_passes(plan) if torch.is_grad_enabled() else ()
         if not (scales or masters or gradients):
             return compile_next(lowered, inputs)
         bounded = fx.GraphModule(lowered, copy_graph(lowered.graph))
@@ -221,7 +221,7 @@ def ampgraph_backend(graph_module: fx.GraphModule, inputs: list, **given: Any) -
     if policy.dtype is None:
         policy = policy.replace(dtype=_autocast_dtype(device))
     backend, mode = choose_backend(backend, mode, device)
-    options = Options(policy.resolved(device, backend), backend, mode)
+    options = Options(policy.resolved(device, backend, mode), backend, mode)
     shadows = ShadowWeights(None, options.low_dtype) if policy.keeps_low_copies else None
     with no_ambient_autocast():
         compiled = make_backend(options, shadows=shadows)(graph_module, inputs)
@@ -281,7 +281,8 @@ def decided(options: Options, device: torch.device) -> Options:
     backend, mode = None if options.backend == UNDECIDED else options.backend, options.mode
     if backend is None:
         backend, mode = choose_backend(None, mode, device)
-    return replace(options, policy=options.policy.resolved(device, backend), backend=backend, mode=mode)
+    policy = options.policy.resolved(device, backend, mode)
+    return replace(options, policy=policy, backend=backend, mode=mode)
 
 
 def _check_mode(mode: str, backend: str | Callable | None) -> None:
