@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch.fx import GraphModule, Node
 
-from ampgraph._compat import writes_wide_products
+from ampgraph.ops.kernels import writes_wide_products
 from ampgraph.plan import Cast, Plan
 from ampgraph.policy.policy import Policy
 

@@ -19,7 +19,6 @@ from .dynamo import (
     known_backends,
     mark_as_input,
     returns_no_argument,
-    writes_wide_products,
 )
 from .fake_tensors import (
     accept_real_constants,
@@ -170,5 +169,4 @@ __all__ = [
     "without_wait",
     "without_wrappers",
     "wrap_grad_modes",
-    "writes_wide_products",
 ]

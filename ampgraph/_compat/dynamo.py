@@ -311,14 +311,6 @@ def has_triton() -> bool:
     return bool(torch.utils._triton.has_triton())
 
 
-def writes_wide_products(device: torch.device) -> bool:
-    """Whether the device's matrix product takes low factors and writes float32 (``torch.mm(out_dtype=)``).
-
-    CUDA has it from torch 2.8. Compiled for it on torch 2.14; not tried on a device, nor on ROCm.
-    """
-    return device.type == "cuda" and torch.version.hip is None
-
-
 def is_module_tensor(placeholder: Node) -> bool:
     """Whether a placeholder of Dynamo's graph stands for a parameter, buffer or other tensor of a module."""
     return "_dynamo_static_input_type" in placeholder.meta.get("tensor_dict", ())

@@ -197,6 +197,14 @@ def fp32_only(target: OpOverload, device_type: str = "", low_dtype: torch.dtype 
     return _listed(names, target)
 
 
+def writes_wide_products(device: torch.device) -> bool:
+    """Whether the device's matrix product takes low factors and writes float32 (``torch.mm(out_dtype=)``).
+
+    CUDA has it from torch 2.8. Compiled for it on torch 2.14; not tried on a device, nor on ROCm.
+    """
+    return device.type == "cuda" and torch.version.hip is None
+
+
 @cache
 def wants_one_dtype(target: OpOverload) -> bool:
     """Whether the op's kernels refuse float32 beside low, although FakeTensor does not."""
