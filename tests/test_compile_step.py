@@ -605,3 +605,50 @@ def test_a_generator_of_the_loss_is_for_the_loop_on_a_compiler() -> None:
     )
     with pytest.warns(UserWarning, match=r"draws from a torch.Generator"):
         run.train(4, whole=True, bad=0)
+
+
+class Heads(nn.Module):
+    """Two heads on one trunk; returns their results, the trunk's, a view of a result, and its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.trunk, self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 4), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        hidden = self.trunk(x).relu()
+        first = self.first(hidden)
+        return {"parts": [first, first[0]], "second": self.second(hidden), "hidden": hidden, "x": x}
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_outputs_that_the_loss_leaves_out(backend: str, scaled: bool) -> None:
+    """A compiled backward gives zeros to the parameters behind them, and the optimizer decays these."""
+    policy = ampgraph.Policy(dtype=torch.float16 if scaled else torch.bfloat16)
+
+    def loss_of_one(amp: nn.Module, x: Tensor, name: str) -> Tensor:
+        found = amp(x)
+        picked = found["parts"][0] if name == "first" else found[name]
+        picked += 1
+        return picked.square().mean()
+
+    models = []
+    for whole in (False, True):
+        model = Heads()
+        amp = ampgraph.convert(model, (X,), policy=policy, backend=backend)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.5, fused=True)
+        step = ampgraph.compile_step(amp, optimizer, loss_of_one)
+        amp.scaler.attach(optimizer)
+        for i in range(12):
+            name = ["first", "second", "hidden"][i // 2 % 3]
+            if whole:
+                step(X + i, name)
+                continue
+            loss_of_one(amp, X + i, name).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        models.append(model.state_dict())
+        assert not whole or step.reason is None
+    for name, plain in models[0].items():
+        assert torch.equal(plain, models[1][name]), name

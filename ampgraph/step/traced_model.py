@@ -4,18 +4,32 @@ from __future__ import annotations
 
 import contextlib
 import operator
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.autograd import Function
 from torch.utils import _pytree as pytree
 
-from .._compat import flat_inputs, graph_being_traced, no_ambient_autocast
+from .._compat import flat_inputs, graph_being_traced, no_ambient_autocast, storage_key
 from ..errors import AmpGraphError
 from ..module import AmpModule
 from ..passes.analysis.alias import written_memory
 from ..runtime.captured_graph import CapturedGraph
+
+
+class _Joined(Function):
+    """Identity whose backward has a gradient for each tensor if it has one for any."""
+
+    @staticmethod
+    def forward(ctx: Any, *outputs: Tensor) -> tuple[Tensor, ...]:
+        return tuple(x.detach() for x in outputs)  # a view would refuse in-place writes such as loss /= 4
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
+        return grads
 
 
 class TracedModel:
@@ -70,8 +84,28 @@ class TracedModel:
         with no_ambient_autocast():
             outputs = self._run(graph_module, args, kwargs)
         if torch.is_grad_enabled():
+            if self._amp.options.backend != "eager":
+                outputs = self._joined(outputs)
             self.outputs = [x.detach() for x in pytree.tree_leaves(outputs) if isinstance(x, Tensor)]
         return graph_module.graph.process_outputs(outputs)
+
+    def _joined(self, outputs: Any) -> Any:
+        """Lets a gradient of one output run the backward of all, as in a compiled graph.
+
+        AOTAutograd takes zeros for the gradients of outputs that the loss does not use. So parameters of their
+        branches have gradients of zeros, and an optimizer decays them.
+        """
+        leaves, spec = pytree.tree_flatten(outputs)
+        keys = Counter(storage_key(x) for x in (*leaves, *self._fakes.values()) if isinstance(x, Tensor))
+        own = [
+            i
+            for i, x in enumerate(leaves)
+            if isinstance(x, Tensor) and x.grad_fn is not None and keys[storage_key(x)] == 1
+        ]
+        if len(own) > 1:
+            for i, output in zip(own, _Joined.apply(*(leaves[i] for i in own)), strict=True):
+                leaves[i] = output
+        return pytree.tree_unflatten(leaves, spec)
 
     def _is_in_place(self) -> bool:
         """Whether low copies are of the parameters in place; ``functional_call`` puts others there."""
