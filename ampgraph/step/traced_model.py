@@ -92,8 +92,8 @@ class TracedModel:
     def _joined(self, outputs: Any) -> Any:
         """Lets a gradient of one output run the backward of all, as in a compiled graph.
 
-        AOTAutograd takes zeros for the gradients of outputs that the loss does not use. So parameters of their
-        branches have gradients of zeros, and an optimizer decays them.
+        AOTAutograd takes zeros for the gradients of outputs that the loss does not use. So parameters of
+        their branches have gradients of zeros, and an optimizer decays them.
         """
         leaves, spec = pytree.tree_flatten(outputs)
         keys = Counter(storage_key(x) for x in (*leaves, *self._fakes.values()) if isinstance(x, Tensor))
