@@ -9,6 +9,7 @@ from .explicit_casts import ExplicitCasts
 from .inline_regions import InlineRegions
 from .inline_transforms import InlineTransforms
 from .insert_casts import InsertCasts, is_inserted_cast
+from .lay_out_masks import LayOutMasks
 from .normalize import Normalize
 from .pipeline import default_pipeline, rewrite
 from .place import PlaceCasts
@@ -31,6 +32,7 @@ __all__ = [
     "InlineRegions",
     "InlineTransforms",
     "InsertCasts",
+    "LayOutMasks",
     "Normalize",
     "Pass",
     "Pins",

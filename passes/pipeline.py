@@ -36,6 +36,7 @@ from .clean_casts import CleanCasts
 from .inline_regions import InlineRegions
 from .inline_transforms import InlineTransforms
 from .insert_casts import InsertCasts
+from .lay_out_masks import LayOutMasks
 from .normalize import Normalize
 from .place import PlaceCasts
 from .precedence import settle_guard_scope
@@ -75,6 +76,7 @@ def default_pipeline(
         InlineRegions(policy),
         InlineTransforms(),
         Normalize(),
+        LayOutMasks(),
         *analysis,
         InsertCasts(),
         CleanCasts(),

@@ -197,6 +197,11 @@ def fp32_only(target: OpOverload, device_type: str = "", low_dtype: torch.dtype 
     return _listed(names, target)
 
 
+def wants_contiguous_rows(device: torch.device) -> bool:
+    """Whether the device's kernels for attention refuse a mask whose last stride is not 1 (torch 2.13)."""
+    return device.type != "cpu"
+
+
 def writes_wide_products(device: torch.device) -> bool:
     """Whether the device's matrix product takes low factors and writes float32 (``torch.mm(out_dtype=)``).
 
