@@ -240,7 +240,7 @@ def main() -> None:
             print(f"{name}: {failed[name]}", file=sys.stderr)
         if options.records:
             options.records.parent.mkdir(parents=True, exist_ok=True)
-            options.records.write_text(json.dumps({at: records}))
+            options.records.write_text(json.dumps({**known, at: records}))
     command = f"python tools/bench_bytes.py --output {options.output or 'docs/results/bytes.md'}"
     text = page(records, failed, command, at)
     if options.output:

@@ -92,7 +92,7 @@ def main() -> None:
             print(f"{name}: {failed[name]}", file=sys.stderr)
         if options.records:
             options.records.parent.mkdir(parents=True, exist_ok=True)
-            options.records.write_text(json.dumps({at: records}))
+            options.records.write_text(json.dumps({**known, at: records}))
     text = cuda_page(records, failed, at)
     if options.output:
         options.output.write_text(text)
