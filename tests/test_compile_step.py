@@ -608,34 +608,40 @@ def test_a_generator_of_the_loss_is_for_the_loop_on_a_compiler() -> None:
 
 
 class Heads(nn.Module):
-    """Two heads on one trunk; returns their results, the trunk's, a view of a result, and its input."""
+    """Two heads on one trunk.
 
-    def __init__(self) -> None:
+    Returns their results, one of them twice, the trunk's, and the input; if asked, views of a parameter and
+    of a result too.
+    """
+
+    def __init__(self, has_views: bool) -> None:
         super().__init__()
+        self.has_views = has_views
         torch.manual_seed(0)
         self.trunk, self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 4), nn.Linear(8, 4)
 
     def forward(self, x: Tensor) -> dict[str, Any]:
         hidden = self.trunk(x).relu()
-        first = self.first(hidden)
-        return {"parts": [first, first[0]], "second": self.second(hidden), "hidden": hidden, "x": x}
+        first, second = self.first(hidden), self.second(hidden)
+        views = [self.first.weight.t(), second[0]] if self.has_views else []
+        return {"first": first, "again": first, "second": second, "hidden": hidden, "x": x, "views": views}
 
 
-@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("has_views", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_outputs_that_the_loss_leaves_out(backend: str, scaled: bool) -> None:
+def test_outputs_that_the_loss_leaves_out(backend: str, dtype: torch.dtype, has_views: bool) -> None:
     """A compiled backward gives zeros to the parameters behind them, and the optimizer decays these."""
-    policy = ampgraph.Policy(dtype=torch.float16 if scaled else torch.bfloat16)
+    policy = ampgraph.Policy(dtype=dtype)
 
     def loss_of_one(amp: nn.Module, x: Tensor, name: str) -> Tensor:
-        found = amp(x)
-        picked = found["parts"][0] if name == "first" else found[name]
+        picked = amp(x)[name]
         picked += 1
         return picked.square().mean()
 
     models = []
     for whole in (False, True):
-        model = Heads()
+        model = Heads(has_views)
         amp = ampgraph.convert(model, (X,), policy=policy, backend=backend)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.5, fused=True)
         step = ampgraph.compile_step(amp, optimizer, loss_of_one)
@@ -652,3 +658,17 @@ def test_outputs_that_the_loss_leaves_out(backend: str, scaled: bool) -> None:
         assert not whole or step.reason is None
     for name, plain in models[0].items():
         assert torch.equal(plain, models[1][name]), name
+
+
+@pytest.mark.parametrize(("backend", "is_refused"), [("eager", False), ("aot_eager", True)])
+def test_results_that_share_memory_beside_an_unused_parameter(backend: str, is_refused: bool) -> None:
+    model = Heads(has_views=True)
+    model.unused = nn.Linear(2, 2)
+    amp = ampgraph.convert(model, (X,), dtype=torch.bfloat16, backend=backend)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    step = ampgraph.compile_step(amp, optimizer, lambda amp, x: amp(x)["views"][0].square().mean())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for _ in range(4):
+            step(X)
+    assert is_refused == ("share memory" in (step.reason or ""))

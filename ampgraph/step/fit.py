@@ -75,7 +75,10 @@ class Fit:
         """Returns why a step with these arguments cannot be one graph; None if it can. Runs at every step."""
         amp = self._amp
         if amp.is_just_in_time:
-            return "the model is captured just in time; pass example inputs to ampgraph.convert"
+            return (
+                "the model is captured just in time: ampgraph.convert got no example inputs, or warned why "
+                "they do not suffice"
+            )
         if is_distributed():
             return "gradients of several processes are averaged outside the graph"
         if (reason := _reason_of_optimizer(self._optimizer)) is not None:

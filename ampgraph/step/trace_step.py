@@ -220,6 +220,10 @@ class _Tracer:
             if any(fake.grad is not None for fake in fakes.values()):
                 raise AmpGraphError("loss_fn calls backward or sets gradients")
             gradients, flags = self._gradients(loss_of(result), checked, bool(scale))
+            if model.shares_memory and len(gradients) < len(_trained(self._optimizer)):
+                raise AmpGraphError(
+                    "the model returns tensors that share memory, and the loss leaves out some parameters"
+                )
             with torch.no_grad():
                 if self._clip_norm is not None:
                     held = [*fakes.values(), *pytree.tree_leaves((leaves, result, model.outputs))]
@@ -251,7 +255,7 @@ class _Tracer:
     ) -> tuple[list[tuple[Tensor, Tensor]], Tensor | None]:
         """Returns the gradient of each parameter that has one, and the flags of the finite check."""
         state, slots = self._amp.scaler.state, self._amp.scaler.guard.slots
-        reals = [p for p in parameters_of(self._optimizer) if p.requires_grad]
+        reals = _trained(self._optimizer)
         wanted = [self._fakes[id(p)] for p in reals]
         probe = [self._fakes[id(state.probe)]] if is_scaled else []
         found = torch.autograd.grad(loss, [*wanted, *probe], allow_unused=True)
@@ -316,6 +320,10 @@ class _Tracer:
             now, counters = adapted(config, now, counters, found > 0)
             inverse = now.reciprocal()
         return [flags, found, bad, now, inverse, counters]
+
+
+def _trained(optimizer: Optimizer) -> list[Tensor]:
+    return [p for p in parameters_of(optimizer) if p.requires_grad]
 
 
 def _laid_out(gradient: Tensor, parameter: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch.autograd import Function
+from torch.autograd.function import BackwardCFunction
 from torch.utils import _pytree as pytree
 
 from .._compat import flat_inputs, graph_being_traced, no_ambient_autocast, storage_key
@@ -32,6 +33,11 @@ class _Joined(Function):
         return grads
 
 
+def _is_of_custom_function(tensor: Tensor) -> bool:
+    """Whether a custom function made a tensor, which AOTAutograd then takes for one with its own memory."""
+    return isinstance(tensor.grad_fn, BackwardCFunction)
+
+
 class TracedModel:
     """Runs the graphs of a model on fake tensors, as its calls run them on its own.
 
@@ -42,11 +48,13 @@ class TracedModel:
     Attributes:
         used: The captured graphs that ran.
         outputs: The results of the last call with gradients.
+        shares_memory: Whether results of a compiled call share memory, so that nothing joins their gradients.
     """
 
     def __init__(self, amp: AmpModule, fakes: dict[int, Tensor]) -> None:
         self.used: list[CapturedGraph] = []
         self.outputs: list[Tensor] = []
+        self.shares_memory = False
         self._amp, self._fakes, self._inputs = amp, fakes, [*fakes]
         shadows = amp._graphs.shadows
         self._masters = {} if shadows is None else {id(c): id(m) for c, m in shadows.pairs()}
@@ -96,16 +104,12 @@ class TracedModel:
         their branches have gradients of zeros, and an optimizer decays them.
         """
         leaves, spec = pytree.tree_flatten(outputs)
-        keys = Counter(storage_key(x) for x in (*leaves, *self._fakes.values()) if isinstance(x, Tensor))
-        own = [
-            i
-            for i, x in enumerate(leaves)
-            if isinstance(x, Tensor) and x.grad_fn is not None and keys[storage_key(x)] == 1
-        ]
-        if len(own) > 1:
-            for i, output in zip(own, _Joined.apply(*(leaves[i] for i in own)), strict=True):
-                leaves[i] = output
-        return pytree.tree_unflatten(leaves, spec)
+        trained = {id(x): x for x in leaves if isinstance(x, Tensor) and x.grad_fn is not None}
+        keys = Counter(map(storage_key, (*trained.values(), *self._fakes.values())))
+        own = [x for x in trained.values() if keys[storage_key(x)] == 1 or _is_of_custom_function(x)]
+        self.shares_memory |= len(own) < len(trained)
+        joined = dict(zip(map(id, own), _Joined.apply(*own), strict=True)) if len(own) > 1 else {}
+        return pytree.tree_unflatten([joined.get(id(x), x) for x in leaves], spec)
 
     def _is_in_place(self) -> bool:
         """Whether low copies are of the parameters in place; ``functional_call`` puts others there."""
