@@ -20,6 +20,7 @@ import ampgraph.passes
 from ampgraph import Policy, VerifyError
 from ampgraph.capture import capture_program
 from ampgraph.capture.unlift import unlift
+from ampgraph.ops import kernels
 from ampgraph.passes import (
     ChooseGradients,
     ChooseSaved,
@@ -27,6 +28,7 @@ from ampgraph.passes import (
     CleanCasts,
     InlineRegions,
     InsertCasts,
+    LayOutMasks,
     Normalize,
     Pass,
     PlaceCasts,
@@ -131,6 +133,36 @@ clone_default = clone(exp_default) f32
 select_int = select.int(clone_default, 1, 0) f32
 fill__scalar = fill_.Scalar(select_int, 3.0) f32
 return [clone_default]""",
+    )
+
+
+def test_lay_out_masks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels for a GPU get a mask with contiguous rows; two calls share the copy."""
+    monkeypatch.setattr(kernels, "wants_contiguous_rows", lambda device: True)
+    build = GraphBuilder()
+    x, mask = build.input(1, 4, 8), build.input(1, 4, 1)
+    wide = build.call(aten.expand.default, mask, [1, 4, 4])
+    once = build.call(aten.scaled_dot_product_attention.default, x, x, x, wide)
+    again = build.call(aten.scaled_dot_product_attention.default, x, x, x, wide)
+    assert_expected_inline(
+        change(build.finish(build.call(aten.add.Tensor, once, again)), LayOutMasks()),
+        """\
+x1 f32
+x0 f32
+expand_default = expand(x1, [1, 4, 4]) f32
+scaled_dot_product_attention_default = scaled_dot_product_attention(x0, x0, x0, expand_default) f32
+scaled_dot_product_attention_default_1 = scaled_dot_product_attention(x0, x0, x0, expand_default) f32
+add_tensor = add.Tensor(scaled_dot_product_attention_default, scaled_dot_product_attention_default_1) f32
+return [add_tensor]
+--- lay_out_masks
+x1 f32
+x0 f32
+expand_default = expand(x1, [1, 4, 4]) f32
+contiguous_default = contiguous(expand_default) f32
+scaled_dot_product_attention_default = scaled_dot_product_attention(x0, x0, x0, contiguous_default) f32
+scaled_dot_product_attention_default_1 = scaled_dot_product_attention(x0, x0, x0, contiguous_default) f32
+add_tensor = add.Tensor(scaled_dot_product_attention_default, scaled_dot_product_attention_default_1) f32
+return [add_tensor]""",
     )
 
 
