@@ -17,6 +17,7 @@ from ampgraph._compat import OpOverload, evaluate, fake_mode_of
 from ampgraph.ops import kernels
 
 from .analysis.arguments import argument
+from .analysis.facts import is_dense
 from .base import Pass
 from .insert_casts import inherit_metadata, set_named_argument
 
@@ -49,7 +50,7 @@ def _mask_slots(node: Node) -> tuple[str, ...]:
 
 def _is_read_by_formula(mask: Node) -> bool:
     value = mask.meta.get("val")
-    if not isinstance(value, torch.Tensor) or not value.dim():
+    if not isinstance(value, torch.Tensor) or not is_dense(value) or not value.dim():
         return False
     stride = value.stride(-1)
     return kernels.wants_contiguous_rows(value.device) and isinstance(stride, int) and stride != 1

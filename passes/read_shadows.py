@@ -98,8 +98,8 @@ def casts_of(node: Node) -> list[Node]:
 def is_laid_out_again(parameter: Node) -> bool:
     """Whether a compiler changes the memory layout of a parameter before kernels read it.
 
-    Weights of convolutions get their channels next to each other, unless they have them there already. The
-    layout of one channel a group is said by the stride alone, and compilers read the stride.
+    Weights of convolutions get their channels next to each other, unless they have them there already. With
+    one channel a group the strides alone tell the layout, and compilers read them.
     """
     readers = (user for cast in casts_of(parameter) for user in cast.users)
     if not any(op_name(reader) in CONVOLUTIONS for reader in readers):

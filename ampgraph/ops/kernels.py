@@ -198,7 +198,10 @@ def fp32_only(target: OpOverload, device_type: str = "", low_dtype: torch.dtype 
 
 
 def wants_contiguous_rows(device: torch.device) -> bool:
-    """Whether the device's kernels for attention refuse a mask whose last stride is not 1 (torch 2.13)."""
+    """Whether the device's kernels for attention refuse a mask whose last stride is not 1.
+
+    Torch 2.14 says so of all GPUs; seen for CUDA alone.
+    """
     return device.type != "cpu"
 
 

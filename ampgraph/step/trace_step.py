@@ -220,6 +220,7 @@ class _Tracer:
             if any(fake.grad is not None for fake in fakes.values()):
                 raise AmpGraphError("loss_fn calls backward or sets gradients")
             gradients, flags = self._gradients(loss_of(result), checked, bool(scale))
+            # The plain loop may have gradients of zeros for these parameters, or none.
             if model.shares_memory and len(gradients) < len(_trained(self._optimizer)):
                 raise AmpGraphError(
                     "the model returns tensors that share memory, and the loss leaves out some parameters"

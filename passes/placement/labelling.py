@@ -117,8 +117,8 @@ def _reads_low(problem: Problem, reader: Node, tensor: Node) -> bool:
     variable = problem.variables.get(reader)
     if variable is None or variable.pinned is not LOW:
         return False
-    rules = [o.rule for o in problem.facts[reader].operands if o.tensor is tensor]
-    return all(rule is OperandRule.NODE_DTYPE for rule in rules)
+    rules = {o.rule for o in problem.facts[reader].operands if o.tensor is tensor}
+    return rules == {OperandRule.NODE_DTYPE}
 
 
 def _following(problem: Problem, node: Node, labels: Mapping[Node, Precision]) -> Precision:
