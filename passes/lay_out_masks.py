@@ -16,30 +16,33 @@ from torch.fx import Graph, GraphModule, Node
 from ampgraph._compat import OpOverload, evaluate, fake_mode_of
 from ampgraph.ops import kernels
 
+from .analysis.alias import written_memory
 from .analysis.arguments import argument
 from .analysis.facts import is_dense
 from .base import Pass
-from .insert_casts import inherit_metadata, set_named_argument
+from .insert_casts import after, inherit_metadata, set_named_argument
 
 aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
 class LayOutMasks(Pass):
-    """Copies masks whose rows are not contiguous."""
+    """Copies masks whose rows are not contiguous: once, or before each reader if the mask is written."""
 
     name: ClassVar[str] = "lay_out_masks"
 
     def run(self, graph_module: GraphModule) -> bool:
         graph = graph_module.graph
-        copies: dict[Node, Node] = {}
+        written, copies = written_memory(graph), dict[Node, Node]()
         for node in list(graph.nodes):
             for slot in _mask_slots(node):
                 mask = argument(node, slot)
                 if not isinstance(mask, Node) or not _is_read_by_formula(mask):
                     continue
-                if mask not in copies:
-                    copies[mask] = _copied(graph, mask)
+                if mask in written:  # each reader needs the values of its time
+                    copies[mask] = _copied(graph, mask, node)
+                elif mask not in copies:
+                    copies[mask] = _copied(graph, mask, after(graph, mask))
                 set_named_argument(node, slot, copies[mask])
         return bool(copies)
 
@@ -56,8 +59,8 @@ def _is_read_by_formula(mask: Node) -> bool:
     return kernels.wants_contiguous_rows(value.device) and isinstance(stride, int) and stride != 1
 
 
-def _copied(graph: Graph, mask: Node) -> Node:
-    with graph.inserting_after(mask):
+def _copied(graph: Graph, mask: Node, before: Node) -> Node:
+    with graph.inserting_before(before):
         node = graph.call_function(aten.contiguous.default, (mask,))
     inherit_metadata(node, mask)
     node.meta["val"] = evaluate(node, fake_mode_of(graph))

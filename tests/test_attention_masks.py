@@ -29,11 +29,19 @@ class Attends(nn.Module):
             "expanded": lambda: keep[:, :1, None].expand(2, 4, 4),
             "transposed": lambda: torch.ones(2, 4, 4, dtype=torch.bool).tril().transpose(1, 2),
             "float": lambda: torch.zeros(2, 1, 1).masked_fill(~keep[:, :1, None], -1.0).expand(2, 4, 4),
+            "written": lambda: written(keep),
+            "input": lambda: keep,
             "dense": lambda: torch.ones(2, 4, 4, dtype=torch.bool).tril(),
         }[self.kind]()
         for layer in (self.first, self.second):
             x = F.scaled_dot_product_attention(layer(x), x, x, attn_mask=mask)
         return x
+
+
+def written(keep: Tensor) -> Tensor:
+    mask = torch.ones(2, 4, 4, dtype=torch.bool).transpose(1, 2)
+    mask[:, :, 3] = keep[:, 1:]
+    return mask
 
 
 @pytest.fixture
@@ -56,9 +64,10 @@ def layouts(amp: ampgraph.AmpModule) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "expected"), [("expanded", 1), ("transposed", 1), ("float", 1), ("dense", 0)]
+    ("kind", "expected"),
+    [("expanded", 1), ("transposed", 1), ("float", 1), ("written", 2), ("dense", 0)],
 )
-def test_kernels_on_a_gpu_read_one_copy(kind: str, expected: int, on_gpu: None) -> None:
+def test_kernels_on_a_gpu_read_copies(kind: str, expected: int, on_gpu: None) -> None:
     amp = converted(kind)
     assert layouts(amp) == [1, 1, expected]
     assert torch.equal(amp(X, KEEP), without_copies(kind)(X, KEEP))
@@ -68,6 +77,16 @@ def without_copies(kind: str) -> ampgraph.AmpModule:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(LayOutMasks, "run", lambda self, graph_module: False)
         return converted(kind)
+
+
+def test_masks_among_the_inputs(on_gpu: None) -> None:
+    mask = torch.ones(2, 4, 4, dtype=torch.bool).tril().transpose(1, 2)
+    amp = ampgraph.convert(Attends("input"), (X, mask), dtype=torch.bfloat16)
+    assert layouts(amp) == [1, 1, 1]
+    amp.graph_module.graph.lint()
+    kinds = [node.op == "call_function" for node in amp.graph_module.graph.nodes if node.op != "output"]
+    assert kinds == sorted(kinds)  # inputs stay first
+    assert torch.equal(amp(X, mask), amp(X, mask.contiguous()))
 
 
 @pytest.mark.parametrize("kind", ["expanded", "transposed", "float"])
