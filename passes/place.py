@@ -22,7 +22,14 @@ from .base import Pass, workspace
 from .placement.build_network import Weigher
 from .placement.build_plan import build_plan
 from .placement.cost_model import FP32_BYTES, scale_above_traffic
-from .placement.labelling import Placement, autocast_rule, place_low, place_optimally, with_wide_norms
+from .placement.labelling import (
+    Placement,
+    autocast_rule,
+    place_low,
+    place_optimally,
+    with_wide_norms,
+    without_idle_casts,
+)
 from .placement.step_cost import StepCost
 from .placement.within import place_within
 
@@ -88,6 +95,7 @@ def _place_fused(problem: Problem, costs: StepCost, autocast: Placement) -> Plac
     low = place_low(problem)
     least = CERTAIN * costs.fused(autocast.labels).moved
     chosen = low if costs.fused(low.labels).moved < least else autocast
+    chosen = without_idle_casts(problem, costs.kernels, costs.decides_bytes, chosen)
     return with_wide_norms(problem, costs.kernels, chosen)
 
 

@@ -15,7 +15,7 @@ from ampgraph.passes import place
 from ampgraph.passes.analysis.precision import FP32, LOW
 from ampgraph.passes.analysis.problem import Problem
 from ampgraph.passes.place import _place_fused, _within_step
-from ampgraph.passes.placement.labelling import Placement, autocast_rule, place_low
+from ampgraph.passes.placement.labelling import Placement, autocast_rule, place_low, without_idle_casts
 from ampgraph.passes.placement.step_cost import StepCost
 from ampgraph.passes.placement.within import place_within
 from ampgraph.testing import cast_map
@@ -264,3 +264,36 @@ def test_eager_norms_cast_their_parameters():
     policy = Policy(dtype=torch.bfloat16, loss_scale=ampgraph.NoLossScale())
     amp = ampgraph.convert(Normalized(), (torch.randn(4, 8),), policy=policy)
     assert "rms_norm: bf16 <- linear, cast(norm.weight)" in cast_map(amp)
+
+
+class Biased(nn.Module):
+    """Attention with a learned bias for each pair of positions, and masked keys, as in T5."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias, self.inner, self.outer = nn.Embedding(7, 2), nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
+        q = self.inner(x).view(2, 4, 2, 4).transpose(1, 2)
+        distance = torch.arange(4)[:, None] - torch.arange(4) + 3
+        mask = torch.where(keep, self.bias(distance).permute(2, 0, 1)[None], torch.finfo(torch.float32).min)
+        found = nn.functional.scaled_dot_product_attention(q, q, q, attn_mask=mask)
+        return nn.functional.layer_norm(self.outer(found.transpose(1, 2).flatten(2)) + x, (8,)).sum()
+
+
+def test_a_value_between_float32_values_of_its_kernel_is_not_cast():
+    policy = Policy(level="O2", dtype=torch.bfloat16, objective="fused", loss_scale=ampgraph.NoLossScale())
+    keep = torch.ones(2, 1, 1, 4, dtype=torch.bool)
+    amp = ampgraph.convert(Biased(), (torch.randn(2, 4, 8), keep), policy=policy)
+    assert "embedding: f32 <- bias.weight, add" in cast_map(amp)
+    assert "stays inside a kernel" in ampgraph.explain(amp).why("embedding")
+
+
+@EVERY
+def test_fewer_casts_inside_kernels_move_the_same_bytes(level, lists):
+    for seed, case in enumerate(cases(level, lists)):
+        costs, low = case.costs, case.low
+        placed = without_idle_casts(case.problem, costs.kernels, costs.decides_bytes, low)
+        assert allowed(case.problem, placed.labels), seed
+        assert costs.fused(placed.labels) == costs.fused(low.labels), seed
+        assert costs.eager(placed).casts <= costs.eager(low).casts, seed

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from functools import cached_property
 from typing import NamedTuple
 
 from torch.fx import Node
@@ -106,6 +107,18 @@ class FusedStep:
                 backward += CAST_BYTES * tensor.size * tensor.is_trained
             saved += _saved_of(tensor, own, labels)
         return Step(forward, backward, saved)
+
+    def decides_bytes(self, node: Node) -> bool:
+        """Whether the label of a node decides any bytes."""
+        return node in self._owners
+
+    @cached_property
+    def _owners(self) -> set[Node | Precision]:
+        sums = (self.forward, self.backward, self.saved)
+        found = {owner for moved in sums for owner, elements in moved.items() if elements}
+        found.update(tensor.owner for tensor in self.mixed)
+        found.update(reader for tensor in self.mixed for reader, _, _ in tensor.reads)
+        return found
 
     def _may_be_in_memory(self, tensor: Node) -> bool:
         """Whether a tensor may be in memory after fusion: it has more than a number."""

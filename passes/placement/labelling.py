@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from torch.fx import Node
@@ -19,6 +19,8 @@ from .fused_kernels import FusedKernels
 
 # Steps that may be spent on proving one plan minimal: table entries of eliminations, and cuts by their size.
 MAX_WORK = 200_000
+# How a float32 node reads what it computes with.
+_WIDENED = {OperandRule.NODE_DTYPE, OperandRule.PROMOTED, OperandRule.DTYPE_ARG}
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,6 +73,64 @@ def place_low(problem: Problem) -> Placement:
     return Placement(labels, greedy_anchors(problem, labels), gap=None, motive=motive)
 
 
+def without_idle_casts(
+    problem: Problem, kernels: FusedKernels, decides_bytes: Callable[[Node], bool], placement: Placement
+) -> Placement:
+    """Returns the placement with float32 for low values inside kernels between float32 values.
+
+    They save no bytes. Their casts round, and are ops, of which a compiler puts a limited number in a kernel.
+
+    Args:
+        problem: The pinned graph.
+        kernels: Its kernels.
+        decides_bytes: Whether the label of a node decides any bytes.
+        placement: A labelling for fused kernels.
+    """
+    labels = dict(placement.labels)
+    idle = [
+        n
+        for n, v in problem.variables.items()
+        if labels[n] is LOW and v.pinned is None and kernels.is_managed(n) and not decides_bytes(n)
+    ]
+    labels |= dict.fromkeys(idle, FP32)
+    rejected = -1
+    while rejected:
+        before = len(idle)
+        for order, is_wide in ((1, _has_wide_operands), (-1, _has_wide_readers)):
+            for node in idle[::order]:
+                labels[node] = FP32 if is_wide(problem, kernels, node, labels) else LOW
+            idle = [node for node in idle if labels[node] is FP32]
+        rejected = before - len(idle)
+    if not idle:
+        return placement
+    motive = "it stays inside a kernel that reads and wants float32"
+    return replace(
+        placement,
+        labels=labels,
+        anchors=greedy_anchors(problem, labels),
+        motives={**placement.motives, **dict.fromkeys(idle, motive)},
+    )
+
+
+def _has_wide_operands(
+    problem: Problem, kernels: FusedKernels, node: Node, labels: Mapping[Node, Precision]
+) -> bool:
+    facts = problem.facts
+    return all(labels.get(facts[o.tensor].dtype_source) is FP32 for o in facts[node].operands)
+
+
+def _has_wide_readers(
+    problem: Problem, kernels: FusedKernels, node: Node, labels: Mapping[Node, Precision]
+) -> bool:
+    return all(_widens(problem, r.reader, r.through, labels) for r in kernels.reads(node))
+
+
+def _widens(problem: Problem, reader: Node, tensor: Node, labels: Mapping[Node, Precision]) -> bool:
+    """Whether a float32 reader wants a tensor in float32."""
+    rules = {o.rule for o in problem.facts[reader].operands if o.tensor is tensor}
+    return labels.get(reader) is FP32 and bool(rules) and rules <= _WIDENED
+
+
 def with_wide_norms(problem: Problem, kernels: FusedKernels, placement: Placement) -> Placement:
     """Returns the placement with norms in float32 where that only spares casts of their parameters.
 
@@ -97,7 +157,7 @@ def with_wide_norms(problem: Problem, kernels: FusedKernels, placement: Placemen
         placement,
         labels=labels,
         anchors=greedy_anchors(problem, labels),
-        motives=dict.fromkeys(norms, motive),
+        motives={**placement.motives, **dict.fromkeys(norms, motive)},
     )
 
 

@@ -14,6 +14,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
 
+from torch.fx import Node
+
 from ampgraph.plan import Cost
 
 from ..analysis.norms import Norm
@@ -73,6 +75,10 @@ class StepCost:
     def fused(self, labels: Labels) -> Step:
         """Returns the bytes of a step that a compiler fuses."""
         return self._fused_step.of(labels)
+
+    def decides_bytes(self, node: Node) -> bool:
+        """Whether the label of a node decides any bytes of a step that a compiler fuses."""
+        return self._fused_step.decides_bytes(node)
 
     @cached_property
     def _eager_backward(self) -> EagerBackward:
