@@ -115,6 +115,7 @@ class Plan:
             minimum, None if no bound is known (the autocast rule, which minimises nothing).
         saved_low: Norms whose backward reads their normalized values in the low dtype: the nodes that return
             the results.
+        saved_softmax: Softmax nodes whose backward reads their probabilities in the low dtype.
         wide_gradients: Matrix products whose kernels give the gradients of their weights in float32.
     """
 
@@ -127,6 +128,7 @@ class Plan:
     baselines: Mapping[str, Cost] = field(default_factory=dict)
     gap: int | None = 0
     saved_low: tuple[str, ...] = ()
+    saved_softmax: tuple[str, ...] = ()
     wide_gradients: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -156,7 +158,8 @@ class Plan:
             self.low_dtype,
             self.cost,
         )
-        return (Plan, (*args, dict(self.baselines), self.gap, self.saved_low, self.wide_gradients))
+        chosen = self.saved_low, self.saved_softmax, self.wide_gradients
+        return (Plan, (*args, dict(self.baselines), self.gap, *chosen))
 
     def __deepcopy__(self, memo: dict) -> Plan:
         return self

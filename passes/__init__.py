@@ -18,6 +18,7 @@ from .read_shadows import ReadShadows
 from .read_stored import ReadStored
 from .remove_casts import RemoveCasts
 from .save_norms import SaveNorms
+from .save_softmax import SaveSoftmax
 from .scale_loss import ScaleLoss, is_boundary
 from .verify import Verify
 from .widen_gradients import WidenGradients
@@ -42,6 +43,7 @@ __all__ = [
     "ReadStored",
     "RemoveCasts",
     "SaveNorms",
+    "SaveSoftmax",
     "ScaleLoss",
     "Verify",
     "WidenGradients",

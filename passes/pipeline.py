@@ -134,7 +134,7 @@ def rewrite(
     modules = tuple(modules)
     for body, operands in _bodies(graph_module):
         _mark_parameters(graph_module, body, operands)
-        inside = policy.replace(save_norms_low=False, wide_weight_gradients=False)
+        inside = policy.replace(save_norms_low=False, save_softmax_low=False, wide_weight_gradients=False)
         rewrite(body, inside, modules, check_rules=False)
     graph_module.meta[META_KEY] = Workspace()
     edits = any(asked is Precision.LOW for _, asked in pins) or may_go_low(graph_module.graph, policy)

@@ -35,6 +35,7 @@ from ampgraph.passes import (
     PropagatePrecision,
     RemoveCasts,
     SaveNorms,
+    SaveSoftmax,
     Verify,
     WidenGradients,
     default_pipeline,
@@ -342,6 +343,44 @@ its backward reads the normalized values in bfloat16""",
     )
 
 
+def attention() -> GraphModule:
+    """Scores, a mask, their softmax without dropout, and a product that reads it low."""
+    build = GraphBuilder()
+    x, weight, mask = build.input(4, 8), build.weight(8, 8), build.weight(4, 4)
+    q = build.call(aten.linear.default, x, weight)
+    scores = build.call(aten.matmul.default, q, build.call(aten.t.default, q))
+    shares = build.call(aten.softmax.int, build.call(aten.add.Tensor, scores, mask), -1)
+    shares = build.call(aten.dropout.default, shares, 0.0, True)
+    return build.finish(build.call(aten.matmul.default, shares, q))
+
+
+def test_choose_saved_softmax() -> None:
+    policy = O1.replace(objective="fused")
+    graph_module = after(attention(), *analysis(policy), ChooseSaved(policy))
+    plan = workspace(graph_module).plan
+    lines = [f"saved softmax: {', '.join(plan.saved_softmax)}", *plan["softmax_int"].reason.split("; ")]
+    assert_expected_inline(
+        findings(graph_module, lines),
+        """\
+w2 f32
+w1 f32
+x0 f32
+linear_default = linear(x0, w1) f32
+t_default = t(linear_default) f32
+matmul_default = matmul(linear_default, t_default) f32
+add_tensor = add.Tensor(matmul_default, w2) f32
+softmax_int = softmax.int(add_tensor, -1) f32
+dropout_default = dropout(softmax_int, 0.0, True) f32
+matmul_default_1 = matmul(dropout_default, linear_default) f32
+return [matmul_default_1]
+---
+saved softmax: softmax_int
+black: probabilities: small ones vanish in low
+the kernel reads low and writes float32
+its backward reads the probabilities in bfloat16""",
+    )
+
+
 def products(device: str = "cpu") -> GraphModule:
     """Two products; a sum reads the weight of the second one too."""
     build = GraphBuilder(device)
@@ -407,6 +446,48 @@ mm_default_1 = mm(mm_default, to_dtype_2) bf16
 select_int = select.int(w2, 0, 0) f32
 add_tensor = add.Tensor(mm_default_1, select_int) f32
 return [add_tensor]""",
+    )
+
+
+def test_save_softmax() -> None:
+    """The softmax runs without gradients; the op that has its name gives the gradient."""
+    graph_module = after(attention(), *analysis(O1), InsertCasts())
+    assert_expected_inline(
+        change(graph_module, SaveSoftmax(("softmax_int",), LOW)),
+        """\
+w2 f32
+w1 f32
+x0 f32
+to_dtype = to.dtype(x0, bf16) bf16
+to_dtype_1 = to.dtype(w1, bf16) bf16
+linear_default = linear(to_dtype, to_dtype_1) bf16
+t_default = t(linear_default) bf16
+matmul_default = matmul(linear_default, t_default) bf16
+add_tensor = add.Tensor(matmul_default, w2) f32
+softmax_int = softmax.int(add_tensor, -1) f32
+dropout_default = dropout(softmax_int, 0.0, True) f32
+to_dtype_2 = to.dtype(dropout_default, bf16) bf16
+matmul_default_1 = matmul(to_dtype_2, linear_default) bf16
+to_dtype_3 = to.dtype(matmul_default_1, f32) f32
+return [to_dtype_3]
+--- save_softmax
+w2 f32
+w1 f32
+x0 f32
+to_dtype = to.dtype(x0, bf16) bf16
+to_dtype_1 = to.dtype(w1, bf16) bf16
+linear_default = linear(to_dtype, to_dtype_1) bf16
+t_default = t(linear_default) bf16
+matmul_default = matmul(linear_default, t_default) bf16
+add_tensor = add.Tensor(matmul_default, w2) f32
+detach_default = detach(add_tensor) f32
+softmax_int_1 = softmax.int(detach_default, -1) f32
+softmax_int = softmax_gradient(add_tensor, softmax_int_1, -1, bf16) f32
+dropout_default = dropout(softmax_int, 0.0, True) f32
+to_dtype_2 = to.dtype(dropout_default, bf16) bf16
+matmul_default_1 = matmul(to_dtype_2, linear_default) bf16
+to_dtype_3 = to.dtype(matmul_default_1, f32) f32
+return [to_dtype_3]""",
     )
 
 

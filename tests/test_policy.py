@@ -88,6 +88,7 @@ BAD = [
     ({"keep_io_dtypes": "no"}, "True"),
     ({"weight_copies": None}, "True"),
     ({"save_norms_low": "auto"}, "True, False"),
+    ({"save_softmax_low": 1}, "True, False"),
     ({"wide_weight_gradients": None}, "True, False"),
     ({"level": ["O1"]}, "O1"),
 ]

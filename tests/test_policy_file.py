@@ -24,6 +24,7 @@ POLICIES = [
     Policy(loss_scale=NoLossScale()),
     Policy(weight_copies=False),
     Policy(save_norms_low=False),
+    Policy(save_softmax_low=False),
     Policy(wide_weight_gradients=False),
 ]
 
@@ -50,6 +51,7 @@ def test_the_file_is_readable() -> None:
         "hazards": True,
         "weight_copies": True,
         "save_norms_low": True,
+        "save_softmax_low": True,
         "wide_weight_gradients": True,
     }
 

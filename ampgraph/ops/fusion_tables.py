@@ -56,6 +56,9 @@ CONCATENATES = _names("cat concat concatenate stack")
 # A concatenation of at most this many operands is computed in the kernel of its pointwise readers.
 CONCATENATED_IN_KERNEL = 8
 
+# Views where strides or dtypes allow it, and copies elsewhere.
+MAY_COPY = _names("reshape reshape_as flatten contiguous to type_as")
+
 # Whose elements are read in an order that no kernel of the operand computes them in.
 REORDERS = _names("embedding repeat tile")
 

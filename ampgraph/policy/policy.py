@@ -36,7 +36,14 @@ DTYPE_NAMES = {
     "bf16": torch.bfloat16,
 }
 RULE_VALUES = ("low", "fp32")
-_SWITCHES = ("keep_io_dtypes", "hazards", "weight_copies", "save_norms_low", "wide_weight_gradients")
+_SWITCHES = (
+    "keep_io_dtypes",
+    "hazards",
+    "weight_copies",
+    "save_norms_low",
+    "save_softmax_low",
+    "wide_weight_gradients",
+)
 
 
 class _Rules(Mapping):
@@ -103,6 +110,9 @@ class Policy:
         save_norms_low: Whether compiled graphs save the normalized values of layer norm and RMS norm in the
             low dtype for the backward, where the norm runs in float32 and a low op reads its result. Only
             gradients change, by the rounding of these values. False saves float32 values.
+        save_softmax_low: Whether compiled graphs save the probabilities of a float32 softmax in the low dtype
+            for the backward, where a low op reads them. Only gradients change, by the rounding of these
+            values. False saves the scores, from which the backward computes the probabilities again.
         wide_weight_gradients: Whether matrix products in graphs compiled for CUDA give the gradients of their
             weights in float32, without a loss scale. They are not rounded, and no kernel casts them. False
             gives them in the low dtype and casts them.
@@ -123,6 +133,7 @@ class Policy:
     hazards: bool = True
     weight_copies: bool = True
     save_norms_low: bool = True
+    save_softmax_low: bool = True
     wide_weight_gradients: bool = True
 
     def __post_init__(self) -> None:
@@ -269,13 +280,22 @@ class Policy:
     @property
     def saves_norms_low(self) -> bool:
         """Whether the backward of norms reads low values: with the objective of compiled backends alone."""
-        return self.save_norms_low and self.objective == "fused" and self.placement == "optimal"
+        return self.save_norms_low and self._chooses_for_kernels
+
+    @property
+    def saves_softmax_low(self) -> bool:
+        """Whether the backward of softmax reads low values: with the objective of compiled backends alone."""
+        return self.save_softmax_low and self._chooses_for_kernels
 
     @property
     def widens_gradients(self) -> bool:
         """Whether products give float32 gradients of weights, where their device has the kernels."""
-        is_asked = self.wide_weight_gradients and self.objective == "fused" and self.placement == "optimal"
+        is_asked = self.wide_weight_gradients and self._chooses_for_kernels
         return is_asked and isinstance(self.active_loss_scale(), NoLossScale)
+
+    @property
+    def _chooses_for_kernels(self) -> bool:
+        return self.objective == "fused" and self.placement == "optimal"
 
     def active_loss_scale(self) -> LossScale:
         """Returns the loss scale; the dtype selects it if the policy does not set one."""

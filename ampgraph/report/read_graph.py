@@ -27,7 +27,11 @@ from .rows import CastRow, NodeRow, Totals
 # Decisions that no guard, rule or list can change.
 _UNFLIPPABLE = ("source", "user cast", "alias", "kernel", "range")
 # Settings that change gradients alone, and the step of `Source.shares` for each.
-_STEPS = {"save_norms_low": "saved norms", "wide_weight_gradients": "weight gradients"}
+_STEPS = {
+    "save_norms_low": "saved norms",
+    "save_softmax_low": "saved softmax",
+    "wide_weight_gradients": "weight gradients",
+}
 _PEERS: dict[str, Callable[[], OpLists]] = {
     "torch": OpLists.torch,
     "paddle": OpLists.paddle,
@@ -111,7 +115,8 @@ class Source:
             self.modules,
             stores_low=self.stores_low,
         )[1]
-        chosen = {"save_norms_low": self.plan.saved_low, "wide_weight_gradients": self.plan.wide_gradients}
+        plan = self.plan
+        chosen = dict(zip(_STEPS, (plan.saved_low, plan.saved_softmax, plan.wide_gradients), strict=True))
         used = [switch for switch, nodes in chosen.items() if nodes]
         found = {
             "torch.autocast": self.peers()["torch"],

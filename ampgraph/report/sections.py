@@ -242,6 +242,7 @@ def shares_section(shares: Mapping[str, Totals]) -> Section:
         "sharing": "+ shared casts",
         "placement": "+ placement",
         "saved norms": "+ norms saved low",
+        "saved softmax": "+ softmax saved low",
         "weight gradients": "+ wide gradients",
     }
     rows = [(names.get(name, name), *_step_cells(total)) for name, total in shares.items()]

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from ..errors import warn_user
-from ..passes import Pass, SaveNorms, ScaleLoss, WidenGradients
+from ..passes import Pass, SaveNorms, SaveSoftmax, ScaleLoss, WidenGradients
 from ..passes.analysis.alias import written_memory
 from ..passes.read_shadows import casts_of, is_cast_by_readers, is_laid_out_again
 from ..plan import Plan
@@ -69,6 +69,8 @@ def gradient_passes(plan: Plan) -> tuple[Pass, ...]:
         passes.append(WidenGradients(plan.wide_gradients))
     if plan.saved_low:
         passes.append(SaveNorms(plan.saved_low, plan.low_dtype))
+    if plan.saved_softmax:
+        passes.append(SaveSoftmax(plan.saved_softmax, plan.low_dtype))
     return tuple(passes)
 
 

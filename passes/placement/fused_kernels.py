@@ -77,7 +77,7 @@ class FusedKernels:
         has_gradient: Whether a gradient reaches each node.
         needs_values: Whether the backward of a node, or of a later node of its kernel, needs values.
         kept: Sums whose value the backward needs: saved themselves, and not their operands.
-        saved_low: The ops of norms whose backward reads low values, and none of their operands.
+        saved_low: The ops of norms, and softmax ops, whose backward reads low values and no operand.
     """
 
     def __init__(self, facts: Facts) -> None:
@@ -210,7 +210,8 @@ class FusedKernels:
         if not name or name in fusion.EXTERN:
             return Kind.EXTERN
         if not self.facts[node].moves_data and node.all_input_nodes:
-            return Kind.VIEW if _shares_memory(node, node.all_input_nodes[0]) else Kind.FUSED
+            is_view = name not in fusion.MAY_COPY or _shares_memory(node, node.all_input_nodes[0])
+            return Kind.VIEW if is_view else Kind.FUSED
         if name in fusion.CONCATENATES:
             return Kind.FUSED if self._is_computed_by_readers(node) else Kind.CONCATENATES
         return Kind.READS_MEMORY if name in fusion.READS_MEMORY else Kind.FUSED
@@ -276,7 +277,7 @@ def _is_trained(node: Node) -> bool:
 
 
 def _shares_memory(node: Node, source: Node) -> bool:
-    """Whether a view of the schema is one: reshape copies if it must."""
+    """Whether an op that may copy does not."""
     made, given = tensors(node), tensors(source)
     if len(made) != 1 or len(given) != 1:
         return True

@@ -15,6 +15,7 @@ from ..analysis.facts import OperandRule
 from ..analysis.norms import Norm
 from ..analysis.precision import LOW, Precision
 from ..analysis.problem import Problem
+from ..analysis.softmax import Softmax
 from .cost_model import CAST_BYTES, WIDTHS, Labels, bytes_of
 from .fused_kernels import FusedKernels, Kind, Read
 
@@ -68,17 +69,24 @@ class FusedStep:
     Args:
         problem: The graph.
         kernels: Its kernels.
-        saved_low: Norms whose backward reads low values.
+        norms: Those whose backward reads low values.
+        softmaxes: The same.
 
     Attributes:
         forward: Elements that the forward moves, by the node whose label is their dtype.
         backward: The same for the backward.
         saved: The same for what is saved, without that of `mixed`.
         mixed: The tensors for which the labels decide more than widths.
-        low: The bytes of the low values that norms save.
+        low: The bytes of the low values that norms save and softmax ops read.
     """
 
-    def __init__(self, problem: Problem, kernels: FusedKernels, saved_low: Sequence[Norm] = ()) -> None:
+    def __init__(
+        self,
+        problem: Problem,
+        kernels: FusedKernels,
+        norms: Sequence[Norm] = (),
+        softmaxes: Sequence[Softmax] = (),
+    ) -> None:
         self.problem, self.kernels = problem, kernels
         self.forward: dict[Node | Precision, int] = defaultdict(int)
         self.backward: dict[Node | Precision, int] = defaultdict(int)
@@ -88,8 +96,11 @@ class FusedStep:
         for tensor in problem.facts:
             if self._may_be_in_memory(tensor):
                 self._add(tensor)
-        for norm in saved_low:
+        for norm in norms:
             self._add_low_norm(norm)
+        # A product saves the probabilities in any case.
+        read = sum(WIDTHS[LOW] * kernels.sizes[softmax.output] for softmax in softmaxes)
+        self.low = self.low._replace(backward=self.low.backward + read)
 
     def of(self, labels: Labels) -> Step:
         """Returns the bytes of a step."""

@@ -20,6 +20,7 @@ from ampgraph.plan import Cost
 
 from ..analysis.norms import Norm
 from ..analysis.problem import Problem
+from ..analysis.softmax import Softmax
 from .cost_model import Demands, Labels, cost_of_casts, demands
 from .eager_backward import EagerBackward
 from .fused_kernels import FusedKernels
@@ -33,22 +34,28 @@ class StepCost:
     Args:
         problem: The graph.
         kernels: Its kernels, where they are known.
-        saved_low: Norms whose backward reads low values in fused kernels.
+        norms: Those whose backward reads low values in fused kernels.
+        softmaxes: The same.
     """
 
     def __init__(
-        self, problem: Problem, kernels: FusedKernels | None = None, saved_low: Sequence[Norm] = ()
+        self,
+        problem: Problem,
+        kernels: FusedKernels | None = None,
+        norms: Sequence[Norm] = (),
+        softmaxes: Sequence[Softmax] = (),
     ) -> None:
         self.problem = problem
         self.kernels = kernels or FusedKernels(problem.facts)
-        self.saved_low = saved_low
+        self._saved_low = norms, softmaxes
         self._demands_of: dict[Placement, Demands] = {}
         self._eager_of: dict[tuple[Placement, bool], Cost] = {}
 
-    def saving_low(self, norms: Sequence[Norm]) -> StepCost:
-        """Returns the costs where the backward of these norms reads low values."""
-        nodes = (node for norm in norms for node in (norm.output, *norm.inside))
-        return StepCost(self.problem, self.kernels.saving_low(nodes), norms)
+    def saving_low(self, norms: Sequence[Norm], softmaxes: Sequence[Softmax]) -> StepCost:
+        """Returns the costs where the backward of these ops reads low values."""
+        nodes = [node for norm in norms for node in (norm.output, *norm.inside)]
+        nodes += [softmax.output for softmax in softmaxes]
+        return StepCost(self.problem, self.kernels.saving_low(nodes), norms, softmaxes)
 
     def complete(self, placement: Placement, shared: bool = True) -> Cost:
         """Returns the cost of a placement with all fields; ``shared`` as for `cost_of`."""
@@ -86,4 +93,4 @@ class StepCost:
 
     @cached_property
     def _fused_step(self) -> FusedStep:
-        return FusedStep(self.problem, self.kernels, self.saved_low)
+        return FusedStep(self.problem, self.kernels, *self._saved_low)
