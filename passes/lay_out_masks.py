@@ -1,8 +1,7 @@
 """Lays out the masks of attention as kernels for GPUs want them.
 
 Those kernels read rows of a mask whose elements lie next to each other. For an expanded or transposed mask
-torch takes the formula in place of a kernel, and writes all scores to memory. Models make such masks for a
-capture: where they skip a mask of ones in a call, an export keeps it.
+torch takes the formula in place of a kernel, and writes all scores to memory.
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ from .dynamo import (
     mark_as_input,
     returns_no_argument,
 )
+from .exporting import telling_no_export
 from .fake_tensors import (
     accept_real_constants,
     dtypes_of,
@@ -160,6 +161,7 @@ __all__ = [
     "size_hint",
     "storage_key",
     "store_of_ranks",
+    "telling_no_export",
     "times_asked",
     "times_asked_in_all",
     "waited",

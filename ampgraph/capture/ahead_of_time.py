@@ -23,6 +23,7 @@ from .._compat import (
     no_global_hooks,
     no_saved_tensor_hooks,
     quiet_export,
+    telling_no_export,
     whole_grad_regions,
 )
 from ..errors import AheadOfTimeError, CaptureError
@@ -136,6 +137,26 @@ def _code(program: ExportedProgram) -> list[str]:
 
 
 def _exported(
+    model: nn.Module,
+    args: tuple,
+    kwargs: dict[str, Any],
+    dynamic_shapes: Any,
+    reads: Reads,
+    gradients: bool,
+) -> ExportedProgram:
+    """Captures a call of the model; where the sizes may change, or a call cannot be captured, an export."""
+    given = model, args, kwargs, dynamic_shapes, reads, gradients
+    if dynamic_shapes is None:
+        with telling_no_export(is_capturing_here) as asked:
+            try:
+                return _traced(*given)
+            except AheadOfTimeError:
+                if not asked:
+                    raise
+    return _traced(*given)
+
+
+def _traced(
     model: nn.Module,
     args: tuple,
     kwargs: dict[str, Any],
