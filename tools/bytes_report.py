@@ -80,7 +80,7 @@ ON_CUDA: tuple[Column, ...] = (*FUSED, (f"O1{CAST}", moved, f"O1{CAST}", None, N
 STEPS = (
     ("lists", "autocast", "lists"),
     ("sharing", "lists", "sharing"),
-    ("placement, saved norms", "sharing", "placement"),
+    ("placement, values saved low", "sharing", "placement"),
     ("low copies", "placement", "O1"),
 )
 
