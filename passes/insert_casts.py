@@ -13,6 +13,7 @@ from ampgraph._compat import (
     SET_GRAD_ENABLED,
     HigherOrderOperator,
     OpOverload,
+    evaluate,
     fake_mode_of,
     result_dtypes,
     with_dtypes,
@@ -79,11 +80,17 @@ def inherit_metadata(node: Node, origin: Node) -> None:
 
 
 def _saturated(graph: Graph, tensor: Node, cast: Cast, author: str) -> Node:
+    """Inserts a clamp that keeps -inf: softmax tells it from the most negative number."""
     # Half the range: a score added to the bound must not overflow either.
     bound = torch.finfo(cast.dst).max / 2
-    node = graph.call_function(aten.clamp.default, (tensor, -bound, bound))
-    node.meta["val"] = tensor.meta["val"]
-    set_mark(node, ClampMark(author, f"{tensor.name} masks with values outside {cast.dst}'s range"))
+    clamped = graph.call_function(aten.clamp.default, (tensor, -bound, bound))
+    is_masked = graph.call_function(aten.eq.Scalar, (tensor, -torch.inf))
+    node = graph.call_function(aten.masked_fill.Scalar, (clamped, is_masked, -torch.inf))
+    mark = ClampMark(author, f"{tensor.name} masks with values outside {cast.dst}'s range")
+    mode = fake_mode_of(graph)
+    for one in (clamped, is_masked, node):
+        one.meta["val"] = evaluate(one, mode)
+        set_mark(one, mark)
     return node
 
 
@@ -93,7 +100,7 @@ def is_inserted_cast(node: Node) -> bool:
 
 
 def is_inserted(node: Node) -> bool:
-    """Whether ampgraph inserted this node: a cast, or the clamp before one."""
+    """Whether ampgraph inserted this node: a cast, or an op of the clamp before one."""
     return is_inserted_cast(node) or mark_of(node, ClampMark) is not None
 
 

@@ -76,5 +76,7 @@ def _stored_low(graph: Graph, plan: Plan) -> list[Node]:
 def _erase(graph: Graph, node: Node) -> None:
     if is_inserted_cast(node):
         source: Node = node.args[0]  # type: ignore[assignment]
-        node.replace_all_uses_with(source.args[0] if is_inserted(source) else source)  # type: ignore[arg-type]
+        while is_inserted(source):
+            source = source.args[0]  # type: ignore[assignment]
+        node.replace_all_uses_with(source)
     graph.erase_node(node)

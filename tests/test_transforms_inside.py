@@ -83,6 +83,13 @@ AHEAD = [middle for middle in MIDDLES if middle not in (gradient, per_sample)]
 CASES = [*((middle, "just in time") for middle in MIDDLES), *((middle, "ahead") for middle in AHEAD)]
 
 
+@pytest.mark.parametrize("middle", AHEAD)
+def test_graph_without_casts_keeps_the_transform(middle):
+    model = Model(middle)
+    amp = ampgraph.convert(model, (X,), policy="O0", capture="ahead of time")
+    assert torch.equal(amp(X), model(X))
+
+
 @pytest.mark.parametrize(("middle", "how"), CASES, ids=lambda case: getattr(case, "__name__", case))
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_transform(middle, how, level):

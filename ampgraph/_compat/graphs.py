@@ -27,6 +27,8 @@ def size_hint(size: int | torch.SymInt, fallback: int = 1) -> int:
 
 def storage_key(value: torch.Tensor) -> int | None:
     """Returns a number that two (fake) tensors share if and only if they share memory."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(value):  # inside torch.vmap
+        value = torch._C._functorch.get_unwrapped(value)
     if value.layout != torch.strided:
         return None
     return value.untyped_storage()._cdata

@@ -122,14 +122,12 @@ class Lockstep:
                     self._dtypes[Key(node.name, index)] = leaf.dtype
 
     def _exact_value(self, node: Node, values: Callable[[Node], Any] | None = None) -> Any:
-        """Returns the source's value of a node; of an inserted cast, what it casts."""
+        """Returns the source's value of a node; of a cast, what it casts; of a clamp, what it gives."""
         values = values or self.exact.values.__getitem__
         if not is_inserted(node):
             return values(self._sources[node.name])
-        source = node.args[0]
-        assert isinstance(source, Node)
-        value = self._exact_value(source, values)
-        return value.clamp(*node.args[1:]) if view.kind_of(node) == "clamp" else value
+        read = map_arg(node.args, lambda n: self._exact_value(n, values))
+        return node.target(*read) if view.kind_of(node) == "clamp" else read[0]  # type: ignore[operator]
 
     def _wide(self, node: Node) -> Any:
         """Does in the source's dtypes, with the rewritten graph's values, what a node does."""

@@ -93,13 +93,17 @@ def inserted_casts(graph_module: GraphModule) -> list[Node]:
 def cast_source(node: Node) -> Node:
     """Returns the tensor that an inserted cast reads, directly or through a clamp."""
     source: Node = node.args[0]  # type: ignore[assignment]
-    return source.args[0] if kind_of(source) == "clamp" else source  # type: ignore[return-value]
+    while kind_of(source) == "clamp":
+        source = source.args[0]  # type: ignore[assignment]
+    return source
 
 
 def casts_of(tensor: Node) -> list[Node]:
     """Returns the inserted casts of one tensor."""
-    clamped = [user for node in tensor.users if kind_of(node) == "clamp" for user in node.users]
-    return [node for node in (*tensor.users, *clamped) if kind_of(node) == "cast"]
+    readers = list(tensor.users)
+    for node in readers:
+        readers += node.users if kind_of(node) == "clamp" else ()
+    return [node for node in dict.fromkeys(readers) if kind_of(node) == "cast"]
 
 
 def is_clamped(node: Node) -> bool:

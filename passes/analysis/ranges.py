@@ -2,7 +2,8 @@
 
 Analysis only. It checks three kinds of values: Python numbers among an op's arguments, the elements of
 parameters, buffers and constants, and results of ops that keep such values large (a mask of ``finfo.min``
-added to attention scores). Every dtype holds infinities.
+added to attention scores). Every dtype holds infinities. The values of inputs are not known; one that is only
+added to what a softmax reads counts as a mask.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from torch.nn import Module
 from ampgraph._compat import FakeTensor
 from ampgraph.marks import input_mark
 from ampgraph.ops import kernels
-from ampgraph.ops.lists import OpClass
 from ampgraph.ops.low_range import is_outside, misfit
 
+from .added_masks import is_added_mask, keeps_size
 from .alias import SOURCES
 from .arguments import argument, argument_name
 from .facts import Facts, Operand, OperandRule, saves_large_statistics
@@ -45,6 +46,8 @@ def find_range_pins(
             if is_outside(peak := extents.peak(node), low_dtype):
                 out_of_range[node] = f"{node.name!r} holds {peak:.4g}, outside {low_dtype}'s range"
             continue
+        if node.op == "placeholder" and fact.dtype is torch.float32 and is_added_mask(node, facts):
+            out_of_range[node] = f"{node.name!r} may mask with numbers outside {low_dtype}'s range"
         if fact.op is None or fact.dtype is None:
             continue
         named = [*named_numbers(node)]
@@ -58,7 +61,7 @@ def find_range_pins(
         large = [out_of_range[s.tensor] for s in slots if not _divides(node, argument_name(node, s.path))]
         if is_large := any(_makes_large(node, *each, low_dtype) for each in named):
             large.insert(0, pins[node])
-        if large and (is_large or _keeps_size(node, fact.op_class)):
+        if large and (is_large or keeps_size(node, fact.op_class)):
             out_of_range[node] = large[0]
     return pins, out_of_range
 
@@ -78,10 +81,6 @@ def _is_harmless(node: Node, operand: Operand) -> bool:
     if operand.rule is OperandRule.SOURCE_DTYPE:
         return True
     return argument_name(node, operand.path) in kernels.mask_slots(node.target)
-
-
-def _keeps_size(node: Node, op_class: OpClass | None) -> bool:
-    return op_class is OpClass.CLEAR or kernels.promotes(node.target) or not node.all_input_nodes
 
 
 def _number_reason(node: Node, named: list[tuple[str, float]], low_dtype: torch.dtype) -> str | None:
