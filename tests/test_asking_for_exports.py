@@ -61,11 +61,26 @@ class Failing(nn.Module):
         return x if x.sum() > 0 else -x
 
 
+ORIGINAL = torch.compiler.is_exporting.__code__
+
+
 def test_a_failed_capture_leaves_the_function_as_it_was() -> None:
-    original = torch.compiler.is_exporting
     with pytest.raises(CaptureError):
         ampgraph.convert(Failing(), (X,), capture="ahead of time")
-    assert torch.compiler.is_exporting is original
+    assert torch.compiler.is_exporting.__code__ is ORIGINAL
+
+
+def test_captures_of_two_threads_leave_the_function_as_it_was() -> None:
+    other = threading.Thread(target=lambda: ampgraph.convert(Asking(), (X,), capture="ahead of time"))
+
+    def start(x: Tensor) -> Tensor:
+        other.start()
+        other.join(0.2)  # it waits for this capture
+        return x
+
+    ampgraph.convert(Asking(start), (X,), capture="ahead of time")
+    other.join()
+    assert torch.compiler.is_exporting.__code__ is ORIGINAL
 
 
 def test_torch_and_other_threads_get_the_true_answer() -> None:

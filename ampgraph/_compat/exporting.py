@@ -1,4 +1,4 @@
-"""What ``torch.compiler.is_exporting`` tells a model. Tried on torch 2.13 and 2.14."""
+"""What ``torch.compiler.is_exporting`` tells a model. Tried on torch 2.11, 2.13 and 2.14."""
 
 from __future__ import annotations
 
@@ -8,32 +8,42 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+_ANSWER = "_answer_of_ampgraph"
+
+
+def _is_exporting() -> bool:
+    return _answer_of_ampgraph()  # type: ignore[name-defined] # noqa: F821
+
 
 @contextlib.contextmanager
-def telling_no_export(is_here: Callable[[], bool]) -> Iterator[list[str]]:
+def telling_no_export(is_here: Callable[[], bool], note: Callable[[str], None]) -> Iterator[None]:
     """Tells a model that is being captured that no export is under way; torch's own code still sees one.
 
     Models take other branches for an export: they build masks that a call skips, or resize what has its
-    size already, so that the program serves other shapes too.
+    size already, so that the program serves other shapes too. Dynamo knows the function by its identity, so
+    the function stays and gets other code. One thread at a time may enter.
 
     Args:
         is_here: Whether this thread captures; other threads get the true answer.
-
-    Yields:
-        The modules whose code asked.
+        note: Called with the names of the modules whose code asks.
     """
-    asked: list[str] = []
-    original = torch.compiler.is_exporting
+    function = torch.compiler.is_exporting
 
-    def is_exporting() -> bool:
-        caller = str(sys._getframe(1).f_globals.get("__name__", ""))
+    def answer() -> bool:
+        caller = str(sys._getframe(2).f_globals.get("__name__", ""))
         if not is_here() or caller.partition(".")[0] == "torch":
-            return original()
-        asked.append(caller)
+            return torch.compiler._is_exporting_flag
+        note(caller)
         return False
 
-    torch.compiler.is_exporting = is_exporting
+    outer, code = vars(torch.compiler).get(_ANSWER), function.__code__
+    setattr(torch.compiler, _ANSWER, answer)
+    function.__code__ = _is_exporting.__code__
     try:
-        yield asked
+        yield
     finally:
-        torch.compiler.is_exporting = original
+        function.__code__ = code
+        if outer is None:
+            delattr(torch.compiler, _ANSWER)
+        else:
+            setattr(torch.compiler, _ANSWER, outer)

@@ -146,14 +146,14 @@ def _exported(
 ) -> ExportedProgram:
     """Captures a call of the model; where the sizes may change, or a call cannot be captured, an export."""
     given = model, args, kwargs, dynamic_shapes, reads, gradients
+    asked: list[str] = []
     if dynamic_shapes is None:
-        with telling_no_export(is_capturing_here) as asked:
-            try:
-                return _traced(*given)
-            except AheadOfTimeError:
-                if not asked:
-                    raise
-    return _traced(*given)
+        try:
+            return _traced(*given, telling_no_export(is_capturing_here, asked.append))
+        except AheadOfTimeError:
+            if not asked:
+                raise
+    return _traced(*given, contextlib.nullcontext())
 
 
 def _traced(
@@ -163,6 +163,7 @@ def _traced(
     dynamic_shapes: Any,
     reads: Reads,
     gradients: bool,
+    told: contextlib.AbstractContextManager[None],
 ) -> ExportedProgram:
     replaced, kept = Replaced(model), KeptTensors(reads.code.places.values())
     try:
@@ -172,6 +173,7 @@ def _traced(
         watching, quiet = noting_lost_backwards(model, is_capturing_here), quiet_export(is_capturing_here)
         with (
             capturing(gradients),
+            told,
             kept.aging(),
             quiet as set_tensors,
             traced_as_no_grad(is_capturing_here),
