@@ -48,6 +48,7 @@ class Cast:
         reason: The reason for each of the two dtypes.
         saturates: Whether the tensor is an additive mask with values outside the low range, which are
             clamped into it before the cast.
+        keeps_infinity: Whether such a mask may hold -inf, which the clamp leaves as it is.
     """
 
     tensor: str
@@ -58,6 +59,7 @@ class Cast:
     is_parameter: bool
     reason: str
     saturates: bool = False
+    keeps_infinity: bool = False
 
 
 @dataclass(frozen=True)

@@ -80,18 +80,19 @@ def inherit_metadata(node: Node, origin: Node) -> None:
 
 
 def _saturated(graph: Graph, tensor: Node, cast: Cast, author: str) -> Node:
-    """Inserts a clamp that keeps -inf: softmax tells it from the most negative number."""
+    """Inserts a clamp. It keeps -inf, which softmax tells from the most negative number."""
     # Half the range: a score added to the bound must not overflow either.
     bound = torch.finfo(cast.dst).max / 2
-    clamped = graph.call_function(aten.clamp.default, (tensor, -bound, bound))
-    is_masked = graph.call_function(aten.eq.Scalar, (tensor, -torch.inf))
-    node = graph.call_function(aten.masked_fill.Scalar, (clamped, is_masked, -torch.inf))
+    made = [graph.call_function(aten.clamp.default, (tensor, -bound, bound))]
+    if cast.keeps_infinity:
+        made.append(graph.call_function(aten.eq.Scalar, (tensor, -torch.inf)))
+        made.append(graph.call_function(aten.masked_fill.Scalar, (*made, -torch.inf)))
     mark = ClampMark(author, f"{tensor.name} masks with values outside {cast.dst}'s range")
     mode = fake_mode_of(graph)
-    for one in (clamped, is_masked, node):
-        one.meta["val"] = evaluate(one, mode)
-        set_mark(one, mark)
-    return node
+    for node in made:
+        node.meta["val"] = evaluate(node, mode)
+        set_mark(node, mark)
+    return made[-1]
 
 
 def is_inserted_cast(node: Node) -> bool:

@@ -9,7 +9,7 @@ added to what a softmax reads counts as a mask.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 
 import torch
 from torch.fx import Node
@@ -24,6 +24,9 @@ from .added_masks import is_added_mask, keeps_size
 from .alias import SOURCES
 from .arguments import argument, argument_name
 from .facts import Facts, Operand, OperandRule, saves_large_statistics
+from .graph_walk import kind
+
+_ARITHMETIC = ("add", "sub", "rsub", "mul", "multiply", "div", "divide", "true_divide")
 
 
 def find_range_pins(
@@ -64,6 +67,29 @@ def find_range_pins(
         if large and (is_large or keeps_size(node, fact.op_class)):
             out_of_range[node] = large[0]
     return pins, out_of_range
+
+
+def may_be_infinite(tensor: Node, out_of_range: Container[Node]) -> bool:
+    """Whether a tensor outside the low range may hold infinities too; inputs and buffers may."""
+    found = {tensor: None}
+    stack = [tensor]
+    while stack:
+        node = stack.pop()
+        large = [n for n in node.all_input_nodes if n in out_of_range]
+        if node.op != "call_function" or _may_overflow(node, bool(large)):
+            return True
+        stack += [n for n in large if n not in found]
+        found |= dict.fromkeys(large)
+    return False
+
+
+def _may_overflow(node: Node, reads_large: bool) -> bool:
+    """Whether the result may leave the range of float32."""
+    given = [abs(number) for number in numbers(node)]
+    if math.inf in given:
+        return True
+    has_other = kind(node) in _ARITHMETIC and len(node.all_input_nodes) > 1
+    return reads_large and (has_other or any(number > 1 for number in given))
 
 
 def _makes_large(node: Node, name: str, number: float, low_dtype: torch.dtype) -> bool:

@@ -12,6 +12,7 @@ from ampgraph.plan import Cast, Cost, Decision, Plan, Use
 from ..analysis.facts import Operand, OperandRule
 from ..analysis.precision import Precision
 from ..analysis.problem import Problem
+from ..analysis.ranges import may_be_infinite
 from .cost_model import CAST_BYTES, Anchors, Demand, Demands, Labels, label_of
 from .labelling import Placement
 
@@ -69,6 +70,8 @@ def _casts(
     fact = problem.facts[tensor]
     # A tensor that is written in place may change between uses, so its casts are not shared.
     groups = [[use] for use in uses] if fact.mutated else [uses]
+    saturates = need is Precision.LOW and tensor in problem.out_of_range
+    keeps_infinity = saturates and may_be_infinite(tensor, problem.out_of_range)
     return [
         Cast(
             tensor.name,
@@ -78,7 +81,8 @@ def _casts(
             CAST_BYTES * fact.elements,
             fact.is_parameter,
             _cast_reason(decisions, tensor, [n for n, _ in group]),
-            saturates=need is Precision.LOW and tensor in problem.out_of_range,
+            saturates=saturates,
+            keeps_infinity=keeps_infinity,
         )
         for group in groups
     ]
