@@ -37,6 +37,16 @@ def _with_a_bias(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     return (q @ k.transpose(1, 2) / 4 + (distance * -0.5 + mask)).softmax(-1) @ v
 
 
+def _selected(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    return torch.where(mask < -1, mask, q @ k.transpose(1, 2) / 4).softmax(-1) @ v
+
+
+def _written_out(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    scores = q @ k.transpose(1, 2) / 4 + mask
+    shares = (scores - scores.amax(-1, keepdim=True)).exp()
+    return shares / shares.sum(-1, keepdim=True) @ v
+
+
 ATTEND: dict[str, Attend] = {
     "added": _summed(),
     "a view": _summed(lambda mask: mask.transpose(1, 2).transpose(1, 2)),
@@ -45,6 +55,8 @@ ATTEND: dict[str, Attend] = {
     "multiplied": _summed(lambda mask: mask * 0.5),
     "concatenated": _summed(lambda mask: torch.cat([mask[:, :2], mask[:, 2:]], 1)),
     "in place": _in_place,
+    "selected": _selected,
+    "before a softmax that is written out": _written_out,
     "with a bias": _with_a_bias,
     "of torch": lambda q, k, v, mask: F.scaled_dot_product_attention(q, k, v, attn_mask=mask),
 }

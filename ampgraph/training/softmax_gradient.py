@@ -35,10 +35,12 @@ class SoftmaxGradient(Function):
         given = [grad for grad in grads if grad is not None]
         if not given:
             return None, None, None, None
+        grad = sum(given[1:], given[0])
         # The product of float32 and low is float32. A cast here would let compilers keep float32 values.
-        products = sum(given[1:], given[0]) * low
-        grad_x = products - low * products.sum(ctx.dim, keepdim=True)
-        return grad_x.to(ctx.dtype), None, None, None
+        mean = (grad * low).sum(ctx.dim, keepdim=True)
+        # Rounded probabilities do not sum to 1. Without the quotient, equal gradients of a row would not cancel.
+        mean = mean / low.sum(ctx.dim, keepdim=True, dtype=mean.dtype)
+        return (low * (grad - mean)).to(ctx.dtype), None, None, None
 
 
 def softmax_gradient(x: Tensor, result: Tensor, dim: int, low_dtype: torch.dtype) -> Tensor:

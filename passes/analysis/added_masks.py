@@ -12,8 +12,10 @@ from .arguments import argument_name, tensor_arguments
 from .facts import Facts
 from .graph_walk import kind
 
-_SOFTMAX = ("softmax", "_softmax", "_safe_softmax", "log_softmax", "_log_softmax")
-_SUMS = ("add", "sub", "rsub")
+# With those that a softmax written out has.
+_SOFTMAX = ("softmax", "_softmax", "_safe_softmax", "log_softmax", "_log_softmax", "exp", "exp2", "logsumexp")
+# And ops that select.
+_SUMS = ("add", "sub", "rsub", "where", "masked_fill", "maximum", "minimum")
 
 
 def keeps_size(node: Node, op_class: OpClass | None) -> bool:
