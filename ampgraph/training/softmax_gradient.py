@@ -38,7 +38,7 @@ class SoftmaxGradient(Function):
         grad = sum(given[1:], given[0])
         # The product of float32 and low is float32. A cast here would let compilers keep float32 values.
         mean = (grad * low).sum(ctx.dim, keepdim=True)
-        # Rounded probabilities do not sum to 1. Without the quotient, equal gradients of a row would not cancel.
+        # Rounded probabilities do not sum to 1. Without the quotient equal gradients would not cancel.
         mean = mean / low.sum(ctx.dim, keepdim=True, dtype=mean.dtype)
         return (low * (grad - mean)).to(ctx.dtype), None, None, None
 
