@@ -55,6 +55,17 @@ def test_a_call_that_cannot_be_captured_is_captured_as_an_export() -> None:
     assert torch.equal(amp(X), nn.functional.linear(X, model.linear.weight, model.linear.bias) + 1)
 
 
+def _scan(x: Tensor) -> Tensor:
+    from torch._higher_order_ops import associative_scan
+
+    return associative_scan(torch.add, x, dim=0, combine_mode="generic")
+
+
+def test_a_call_with_scans_of_compilers_is_captured_as_an_export() -> None:
+    amp = ampgraph.convert(Asking(_scan), (X,), policy="O0", capture="ahead of time")
+    assert "upsample_nearest" in ops(amp)
+
+
 class Failing(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         torch.compiler.is_exporting()

@@ -144,16 +144,30 @@ def _exported(
     reads: Reads,
     gradients: bool,
 ) -> ExportedProgram:
-    """Captures a call of the model; where the sizes may change, or a call cannot be captured, an export."""
+    """Captures a call of the model; where the sizes may change, or a call cannot be captured, an export.
+
+    Code that is compiled but not exported may run a scan of ``torch.func`` in place of the loop of a call.
+    Then an export has the loop too.
+    """
     given = model, args, kwargs, dynamic_shapes, reads, gradients
     asked: list[str] = []
+    program = None
     if dynamic_shapes is None:
         try:
-            return _traced(*given, telling_no_export(is_capturing_here, asked.append))
+            program = _traced(*given, telling_no_export(is_capturing_here, asked.append))
         except AheadOfTimeError:
             if not asked:
                 raise
-    return _traced(*given, contextlib.nullcontext())
+    if program is not None and not (asked and _has_transforms(program)):
+        return program
+    other = _traced(*given, contextlib.nullcontext())
+    return program if program is not None and _has_transforms(other) else other
+
+
+def _has_transforms(program: ExportedProgram) -> bool:
+    """Whether a graph enters transforms of ``torch.func``."""
+    names = (getattr(node.target, "__name__", "") for node in program.graph_module.graph.nodes)
+    return any(name.endswith("_increment_nesting") for name in names)
 
 
 def _traced(

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import torch
 from torch.fx import Node
 
 from ampgraph.ops import kernels
 from ampgraph.ops.lists import OpClass
 
 from .arguments import argument_name, tensor_arguments
-from .facts import Facts
+from .facts import Facts, is_cast
 from .graph_walk import kind
 
 # With those that a softmax written out has.
@@ -50,6 +49,6 @@ def _computes_low(user: Node, node: Node, facts: Facts) -> bool:
 
 def _passes_on(user: Node, facts: Facts) -> bool:
     fact = facts.get(user)
-    if fact is None or fact.op is None or fact.dtype is not torch.float32:
+    if fact is None or fact.op is None or fact.dtype is None or kind(user) in _SOFTMAX:
         return False
-    return kind(user) not in _SOFTMAX and keeps_size(user, fact.op_class)
+    return is_cast(user) or keeps_size(user, fact.op_class)
