@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 
 import torch  # noqa: E402
-from provenance import written_by  # noqa: E402
+from provenance import without_folders, written_by  # noqa: E402
 
 import ampgraph  # noqa: E402
 from ampgraph import AmpModule, NoLossScale, Policy  # noqa: E402
@@ -87,7 +87,7 @@ def report(records: list[Record]) -> str:
         lines[-1] += f"| {ratios[most]:.3f} ({most}) | {pinned} |"
     lines.append("## Every pinned node")
     lines += [section for plan in PLANS if (section := _pinned(plan, good))]
-    failed = [f"- {r['model']}: {r['failure']}" for r in records if "failure" in r]
+    failed = [f"- {r['model']}: {without_folders(r['failure'])}" for r in records if "failure" in r]
     if failed:
         lines += ["## Not captured", "\n".join(failed)]
     return "\n\n".join(lines) + "\n"

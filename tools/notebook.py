@@ -11,11 +11,12 @@ import ast
 import contextlib
 import io
 import json
-import re
 import sys
 import warnings
 from pathlib import Path
 from typing import Any
+
+from provenance import without_folders
 
 Cell = dict[str, Any]
 
@@ -53,7 +54,7 @@ def _outputs(source: str, names: dict[str, Any], count: int) -> list[Cell]:
             value = eval(compile(ast.Expression(last.value), f"<cell {count}>", "eval"), names)
     outputs: list[Cell] = []
     if out.getvalue():
-        lines = _without_folders(out.getvalue()).splitlines(keepends=True)
+        lines = without_folders(out.getvalue()).splitlines(keepends=True)
         outputs.append({"output_type": "stream", "name": "stdout", "text": lines})
     if value is not None:
         shown = {
@@ -64,11 +65,6 @@ def _outputs(source: str, names: dict[str, Any], count: int) -> list[Cell]:
         }
         outputs.append(shown)
     return outputs
-
-
-def _without_folders(text: str) -> str:
-    """Leaves out where this machine keeps its packages."""
-    return re.sub(r"\S*/site-packages/", "site-packages/", text)
 
 
 def _data(value: object) -> dict[str, list[str]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import subprocess
 from importlib.metadata import version
 from pathlib import Path
@@ -21,6 +22,11 @@ def written_by(command: str, *packages: str, at: str = "") -> str:
         at: The commit that was measured, if not the present one.
     """
     return f"Written by `{command}` at commit {at or commit()}. {machine(*packages)}."
+
+
+def without_folders(text: str) -> str:
+    """Leaves out where this machine keeps its packages."""
+    return re.sub(r"[^\s(]*/site-packages/", "site-packages/", text)
 
 
 def commit(root: Path = ROOT) -> str:

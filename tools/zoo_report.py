@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from provenance import written_by
+from provenance import without_folders, written_by
 
 from tests.zoo.measure import DRAWS, FACTORS, FLOOR, tolerance
 
@@ -90,7 +90,7 @@ def runs(record: Record) -> list[tuple[str, str]]:
 
 def violations(records: list[Record]) -> list[str]:
     """Returns a line for each failure and each bound that does not hold."""
-    found = [f"{r['model']} {r['mode']}: {r['failure']}" for r in records if "failure" in r]
+    found = [f"{r['model']} {r['mode']}: {without_folders(r['failure'])}" for r in records if "failure" in r]
     for record in (record for record in records if "failure" not in record):
         found += [f"{record['model']} {record['mode']}: {line}" for line in _broken(record)]
     evals = ok(records, "eval")

@@ -103,13 +103,15 @@ def without_idle_casts(
         rejected = before - len(idle)
     if not idle:
         return placement
-    motive = "it stays inside a kernel that reads and wants float32"
-    return replace(
-        placement,
-        labels=labels,
-        anchors=greedy_anchors(problem, labels),
-        motives={**placement.motives, **dict.fromkeys(idle, motive)},
-    )
+    return _changed(problem, placement, labels, idle, "it stays inside a kernel that reads and wants float32")
+
+
+def _changed(
+    problem: Problem, placement: Placement, labels: dict[Node, Precision], nodes: list[Node], motive: str
+) -> Placement:
+    """Returns the placement with other labels, and the motive of the nodes that have them."""
+    motives = {**placement.motives, **dict.fromkeys(nodes, motive)}
+    return replace(placement, labels=labels, anchors=greedy_anchors(problem, labels), motives=motives)
 
 
 def _has_wide_operands(
@@ -153,12 +155,7 @@ def with_wide_norms(problem: Problem, kernels: FusedKernels, placement: Placemen
         if variable.pinned is None and variable.follows and labels[node] is LOW:
             labels[node] = _following(problem, node, labels)
     motive = "its kernel casts what it writes, and its parameters are not rounded"
-    return replace(
-        placement,
-        labels=labels,
-        anchors=greedy_anchors(problem, labels),
-        motives={**placement.motives, **dict.fromkeys(norms, motive)},
-    )
+    return _changed(problem, placement, labels, norms, motive)
 
 
 def _gains_as_wide(
