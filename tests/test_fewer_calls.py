@@ -1,4 +1,4 @@
-"""The graph of a step on the backend "eager" has fewer calls than the trace, and the same results."""
+"""The graph of a step has fewer calls than the trace, and the same results."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import ampgraph
-from ampgraph.step.fewer_calls import remove_calls
+from ampgraph.step.equal_calls import merge_equal_calls
+from ampgraph.step.fewer_calls import share_views, shorten_calls
 from ampgraph.step.trace_step import is_impure
 
 X = torch.arange(24.0).view(4, 6)
@@ -20,12 +21,16 @@ X = torch.arange(24.0).view(4, 6)
 
 def traced(function, *args: Tensor) -> fx.GraphModule:
     with torch.no_grad():
-        return make_fx(function, tracing_mode="fake")(*args)
+        graph_module = make_fx(function, tracing_mode="fake")(*args)
+    graph_module.graph.eliminate_dead_code(is_impure)
+    graph_module.recompile()
+    return graph_module
 
 
 def fewer(graph_module: fx.GraphModule) -> fx.GraphModule:
     graph = copy.deepcopy(graph_module.graph)
-    remove_calls(graph)
+    share_views(graph)
+    shorten_calls(graph)
     graph.eliminate_dead_code(is_impure)
     return fx.GraphModule(graph_module, graph)
 
@@ -62,6 +67,48 @@ def test_calls_that_are_left(function, expected) -> None:
     torch.testing.assert_close(found, wanted, rtol=0, atol=0)
 
 
+def merged(graph_module: fx.GraphModule) -> fx.GraphModule:
+    graph = copy.deepcopy(graph_module.graph)
+    share_views(graph)
+    merge_equal_calls(graph)
+    graph.eliminate_dead_code(is_impure)
+    return fx.GraphModule(graph_module, graph)
+
+
+def _with_running_statistics(x: Tensor) -> Tensor:
+    mean, variance = x.sum(0), x.abs().sum(0)
+    before = mean + 1
+    y, *_ = torch.ops.aten.native_batch_norm(x, None, None, mean, variance, True, 0.5, 1e-5)
+    return y + before + (mean + 1)
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
+        (lambda x: x.bfloat16() + x.detach().bfloat16(), ["_to_copy.default", "add.Tensor"]),
+        (lambda x: x.exp() * x.exp(), ["exp.default", "mul.Tensor"]),
+        (lambda x: x.t().exp() * x.t().exp(), ["t.default", "exp.default", "mul.Tensor"]),
+        (lambda x: (x.exp(), x.exp()), ["exp.default", "exp.default"]),
+        (lambda x: (x.exp(), x.exp() + 1), ["exp.default", "add.Tensor"]),
+        (lambda x: (x + 1).sum() + (x + 1.0).sum(), 2 * ["add.Tensor", "sum.default"] + ["add.Tensor"]),
+        (lambda x: x @ x.t() + x @ x.t(), ["t.default", "mm.default", "mm.default", "add.Tensor"]),
+        (lambda x: torch.rand_like(x) + torch.rand_like(x), None),
+        (lambda x: x.exp() + x.mul_(2) + x.exp(), None),
+        (lambda x: x.exp().mul_(2) + x.exp(), None),
+        (lambda x: x.exp().view(-1).mul_(2).sum() + x.exp(), None),
+        (_with_running_statistics, None),
+    ],
+)
+def test_equal_calls_that_are_merged(function, expected) -> None:
+    before = traced(function, X)
+    after = merged(before)
+    assert sorted(calls(after)) == sorted(calls(before) if expected is None else expected)
+    torch.manual_seed(0)
+    wanted = before(X.clone())
+    torch.manual_seed(0)
+    torch.testing.assert_close(after(X.clone()), wanted, rtol=0, atol=0)
+
+
 VIEWS = {
     "t": lambda x: x.t(),
     "detach": lambda x: x.detach(),
@@ -69,6 +116,7 @@ VIEWS = {
     "rows": lambda x: torch.stack(x.unbind(0)[::-1]),
     "row": lambda x: x[1].expand(4, 4),
     "half": lambda x: x.view(2, 8)[:, :4].repeat(2, 1),
+    "elementwise": lambda x: x.t().neg().bfloat16().float(),
     "twice": lambda x: x.unsqueeze(0).permute(2, 1, 0).squeeze(2),
 }
 
@@ -86,11 +134,13 @@ def test_random_views_with_writes_in_place(steps) -> None:
         return torch.stack([*values, *[v.t() for v in values]])
 
     before = traced(function, torch.zeros(4, 4))
-    after = fewer(before)
-    assert len(calls(after)) <= len(calls(before))
-    inputs = [torch.arange(16.0).view(4, 4) for _ in range(2)]
-    assert torch.equal(after(inputs[0]), before(inputs[1]))
-    assert torch.equal(*inputs)
+    wanted_input = torch.arange(16.0).view(4, 4)
+    wanted = before(wanted_input)
+    for after in (fewer(before), merged(before)):
+        assert len(calls(after)) <= len(calls(before))
+        x = torch.arange(16.0).view(4, 4)
+        assert torch.equal(after(x), wanted)
+        assert torch.equal(x, wanted_input)
 
 
 def test_a_step_of_linear_layers_views_each_tensor_once() -> None:

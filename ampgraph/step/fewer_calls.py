@@ -1,4 +1,4 @@
-"""Removes calls from the graph of a step that runs op by op; a compiler would remove them itself."""
+"""Removes calls from the graph of a step: repeated views, and what costs a call where ops run one by one."""
 
 from __future__ import annotations
 
@@ -30,22 +30,13 @@ VIEWS = {
 }
 
 
-def remove_calls(graph: fx.Graph) -> None:
-    """Removes views that equal another tensor of the graph, and reshapes of sums; casts become ``to``.
+def share_views(graph: fx.Graph) -> None:
+    """Replaces a view by an earlier tensor of the same memory, sizes, strides and offset.
 
     The nodes need their fake tensors in ``meta["val"]``. Unused nodes stay.
     """
     if any(torch.Tag.inplace_view in getattr(node.target, "tags", ()) for node in graph.nodes):
         return  # it would change the sizes of the tensor that another call uses
-    _share_views(graph)
-    for node in graph.find_nodes(op="call_function", target=aten.view.default):
-        _sum_without_view(node)
-    for node in graph.find_nodes(op="call_function", target=aten._to_copy.default):
-        _cast_by_to(node)
-
-
-def _share_views(graph: fx.Graph) -> None:
-    """Replaces a view by an earlier tensor of the same memory, sizes, strides and offset."""
     roots: dict[fx.Node, fx.Node] = {}
     first: dict[Hashable, fx.Node] = {}
     for node in graph.nodes:
@@ -56,6 +47,17 @@ def _share_views(graph: fx.Graph) -> None:
         # What the step returns must be another object than its tensors.
         if root is not node and same is not node and not any(user.op == "output" for user in node.users):
             node.replace_all_uses_with(same)
+
+
+def shorten_calls(graph: fx.Graph) -> None:
+    """Removes reshapes of sums and writes casts as ``to``; a compiler does as much itself.
+
+    The nodes need their fake tensors in ``meta["val"]``. Unused nodes stay.
+    """
+    for node in graph.find_nodes(op="call_function", target=aten.view.default):
+        _sum_without_view(node)
+    for node in graph.find_nodes(op="call_function", target=aten._to_copy.default):
+        _cast_by_to(node)
 
 
 def _viewed(node: fx.Node, roots: dict[fx.Node, fx.Node]) -> fx.Node:

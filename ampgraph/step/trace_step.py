@@ -26,7 +26,8 @@ from ..training.overflow import bad_outputs
 from ..training.scale_state import CHECKED
 from ..training.weight_gradient import low_weight_gradients
 from .effects import RefusedOutside, without_effects, without_saved_tensor_hooks
-from .fewer_calls import remove_calls
+from .equal_calls import merge_equal_calls
+from .fewer_calls import share_views, shorten_calls
 from .fit import loss_of
 from .grad_mode import keep_workspaces
 from .optimizer_math import can_update, update
@@ -81,8 +82,11 @@ def trace_step(
         raise AmpGraphError("the model reads other Python values than at its capture")
     if tracer.traced.is_compiled and _has_generator(graph_module):
         raise AmpGraphError("loss_fn draws from a torch.Generator, which torch.compile does not take")
-    if not tracer.traced.is_compiled:
-        remove_calls(graph_module.graph)
+    share_views(graph_module.graph)
+    if tracer.traced.is_compiled:
+        merge_equal_calls(graph_module.graph)
+    else:
+        shorten_calls(graph_module.graph)
         keep_workspaces(graph_module.graph)
     _hold(graph_module, live, surroundings)
     return WholeStep(amp, optimizer, tracer.traced, graph_module, surroundings)
