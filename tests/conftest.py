@@ -19,8 +19,13 @@ gc.set_threshold(10_000, 20, 20)
 
 
 def pytest_configure() -> None:
-    """Pytest adds handlers to loggers that do not propagate; with one, torch records every fake tensor."""
-    logging.getLogger("torch.__trace").propagate = True
+    """Pytest adds handlers to loggers that do not propagate; with one, torch records every fake tensor.
+
+    From torch 2.14 on the handler that torch adds passes its first records on.
+    """
+    trace_log = logging.getLogger("torch.__trace")
+    trace_log.propagate = True
+    trace_log.handlers.clear()
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -6,6 +6,8 @@ import importlib.util
 import json
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parent.parent
 TOUR = ROOT / "examples" / "tour.ipynb"
 
@@ -19,7 +21,8 @@ def printed(notebook: dict) -> list[str]:
     ]
 
 
-def test_the_stored_outputs_are_those_of_today() -> None:
+def test_the_stored_outputs_are_those_of_today(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "tools")
     spec = importlib.util.spec_from_file_location("notebook", ROOT / "tools" / "notebook.py")
     tool = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(tool)
