@@ -111,6 +111,18 @@ def test_looking_changes_nothing(capture, monkeypatch):
 
 
 @pytest.mark.parametrize("capture", CAPTURES)
+def test_statistics_that_a_batch_spoiled_are_not_the_cause(capture, looks):
+    """In training mode a batch norm does not read them; its gradients overflow at this scale."""
+    loop = Loop(capture)
+    loop.amp.scaler.update(2.0**24)
+    assert loop.step(float("inf")).in_forward
+    assert not loop.amp.source.norm.running_var.isfinite().all()
+    found = loop.step(1)
+    assert len(looks) == 1
+    assert (found.step, found.in_forward, found.node) == (2, False, "")
+
+
+@pytest.mark.parametrize("capture", CAPTURES)
 def test_a_call_before_the_last_counts(capture):
     """Of several calls in one step the outputs of the last alone are known, so the next step looks."""
     loop = Loop(capture)

@@ -217,7 +217,7 @@ def test_many_captures_are_told(caplog):
         amp(X, float(step + 2))
     told = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
     assert [message.partition(";")[0] for message in told] == [
-        "Net was captured 8 times for different shapes or values"
+        "Net was captured 8 times for different shapes, arguments or values"
     ]
 
 

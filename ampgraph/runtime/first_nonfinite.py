@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 
 from .._compat import OpOverload, no_dispatch_modes
 from ..marks import input_mark
@@ -23,7 +23,7 @@ from ..passes.read_shadows import reads_copy
 from ..training.overflow import Sight
 from ..training.scaler import LossScaler
 from .options import Options
-from .run_graph import GraphRun, floats, is_meant
+from .run_graph import GraphRun, floats, is_meant, updated_statistics
 from .shadow_weights import SHADOW_PREFIX
 
 
@@ -87,21 +87,39 @@ def read(flags: Sequence[Flag]) -> list[list[bool]]:
 def first_of(flags: Sequence[Flag], found: Sequence[list[bool]] | None = None) -> Node | None:
     """Returns what makes the first value that is not finite.
 
-    Infinities that are meant do not count, nor what they lead to; NaN always does.
+    Infinities that are meant do not count, nor what they lead to; NaN always does. What no output depends on
+    does not count: statistics that a batch norm only updates.
 
     Args:
         flags: Those of the values, in the order of the run.
         found: What they say, if they were read.
     """
     meant: set[Node] = set()
+    used: set[Node] = set()
     for (node, _), (is_nan, is_inf) in zip(flags, read(flags) if found is None else found, strict=False):
         if not is_nan and not is_inf:
+            continue
+        used = used or _before_output(node.graph)
+        if node not in used:
             continue
         inputs = [behind_boundary(node)] if reads_copy(node) else node.all_input_nodes
         if is_nan or not (_is_own(node) or any(behind_boundary(n) in meant for n in inputs)):
             return maker_of(node)
         meant.add(node)
     return None
+
+
+def _before_output(graph: Graph) -> set[Node]:
+    """Returns the nodes that a graph's outputs depend on."""
+    found: set[Node] = set()
+    waiting = [graph.output_node()]
+    while waiting:
+        node = waiting.pop()
+        if node not in found:
+            found.add(node)
+            only_updated = updated_statistics(node)
+            waiting += [source for source in node.all_input_nodes if source not in only_updated]
+    return found
 
 
 def _is_own(node: Node) -> bool:

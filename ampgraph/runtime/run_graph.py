@@ -16,12 +16,15 @@ from torch.utils import _pytree as pytree
 
 from .._compat import HigherOrderOperator, OpOverload, flat_inputs
 from ..passes.analysis.alias import SOURCES, written_args, written_memory
+from ..passes.analysis.arguments import argument
 from ..passes.analysis.ranges import is_table
 
 __all__ = ["Draws", "GraphRun", "flat_inputs", "floats", "is_meant"]
 
 # Batch norms write these, and their schemas do not say so.
 _RUNNING = ("running_mean", "running_var")
+# Arguments of norms that say whether they take the statistics of the batch.
+_USES_BATCH = ("training", "train", "use_input_stats")
 
 
 class GraphRun:
@@ -152,14 +155,18 @@ def written_by(node: Node) -> list[Node]:
     return [*written_args(node), *_running(node)]
 
 
+def updated_statistics(node: Node) -> list[Node]:
+    """Returns the running statistics of a norm that takes those of the batch: it updates them alone."""
+    statistics = list(_running(node))
+    return statistics if statistics and any(argument(node, name) for name in _USES_BATCH) else []
+
+
 def _running(node: Node) -> Iterator[Node]:
     if not isinstance(node.target, OpOverload):
         return
-    for position, parameter in enumerate(node.target._schema.arguments):
-        if parameter.name in _RUNNING:
-            value = node.args[position] if position < len(node.args) else node.kwargs.get(parameter.name)
-            if isinstance(value, Node):
-                yield value
+    for value in (argument(node, name) for name in _RUNNING):
+        if isinstance(value, Node):
+            yield value
 
 
 def _as_planned(node: Node, value: Any) -> Any:
