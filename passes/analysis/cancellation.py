@@ -1,13 +1,15 @@
 """Finds small differences of large values, which rounding would erase.
 
-Analysis only. Two kinds occur in models. The first subtracts or divides a sum of squares of the same values
+Analysis only. Three kinds occur in models. The first subtracts or divides a sum of squares of the same values
 (variances, distances, cosines). The second is the distance of a probability from 0 or 1 that a logarithm
-reads.
+reads. The third is a sum with a mask of large numbers: a softmax sees its differences alone, and where the
+mask hides all of a row, those of the other operand.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 
 import torch
 from torch.fx import Node
@@ -24,6 +26,8 @@ _LONGEST = 8
 _PAIRED = ("add", "sub", "rsub", "div")
 _LOGARITHMS = ("log", "log2", "log10", "log1p", "special_log1p", "logit", "special_logit", "xlogy")
 _SATURATES = ("sigmoid", "special_expit", "hardsigmoid", "tanh", "erf")
+_SOFTMAX = ("softmax", "_softmax", "_safe_softmax", "log_softmax", "_log_softmax", "exp", "exp2", "logsumexp")
+_SUMS = ("add", "sub", "rsub")
 _ARITHMETIC = ("add", "sub", "rsub", "mul", "div", "pow", "square", "clamp", "clip", "clamp_min", "clamp_max")
 
 
@@ -36,6 +40,8 @@ def find_cancellations(facts: Facts, sizes: Sizes, low_dtype: torch.dtype) -> di
             hazards = _beside_squares(node, sizes)
         elif name in _LOGARITHMS:
             hazards = _before_logarithm(node, facts, low_dtype)
+        elif name in _SOFTMAX:
+            hazards = _before_softmax(node, sizes)
         else:
             continue
         for part, hazard in hazards:
@@ -77,21 +83,49 @@ def _before_logarithm(node: Node, facts: Facts, low_dtype: torch.dtype) -> Itera
     """Yields what leads from a probability into a logarithm."""
     unit = torch.finfo(low_dtype).eps / 2
     reason = f"leads into {node.name!r}: {low_dtype} rounds what is near 1 by {unit:.2g}"
-    for part in _from_probability(node, facts, {}, _LONGEST):
+    for part in _ways(node, facts, lambda n: kind(n) in _SATURATES):
         if part is not node:
             yield part, Hazard(reason, node, fed_low=True)
 
 
-def _from_probability(node: Node, facts: Facts, known: dict[Node, list[Node]], hops: int) -> list[Node]:
-    """Returns the nodes on the ways from a saturating op to ``node``, both included."""
-    if node in known:
-        return known[node]
-    known[node] = []
-    if kind(node) in _SATURATES:
-        known[node] = [node]
-    elif hops and (
-        kind(node) in _ARITHMETIC or kind(node) in _LOGARITHMS or facts[node].op_class is OpClass.CLEAR
-    ):
-        above = [n for read in node.all_input_nodes for n in _from_probability(read, facts, known, hops - 1)]
-        known[node] = [*dict.fromkeys(above), node] if above else []
-    return known[node]
+def _before_softmax(node: Node, sizes: Sizes) -> Iterator[tuple[Node, Hazard]]:
+    """Yields what leads from a sum with a mask into a softmax."""
+    for part in _ways(node, sizes.facts, lambda n: _mask_at(n, sizes) is not None):
+        if part is node:
+            continue
+        mask = _mask_at(part, sizes)
+        step = 0.0 if mask is None else sizes[mask].peak * sizes.limits.eps
+        reason = f"leads from a sum with a mask into {node.name!r}"
+        if mask is not None:
+            reason = (
+                f"adds the mask {mask.name!r}: {sizes.limits.dtype} rounds such sums by up to {step / 2:.3g}"
+            )
+        yield part, Hazard(reason, node, fed_low=True)
+
+
+def _mask_at(node: Node, sizes: Sizes) -> Node | None:
+    """Returns the operand of a sum beside which the low dtype loses steps of 1 of the other one."""
+    pair = [n for n in operands(node) if isinstance(n, Node)] if kind(node) in _SUMS else []
+    if len(pair) < 2:
+        return None
+    lost = 1 / sizes.limits.eps
+    hide = [lost <= sizes[n].peak < math.inf for n in pair]
+    return pair[hide.index(True)] if hide[0] != hide[1] else None
+
+
+def _ways(node: Node, facts: Facts, is_start: Callable[[Node], bool]) -> list[Node]:
+    """Returns the nodes on the ways to ``node`` from where they start, all included; arithmetic leads on."""
+    known: dict[Node, list[Node]] = {}
+
+    def ways_to(part: Node, hops: int) -> list[Node]:
+        if part in known:
+            return known[part]
+        known[part] = []
+        name = kind(part)
+        leads_on = name in _ARITHMETIC or name in _LOGARITHMS or facts[part].op_class is OpClass.CLEAR
+        reads = part.all_input_nodes if hops and (leads_on or part is node) else ()
+        above = [n for read in reads for n in ways_to(read, hops - 1)]
+        known[part] = [*dict.fromkeys(above), part] if above or is_start(part) else []
+        return known[part]
+
+    return ways_to(node, _LONGEST)
