@@ -363,8 +363,8 @@ class GraphCache:
         changed = sorted({path for v in graphs if v.state for path in v.state.changed()})
         dynamic = "" if self._options.block else "pass dynamic_shapes to ampgraph.convert, and "
         log.warning(
-            "%s was captured %d times for different shapes, arguments or values%s; %spass numbers that change "
-            "as tensors.",
+            "%s was captured %d times for different shapes, arguments or values%s; %spass numbers that "
+            "change as tensors.",
             self._options.named(self._name),
             MANY_CAPTURES,
             f" ({', '.join(changed)})" if changed else "",
