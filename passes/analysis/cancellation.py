@@ -18,7 +18,7 @@ from ampgraph.ops.lists import OpClass
 
 from .facts import Facts
 from .graph_walk import ancestors, kind, operands
-from .magnitudes import Sizes
+from .magnitudes import Size, Sizes
 from .problem import Hazard
 
 # Paths longer than this belong to other parts of the model.
@@ -108,9 +108,14 @@ def _mask_at(node: Node, sizes: Sizes) -> Node | None:
     pair = [n for n in operands(node) if isinstance(n, Node)] if kind(node) in _SUMS else []
     if len(pair) < 2:
         return None
-    lost = 1 / sizes.limits.eps
-    hide = [lost <= sizes[n].peak < math.inf for n in pair]
-    return pair[hide.index(True)] if hide[0] != hide[1] else None
+    hides = [_hides(sizes[n], 1 / sizes.limits.eps) for n in pair]
+    return pair[hides.index(True)] if hides[0] != hides[1] else None
+
+
+def _hides(size: Size, lost: float) -> bool:
+    """Whether values have large numbers of one sign, as a mask has; scores have both."""
+    one, other = sorted((abs(size.low), abs(size.high)))
+    return one < lost <= other < math.inf
 
 
 def _ways(node: Node, facts: Facts, is_start: Callable[[Node], bool]) -> list[Node]:
