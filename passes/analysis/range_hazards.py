@@ -23,6 +23,7 @@ from .precision import FP32, LOW, Precision
 from .problem import Hazard
 from .ranges import Extents, find_range_pins
 from .size_rules import size_of_op
+from .zero_rows import find_zero_rows
 
 _SATURATES = ("sigmoid", "special_expit", "hardsigmoid", "tanh", "erf", "hardtanh", "relu6", "sign", "sgn")
 _MAY_RUN_LOW = (OpClass.WHITE, OpClass.GRAY, OpClass.CLEAR)
@@ -48,13 +49,13 @@ class Values:
         """The ops that may run low but must stay float32 because of the range of their values."""
         facts, limits = self.facts, torch.finfo(self.low_dtype)
         sizes = Sizes(facts, self.low_dtype, self._extents, size_of_op)
-        cancelling = find_cancellations(facts, sizes, self.low_dtype)
+        others = find_cancellations(facts, sizes, self.low_dtype) | find_zero_rows(facts, self.low_dtype)
         found: dict[Node, Hazard] = {}
         for node, fact in facts.items():
             if fact.dtype is not torch.float32 or fact.dtype_source is not node:
                 continue
             may_run_low = fact.op is not None and fact.op_class in _MAY_RUN_LOW
-            if may_run_low and (hazard := _hazard_of(node, fact, sizes, limits) or cancelling.get(node)):
+            if may_run_low and (hazard := _hazard_of(node, fact, sizes, limits) or others.get(node)):
                 found[node] = hazard
         return found
 
