@@ -320,8 +320,8 @@ def cuda_page(records: dict[str, Record], failed: dict[str, str], at: str) -> st
         "## Networks of convolutions in channels-last format",
         "The images too. Forward and backward of the plain loop, then a whole step.",
         table(laid_out, FUSED[:2], "fused"),
-        table(laid_out, STEP[:2], "step"),
         above(laid_out, FUSED[:2], "fused"),
+        table(laid_out, STEP[:2], "step"),
         above(laid_out, STEP[:2], "step"),
     ]
     if failed:
