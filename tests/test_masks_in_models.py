@@ -16,6 +16,7 @@ LENGTH, WIDTH = 6, 16
 EPS = {torch.bfloat16: 2**-8, torch.float16: 2**-11}
 X = torch.randn(2, LENGTH, WIDTH, generator=torch.Generator().manual_seed(1)) * 2
 KEEP = torch.tensor([[True] * 4 + [False] * 2, [False] * LENGTH])
+BIASES = nn.Parameter(torch.linspace(0.0, 200.0, LENGTH**2).view(LENGTH, LENGTH))
 Masked = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -86,6 +87,7 @@ def test_the_reason_names_the_mask() -> None:
     [
         lambda scores, keep: scores + (~keep).float()[:, None] * -100.0,  # a windowed transformer's
         lambda scores, keep: scores + torch.arange(6.0),
+        lambda scores, keep: scores + BIASES[:, :LENGTH],  # learned
         lambda scores, keep: scores.masked_fill(~keep[:, None], -1e4),
     ],
 )

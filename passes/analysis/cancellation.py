@@ -108,8 +108,14 @@ def _mask_at(node: Node, sizes: Sizes) -> Node | None:
     pair = [n for n in operands(node) if isinstance(n, Node)] if kind(node) in _SUMS else []
     if len(pair) < 2:
         return None
-    hides = [_hides(sizes[n], 1 / sizes.limits.eps) for n in pair]
+    hides = [_hides(sizes[n], 1 / sizes.limits.eps) and not _is_learned(n, sizes) for n in pair]
     return pair[hides.index(True)] if hides[0] != hides[1] else None
+
+
+def _is_learned(node: Node, sizes: Sizes) -> bool:
+    """Whether parameters decide the numbers, as in a table of biases by position."""
+    sources = (n for n in (node, *ancestors(node)) if sizes.facts[n].is_parameter)
+    return not all(map(sizes.extents.is_constant, sources))
 
 
 def _hides(size: Size, lost: float) -> bool:
