@@ -15,24 +15,23 @@ from torch.utils._pytree import tree_leaves
 
 from .._compat import OpOverload, storage_key
 from ..runtime.run_graph import written_by
-from .fewer_calls import VIEWS
-
-_CASTS = (torch.ops.aten._to_copy.default,)
 
 
 def merge_equal_calls(graph: fx.Graph) -> None:
-    """Lets the first of equal casts, views and elementwise calls serve the readers of the others.
+    """Lets the first of equal calls serve the readers of the others.
 
-    Calls that read or return memory which the graph writes stay, and those whose result leaves the graph. The
-    nodes need their fake tensors in ``meta["val"]``.
+    Calls that draw random numbers stay. So do calls that read or return memory which the graph writes, and
+    those that return memory which leaves the graph: its owner may write it. The nodes need their fake tensors
+    in ``meta["val"]``.
     """
     written = _memory(argument for node in graph.nodes for argument in _may_be_written(node))
+    kept = written | _memory(graph.output_node().all_input_nodes)
     first: dict[Hashable, fx.Node] = {}
     for node in graph.nodes:
-        if not _is_function(node) or not written.isdisjoint(_memory((node, *node.all_input_nodes))):
+        if not _is_function(node) or not written.isdisjoint(_memory(node.all_input_nodes)):
             continue
         same = first.setdefault(_call(node), node)
-        if same is not node and not any(user.op == "output" for user in node.users):
+        if same is not node and kept.isdisjoint(_memory((same, node))):
             node.replace_all_uses_with(same)
             graph.erase_node(node)
 
@@ -45,14 +44,11 @@ def _may_be_written(node: fx.Node) -> list[fx.Node]:
 
 
 def _is_function(node: fx.Node) -> bool:
-    """Whether a call is one of the kinds to merge, and equal arguments give equal results."""
+    """Whether a call is ATen's, and equal arguments give equal results."""
     target = node.target
-    if not isinstance(target, OpOverload) or target._schema.is_mutable:
+    if not isinstance(target, OpOverload) or target.namespace not in ("aten", "prims"):
         return False
-    is_elementwise = torch.Tag.pointwise in target.tags
-    return (is_elementwise and torch.Tag.nondeterministic_seeded not in target.tags) or (
-        target in VIEWS or target in _CASTS
-    )
+    return not target._schema.is_mutable and torch.Tag.nondeterministic_seeded not in target.tags
 
 
 def _memory(nodes: Iterable[fx.Node]) -> set[int | None]:
