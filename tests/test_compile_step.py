@@ -583,13 +583,65 @@ def test_an_interrupted_step_leaves_no_old_low_copies() -> None:
 def test_a_step_that_the_backend_does_not_compile_runs_the_loop() -> None:
     def compiler(graph_module: torch.fx.GraphModule, inputs: list[Any]) -> Callable:
         if "log_softmax" in graph_module.code:  # the step, not the model
-            raise ValueError("no code")
+            raise ValueError("no code\n\nOutput:\n/tmp/x.cpp:3:1: error: conflicting name")
         return graph_module.forward
 
     whole = Run(backend=compiler)
-    with pytest.warns(UserWarning, match="plain loop: compiling fails with BackendCompilerFailed"):
+    with pytest.warns(
+        UserWarning,
+        match=r"compiling fails with BackendCompilerFailed: .*ValueError: no code: conflicting name\.",
+    ):
         whole.train(20, whole=True)
     assert_equal(whole, Run(backend=compiler).train(20, whole=False))
+
+
+class Branches(nn.Module):
+    """Both biases have one gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 4), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.a(x) + self.b(x)
+
+
+def test_a_graph_for_a_compiler_has_each_sum_once() -> None:
+    graphs = []
+
+    def compiler(graph_module: torch.fx.GraphModule, inputs: list[Any]) -> Callable:
+        graphs.append(graph_module)
+        return graph_module.forward
+
+    amp = ampgraph.convert(Branches(), (X,), policy="O1", dtype=torch.bfloat16, backend=compiler)
+    optimizer = torch.optim.SGD(amp.parameters(), lr=0.1, fused=True)
+    step = ampgraph.compile_step(amp, optimizer, lambda amp, x: amp(x).square().mean())
+    for _ in range(3):
+        step(X)
+    assert step.reason is None
+    assert graphs[-1].code.count("aten.sum") == 1
+    torch.testing.assert_close(amp.a.bias.grad, None)
+    assert amp.a.bias.data_ptr() != amp.b.bias.data_ptr()
+
+
+@pytest.mark.parametrize("part", [lambda x: x * 2, lambda x: (x * 2).view(-1), lambda x: (x * 2)[0]])
+def test_equal_results_are_separate_tensors(part: Callable) -> None:
+    def compiler(graph_module: torch.fx.GraphModule, inputs: list[Any]) -> Callable:
+        return graph_module.forward
+
+    amp = ampgraph.convert(Branches(), (X,), policy="O1", dtype=torch.bfloat16, backend=compiler)
+    optimizer = torch.optim.SGD(amp.parameters(), lr=0.1, fused=True)
+    step = ampgraph.compile_step(
+        amp, optimizer, lambda amp, x: (amp(x).square().mean(), x * 2, part(x), amp(x).exp(), amp(x).exp())
+    )
+    for _ in range(3):
+        results = step(X)
+        expected = [result.clone() for result in results]
+        for result in results:
+            result.add_(1)
+        for result, before in zip(results, expected, strict=True):
+            assert torch.equal(result, before + 1)
+    assert step.reason is None
 
 
 def test_a_generator_of_the_loss_is_for_the_loop_on_a_compiler() -> None:

@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 
 import torch  # noqa: E402
-from provenance import without_folders, written_by  # noqa: E402
+from provenance import commit, without_folders, written_by  # noqa: E402
 
 import ampgraph  # noqa: E402
 from ampgraph import AmpModule, NoLossScale, Policy  # noqa: E402
@@ -127,7 +127,8 @@ def main(argv: list[str] | None = None) -> int:
     warnings.filterwarnings("ignore")
     options.records.parent.mkdir(parents=True, exist_ok=True)
     kept = options.records.read_text().splitlines() if options.records.exists() else []
-    records = {r["model"]: r for r in map(json.loads, kept)}
+    here = commit()
+    records = {r["model"]: r for r in map(json.loads, kept) if r.get("commit") == here and "+" not in here}
     names = [n for n in zoo.names() if any(fnmatchcase(n, p) for p in options.names)]
     for name in [n for n in names if n not in records][: options.models]:
         start = time.process_time()
@@ -135,6 +136,7 @@ def main(argv: list[str] | None = None) -> int:
             records[name] = measured(name)
         except Exception as error:  # the page lists it
             records[name] = {"model": name, "failure": f"{type(error).__name__}: {str(error)[:200]}"}
+        records[name]["commit"] = here
         with options.records.open("a") as file:
             file.write(json.dumps(records[name]) + "\n")
         print(f"{name:48s}", _summary(records[name]), f"{time.process_time() - start:.1f} s", flush=True)

@@ -246,6 +246,9 @@ class CompiledStep:
 
 
 def _why(work: str, error: Exception) -> str:
+    """Returns the first line of an error, and that of the C++ compiler if one speaks in it."""
     log.info("compile_step", exc_info=error)
-    first = (str(error).strip().splitlines() or [""])[0]
-    return f"{work} fails with {type(error).__name__}: {first}"
+    lines = str(error).strip().splitlines() or [""]
+    first = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
+    said = next((f": {line.partition(' error: ')[2]}" for line in lines[1:] if " error: " in line), "")
+    return f"{work} fails with {type(error).__name__}: {first}{said}"
