@@ -225,6 +225,7 @@ def measured(name: str) -> Record:
         "error": error,
         "traffic": traffic / evaluate.float32,
         "others_at": commit(),
+        "tuned_at": commit(),
         "budgets": [],
     }
     for share in BUDGETS:
@@ -248,7 +249,7 @@ def retuned(record: Record) -> Record:
     if [error, traffic / evaluate.float32] != [record["error"], record["traffic"]]:
         raise SystemExit(f"{record['model']}: O2 has changed since the record; measure everything again.")
     rows = [row | _tuned(built, row["share"], error, evaluate.float32) for row in record["budgets"]]
-    return record | {"budgets": rows}
+    return record | {"budgets": rows, "tuned_at": commit()}
 
 
 def _tuned(built: Built, share: float, error: float, float32: int) -> Record:
@@ -300,10 +301,12 @@ def report(records: list[Record]) -> str:
 
 
 def _others(records: list[Record]) -> str:
-    commits = sorted({record["others_at"] for record in records} - {commit()})
-    if not commits:
-        return ""
-    return f" Bisection and greedy choice are of commit {', '.join(commits)}; `--retune` keeps them."
+    tuned = sorted({record["tuned_at"] for record in records} - {commit()})
+    others = sorted({record["others_at"] for record in records} - {commit()})
+    text = f" `tune` is of commit {', '.join(tuned)}." if tuned else ""
+    if others:
+        text += f" Bisection and greedy choice are of commit {', '.join(others)}; `--retune` keeps them."
+    return text
 
 
 def _traffic(row: Record, label: str) -> str:

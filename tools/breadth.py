@@ -33,6 +33,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 
 import breadth_report  # noqa: E402
 import torch  # noqa: E402
+from provenance import commit  # noqa: E402
 
 import ampgraph  # noqa: E402
 from ampgraph import AmpModule, Policy, StaticLossScale  # noqa: E402
@@ -264,9 +265,10 @@ def _measured(
 
 
 def measure_all(jobs: list[tuple[str, str]], options: argparse.Namespace) -> list[Record]:
-    """Measures what the records do not hold yet, reporting progress; returns all records."""
-    path = options.records
+    """Measures what the records of this commit do not hold yet, reporting progress; returns all of them."""
+    path, here = options.records, commit()
     records = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    records = [record for record in records if record.get("commit") == here and "+" not in here]
     done = {(record["model"], record["mode"]) for record in records}
     todo = [job for job in jobs if job not in done]
     with (
@@ -274,6 +276,7 @@ def measure_all(jobs: list[tuple[str, str]], options: argparse.Namespace) -> lis
         path.open("a") as file,
     ):
         for index, record in enumerate(measured, 1):
+            record["commit"] = here
             records.append(record)
             file.write(json.dumps(record) + "\n")
             file.flush()
