@@ -65,7 +65,7 @@ def converted(masked: Masked, dtype: torch.dtype, **options) -> ampgraph.AmpModu
 
 def error(amp: ampgraph.AmpModule, masked: Masked) -> float:
     expected = Attention(masked).double()(X.double(), KEEP)
-    return float((amp(X, KEEP) - expected).norm() / expected.norm())
+    return float((amp(X, KEEP) - expected).detach().norm() / expected.detach().norm())
 
 
 @pytest.mark.parametrize("dtype", EPS)
