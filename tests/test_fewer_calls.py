@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -27,12 +28,20 @@ def traced(function, *args: Tensor) -> fx.GraphModule:
     return graph_module
 
 
-def fewer(graph_module: fx.GraphModule) -> fx.GraphModule:
+def edited(graph_module: fx.GraphModule, *edits: Callable[[fx.Graph], None]) -> fx.GraphModule:
     graph = copy.deepcopy(graph_module.graph)
-    share_views(graph)
-    shorten_calls(graph)
+    for edit in edits:
+        edit(graph)
     graph.eliminate_dead_code(is_impure)
     return fx.GraphModule(graph_module, graph)
+
+
+def fewer(graph_module: fx.GraphModule) -> fx.GraphModule:
+    return edited(graph_module, share_views, shorten_calls)
+
+
+def merged(graph_module: fx.GraphModule) -> fx.GraphModule:
+    return edited(graph_module, share_views, merge_equal_calls)
 
 
 def calls(graph_module: fx.GraphModule) -> list[str]:
@@ -65,14 +74,6 @@ def test_calls_that_are_left(function, expected) -> None:
     assert calls(after) == expected
     wanted, found = (run(X.clone()) for run in (before, after))
     torch.testing.assert_close(found, wanted, rtol=0, atol=0)
-
-
-def merged(graph_module: fx.GraphModule) -> fx.GraphModule:
-    graph = copy.deepcopy(graph_module.graph)
-    share_views(graph)
-    merge_equal_calls(graph)
-    graph.eliminate_dead_code(is_impure)
-    return fx.GraphModule(graph_module, graph)
 
 
 def _with_running_statistics(x: Tensor) -> Tensor:

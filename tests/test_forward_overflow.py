@@ -122,6 +122,32 @@ def test_statistics_that_a_batch_spoiled_are_not_the_cause(capture, looks):
     assert (found.step, found.in_forward, found.node) == (2, False, "")
 
 
+class Scaled(nn.Module):
+    """Writes in place what it returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.up(x).clone()
+        y[:, 0].mul_(1e30).mul_(1e30)
+        return y
+
+
+def test_a_write_in_place_is_named(looks):
+    torch.manual_seed(0)
+    amp = ampgraph.convert(Scaled(), (torch.randn(4, 8),), policy=PLAIN)
+    optimizer = torch.optim.SGD(amp.parameters(), lr=1e-3)
+    amp.scaler.attach(optimizer)
+    for _ in range(2):
+        optimizer.zero_grad()
+        amp(torch.randn(4, 8)).sum().backward()
+        optimizer.step()
+        found = amp.scaler.last_overflow
+    assert (found.in_forward, found.op) == (True, "aten.mul_.Tensor")
+
+
 @pytest.mark.parametrize("capture", CAPTURES)
 def test_a_call_before_the_last_counts(capture):
     """Of several calls in one step the outputs of the last alone are known, so the next step looks."""

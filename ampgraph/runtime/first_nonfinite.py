@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import GraphModule, Node
 
 from .._compat import OpOverload, no_dispatch_modes
 from ..marks import input_mark
@@ -87,20 +87,16 @@ def read(flags: Sequence[Flag]) -> list[list[bool]]:
 def first_of(flags: Sequence[Flag], found: Sequence[list[bool]] | None = None) -> Node | None:
     """Returns what makes the first value that is not finite.
 
-    Infinities that are meant do not count, nor what they lead to; NaN always does. What no output depends on
-    does not count: statistics that a batch norm only updates.
+    Infinities that are meant do not count, nor what they lead to; NaN always does, except in statistics that
+    batch norms only update.
 
     Args:
         flags: Those of the values, in the order of the run.
         found: What they say, if they were read.
     """
     meant: set[Node] = set()
-    used: set[Node] = set()
     for (node, _), (is_nan, is_inf) in zip(flags, read(flags) if found is None else found, strict=False):
-        if not is_nan and not is_inf:
-            continue
-        used = used or _before_output(node.graph)
-        if node not in used:
+        if not (is_nan or is_inf) or _is_only_updated(node):
             continue
         inputs = [behind_boundary(node)] if reads_copy(node) else node.all_input_nodes
         if is_nan or not (_is_own(node) or any(behind_boundary(n) in meant for n in inputs)):
@@ -109,17 +105,9 @@ def first_of(flags: Sequence[Flag], found: Sequence[list[bool]] | None = None) -
     return None
 
 
-def _before_output(graph: Graph) -> set[Node]:
-    """Returns the nodes that a graph's outputs depend on."""
-    found: set[Node] = set()
-    waiting = [graph.output_node()]
-    while waiting:
-        node = waiting.pop()
-        if node not in found:
-            found.add(node)
-            only_updated = updated_statistics(node)
-            waiting += [source for source in node.all_input_nodes if source not in only_updated]
-    return found
+def _is_only_updated(node: Node) -> bool:
+    """Whether norms update a value by the statistics of the batch, and nothing reads it."""
+    return bool(node.users) and all(node in updated_statistics(user) for user in node.users)
 
 
 def _is_own(node: Node) -> bool:
