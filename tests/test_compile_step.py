@@ -33,6 +33,11 @@ def loss_fn(amp: nn.Module, x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
     return F.cross_entropy(amp(x), y) * weight
 
 
+def uncompiled(graph_module: torch.fx.GraphModule, inputs: list[Any]) -> Callable:
+    """A backend that compiles nothing, and counts as one that compiles."""
+    return graph_module.forward
+
+
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
     groups = [
         {"params": [p for p in model.parameters() if p.dim() == d], "weight_decay": d / 10} for d in (1, 2)
@@ -220,11 +225,8 @@ def test_a_compiled_graph_ends_with_the_gradients() -> None:
 
 
 def test_a_graph_for_a_compiler_that_fuses_updates_the_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
-    def compiler(graph_module: torch.fx.GraphModule, inputs: list[Any]) -> Callable:
-        return graph_module.forward
-
-    monkeypatch.setattr(trace_step, "FUSING", (compiler,))
-    whole = Run(backend=compiler).train(40, whole=True)
+    monkeypatch.setattr(trace_step, "FUSING", (uncompiled,))
+    whole = Run(backend=uncompiled).train(40, whole=True)
     plain = Run().train(40, whole=False)
     assert whole.step.reason is None
     code = whole.step.graph_modules[0].code
@@ -421,10 +423,7 @@ def test_first_steps_that_overflow_leave_no_momentum() -> None:
 
 
 def test_a_graph_for_a_compiler_waits_for_momentum() -> None:
-    def compiler(graph_module: torch.fx.GraphModule, inputs: list[Any]) -> Callable:
-        return graph_module.forward
-
-    run = Run(make=damped, backend=compiler, model=net(0.0))
+    run = Run(make=damped, backend=uncompiled, model=net(0.0))
     for _ in range(2):
         run.step(X, Y, torch.tensor(1e38))
     assert run.step.reason == "the optimizer creates state in this step"
@@ -593,11 +592,6 @@ def test_a_step_that_the_backend_does_not_compile_runs_the_loop() -> None:
     ):
         whole.train(20, whole=True)
     assert_equal(whole, Run(backend=compiler).train(20, whole=False))
-
-
-def uncompiled(graph_module: torch.fx.GraphModule, inputs: list[Any]) -> Callable:
-    """A backend that compiles nothing, and counts as one that compiles."""
-    return graph_module.forward
 
 
 class Branches(nn.Module):

@@ -16,9 +16,7 @@ divides by the same number, even if the scaler has changed the scale since.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -31,30 +29,26 @@ from torch.fx import traceback as fx_traceback
 from .._compat import is_batched, native_apply, returns_no_argument
 from ..guards import is_capturing
 from ..marks import BoundaryRole
+from .local_switch import LocalSwitch
 from .scale_state import CHECKED
 
 # A trace carries an annotation onto every node made inside it.
 _ROLE_KEY = "ampgraph_boundary"
 _NOT_TRACED = nullcontext()
-_here = threading.local()
+_traced = LocalSwitch()
 
 
-@contextlib.contextmanager
-def traced_for_a_compiler() -> Iterator[None]:
+def traced_for_a_compiler() -> AbstractContextManager[None]:
     """Lets a trace by ``make_fx`` have the arithmetic that a compiler fuses, as one by AOTAutograd has it.
 
     It holds for each forward inside and for its backward, which autograd runs in another thread for CUDA.
     """
-    before, _here.is_traced = getattr(_here, "is_traced", False), True
-    try:
-        yield
-    finally:
-        _here.is_traced = before
+    return _traced.on()
 
 
 def is_for_a_compiler() -> bool:
     """Whether what this thread traces now is for a compiler, which fuses it."""
-    return torch.compiler.is_compiling() or getattr(_here, "is_traced", False)
+    return torch.compiler.is_compiling() or _traced.is_on
 
 
 class ScaleGradients(Function):

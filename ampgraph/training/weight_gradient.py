@@ -6,29 +6,24 @@ product sums in float32 anyway, and CUDA's kernels can write the sums as they ar
 
 from __future__ import annotations
 
-import contextlib
-import threading
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
 
-_here = threading.local()
+from .local_switch import LocalSwitch
+
+_low = LocalSwitch()
 
 
-@contextlib.contextmanager
-def low_weight_gradients() -> Iterator[None]:
+def low_weight_gradients() -> AbstractContextManager[None]:
     """Keeps the gradients of weights low, for a step whose update fuses with the casts to float32.
 
     It holds for each forward inside and for its backward, which autograd runs in another thread for CUDA.
     """
-    before, _here.is_low = getattr(_here, "is_low", False), True
-    try:
-        yield
-    finally:
-        _here.is_low = before
+    return _low.on()
 
 
 class WeightGradient(Function):
@@ -46,7 +41,7 @@ class WeightGradient(Function):
         is_transposed: bool,
     ) -> Tensor:
         ctx.shape, ctx.is_transposed = rows.shape, is_transposed
-        ctx.is_low = getattr(_here, "is_low", False)
+        ctx.is_low = _low.is_on
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(rows, weight, flat, low)
         return result.detach().reshape(*rows.shape[:-1], result.shape[-1])
