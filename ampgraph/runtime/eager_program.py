@@ -18,11 +18,10 @@ from typing import Any, NamedTuple
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
-from ..ops.bindings import BINDINGS, MOST_POSITIONAL
+from ..ops.bindings import call_of
 from ..passes.analysis.facts import is_cast
 from ..training.gradient_boundary import shadow_weights, shadow_weights_eagerly
 
-_BOUND = {**BINDINGS, shadow_weights: shadow_weights_eagerly}
 _numbers = itertools.count()
 _LITERALS = (int, float, bool, str, type(None))
 
@@ -210,10 +209,11 @@ class EagerCode:
     def _call(self, node: fx.Node) -> str:
         if node.target is getitem and isinstance(node.args[1], int):
             return f"{self._text(node.args[0])}[{node.args[1]}]"
-        arguments = [self._text(a) for a in node.args]
+        function, args = call_of(node.target, node.args, node.kwargs)
+        arguments = [self._text(a) for a in args]
         arguments += [f"{name}={self._text(a)}" for name, a in node.kwargs.items()]
-        bound = _BOUND.get(node.target) if len(node.args) <= MOST_POSITIONAL.get(node.target, 99) else None
-        return f"{self._bind(bound or node.target)}({', '.join(arguments)})"
+        function = shadow_weights_eagerly if function is shadow_weights else function
+        return f"{self._bind(function)}({', '.join(arguments)})"
 
     def _text(self, value: Any) -> str:
         if isinstance(value, fx.Node):

@@ -35,6 +35,8 @@ from .scale_state import CHECKED
 # A trace carries an annotation onto every node made inside it.
 _ROLE_KEY = "ampgraph_boundary"
 _NOT_TRACED = nullcontext()
+# The cast of a larger gradient takes longer than its launch, and frees the low memory before the next cast.
+_SMALL = 1 << 20
 _traced = LocalSwitch()
 
 
@@ -233,6 +235,7 @@ class ShadowWeights(Function):
     @returns_no_argument
     def forward(ctx: Any, copies: tuple[Tensor, ...], *parameters: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
+        ctx.fuses = is_for_a_compiler()
         views = tuple([t.detach() for t in copies])
         needed = ctx.needs_input_grad[1:]
         if not all(needed):
@@ -241,8 +244,20 @@ class ShadowWeights(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        # Autograd casts a gradient to the dtype of its input, faster than a call of `to` for each.
-        return None, *grads
+        # Autograd casts a gradient to the dtype of its input, each by a kernel of its own.
+        return None, *(grads if ctx.fuses else _small_ones_widened(grads))
+
+
+def _small_ones_widened(grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+    """Casts small gradients to float32, all in one kernel where the device has such a kernel."""
+    small = [g is not None and g.layout is torch.strided and g.numel() <= _SMALL for g in grads]
+    low = [g for g, is_small in zip(grads, small, strict=True) if is_small]
+    if len(low) < 2 or torch.is_grad_enabled() or _is_batched(low):
+        return grads
+    wide = [torch.empty_like(g, dtype=torch.float32) for g in low]
+    torch._foreach_copy_(wide, low)
+    results = iter(wide)
+    return [next(results) if is_small else g for g, is_small in zip(grads, small, strict=True)]
 
 
 def shadow_weights(*tensors: Tensor) -> tuple[Tensor, ...]:
