@@ -250,14 +250,18 @@ class ShadowWeights(Function):
 
 def _small_ones_widened(grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
     """Casts small gradients to float32, all in one kernel where the device has such a kernel."""
-    small = [g is not None and g.layout is torch.strided and g.numel() <= _SMALL for g in grads]
-    low = [g for g, is_small in zip(grads, small, strict=True) if is_small]
+    small = {
+        i: g
+        for i, g in enumerate(grads)
+        if g is not None and g.layout is torch.strided and g.numel() <= _SMALL
+    }
+    low = [*small.values()]
     if len(low) < 2 or torch.is_grad_enabled() or _is_batched(low):
         return grads
     wide = [torch.empty_like(g, dtype=torch.float32) for g in low]
     torch._foreach_copy_(wide, low)
-    results = iter(wide)
-    return [next(results) if is_small else g for g, is_small in zip(grads, small, strict=True)]
+    results = dict(zip(small, wide, strict=True))
+    return [results.get(i, g) for i, g in enumerate(grads)]
 
 
 def shadow_weights(*tensors: Tensor) -> tuple[Tensor, ...]:
