@@ -35,8 +35,6 @@ from .scale_state import CHECKED
 # A trace carries an annotation onto every node made inside it.
 _ROLE_KEY = "ampgraph_boundary"
 _NOT_TRACED = nullcontext()
-# The cast of a larger gradient takes longer than its launch, and frees the low memory before the next cast.
-_SMALL = 1 << 20
 _traced = LocalSwitch()
 
 
@@ -235,7 +233,6 @@ class ShadowWeights(Function):
     @returns_no_argument
     def forward(ctx: Any, copies: tuple[Tensor, ...], *parameters: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.fuses = is_for_a_compiler()
         views = tuple([t.detach() for t in copies])
         needed = ctx.needs_input_grad[1:]
         if not all(needed):
@@ -244,24 +241,8 @@ class ShadowWeights(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        # Autograd casts a gradient to the dtype of its input, each by a kernel of its own.
-        return None, *(grads if ctx.fuses else _small_ones_widened(grads))
-
-
-def _small_ones_widened(grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-    """Casts small gradients to float32, all in one kernel where the device has such a kernel."""
-    small = {
-        i: g
-        for i, g in enumerate(grads)
-        if g is not None and g.layout is torch.strided and g.numel() <= _SMALL
-    }
-    low = [*small.values()]
-    if len(low) < 2 or torch.is_grad_enabled() or _is_batched(low):
-        return grads
-    wide = [torch.empty_like(g, dtype=torch.float32) for g in low]
-    torch._foreach_copy_(wide, low)
-    results = dict(zip(small, wide, strict=True))
-    return [results.get(i, g) for i, g in enumerate(grads)]
+        # Autograd casts a gradient to the dtype of its input, faster than a call of `to` for each.
+        return None, *grads
 
 
 def shadow_weights(*tensors: Tensor) -> tuple[Tensor, ...]:
