@@ -716,3 +716,40 @@ def test_results_that_share_memory_beside_an_unused_parameter(backend: str, is_r
         for _ in range(4):
             step(X)
     assert is_refused == ("share memory" in (step.reason or ""))
+
+
+def test_results_that_are_no_tensors() -> None:
+    def with_numbers(amp: nn.Module, x: Tensor, name: str) -> tuple:
+        y = amp(x)
+        return y.square().mean(), None, {"rows": len(x), "y": y, "name": name}
+
+    runs = [Run(dtype=torch.bfloat16, model=net(0.0, nn.LayerNorm)) for _ in range(2)]
+    step = ampgraph.compile_step(runs[0].amp, runs[0].optimizer, with_numbers)
+    for rows in (6, 6, 6, 4, 4, 4):
+        loss, nothing, rest = step(X[:rows], f"of {rows}")
+        wanted, _, others = with_numbers(runs[1].amp, X[:rows], f"of {rows}")
+        wanted.backward()
+        runs[1].optimizer.step()
+        runs[1].optimizer.zero_grad()
+        assert nothing is None
+        assert (rest["rows"], rest["name"]) == (rows, f"of {rows}")
+        assert torch.equal(loss, wanted)
+        assert torch.equal(rest["y"], others["y"])
+    assert step.reason is None
+
+
+def test_a_result_that_a_graph_cannot_keep_runs_the_loop() -> None:
+    run = Run(model=net(0.0, nn.LayerNorm))
+    step = ampgraph.compile_step(run.amp, run.optimizer, lambda amp, x: (amp(x).square().mean(), object()))
+    with pytest.warns(UserWarning, match=r"loss_fn returns a value of the type object"):
+        results = [step(X)[1] for _ in range(4)]
+    assert {*map(type, results)} == {object}
+
+
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="no Muon in this torch")
+def test_an_optimizer_of_torch_that_has_no_fused_form() -> None:
+    model = nn.Sequential(nn.Linear(8, 4, bias=False))
+    amp = ampgraph.convert(model, (X,), dtype=torch.bfloat16)
+    step = ampgraph.compile_step(amp, torch.optim.Muon(amp.parameters()), lambda amp, x: amp(x).mean())
+    with pytest.warns(UserWarning, match="Muon is not fused"):
+        step(X)

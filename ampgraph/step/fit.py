@@ -36,7 +36,8 @@ from .surroundings import layout_of
 _requires_grad, _version = attrgetter("requires_grad"), attrgetter("_version")
 _hooks = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
 _MOST_NUMBERS = 64
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+# What the arguments and results of ``loss_fn`` may be beside tensors; a graph keeps them.
+PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 # The code of a converted model's ``forward``.
 _FORWARD = next(c for c in AmpModule._make_forward.__code__.co_consts if isinstance(c, CodeType))
 # The code of what wraps ``Optimizer.step`` and keeps what it does.
@@ -211,7 +212,7 @@ def _are_same(some: list[Tensor], others: list[Tensor]) -> bool:
 
 def _reason_of_optimizer(optimizer: Optimizer) -> str | None:
     name = type(optimizer).__name__
-    if not type(optimizer).__module__.startswith("torch.optim."):
+    if not (type(optimizer).__module__ + ".").startswith("torch.optim."):
         return f"{name} is not an optimizer of torch"
     if not all(group.get("fused") for group in optimizer.param_groups):
         return f"{name} is not fused; where torch has a fused form of it, pass fused=True"
@@ -225,7 +226,7 @@ def _reason_of_arguments(args: tuple, kwargs: dict[str, Any]) -> str | None:
         if isinstance(leaf, Tensor):
             if leaf.requires_grad or type(leaf) is not Tensor:
                 return "an argument requires gradients or is a subclass of Tensor"
-        elif not isinstance(leaf, _PLAIN):
+        elif not isinstance(leaf, PLAIN):
             return (
                 f"an argument is a {type(leaf).__name__}, whose content a graph cannot follow; pass tensors "
                 "and numbers, also in lists, tuples and dicts"

@@ -28,7 +28,7 @@ from ..training.weight_gradient import low_weight_gradients
 from .effects import RefusedOutside, without_effects, without_saved_tensor_hooks
 from .equal_calls import merge_equal_calls
 from .fewer_calls import share_views, shorten_calls
-from .fit import loss_of
+from .fit import PLAIN, loss_of
 from .grad_mode import keep_workspaces
 from .optimizer_math import can_update, update
 from .surroundings import Surroundings
@@ -236,11 +236,13 @@ class _Tracer:
                 found = None if flags is None else (flags > 0).any().to(torch.float32)
                 kept = self._update(gradients, found, rates)
         self.traced.used = model.used
-        results, self.traced.spec = pytree.tree_flatten(result)
+        parts, self.traced.spec = pytree.tree_flatten(result)
+        self.traced.plain = {i: x for i, x in enumerate(parts) if not isinstance(x, Tensor)}
+        for other in self.traced.plain.values():
+            if not isinstance(other, PLAIN):
+                raise AmpGraphError(f"loss_fn returns a value of the type {type(other).__name__}")
+        results = [x.detach() for x in parts if isinstance(x, Tensor)]
         self.traced.parts = len(results)
-        if not all(isinstance(x, Tensor) for x in results):
-            raise AmpGraphError("loss_fn returns values that are not tensors")
-        results = [x.detach() for x in results]
         if flags is not None and found is not None:
             results += self._scaled(flags, found, bad_outputs(model.outputs, found), scale)
         return [*results, *kept]

@@ -33,7 +33,8 @@ class Traced:
         updates: Whether the graph updates the parameters too.
         used: The captured graphs that ran.
         spec: The structure of the result of ``loss_fn``.
-        parts: Its number of leaves.
+        parts: Its number of tensors.
+        plain: Its other leaves, by position.
         trained: The parameters whose gradients the graph returns, if it does not update them.
     """
 
@@ -42,6 +43,7 @@ class Traced:
     used: list[CapturedGraph] = field(default_factory=list)
     spec: Any = None
     parts: int = 0
+    plain: dict[int, Any] = field(default_factory=dict)
     trained: list[Tensor] = field(default_factory=list)
 
     @property
@@ -73,7 +75,7 @@ class WholeStep:
         self._code = [captured.code_of_graph for captured in traced.used]
         self._amp, self._optimizer = amp, optimizer
         self._used, self._spec, self._parts = traced.used, traced.spec, traced.parts
-        self._trained = traced.trained
+        self._plain, self._trained = traced.plain, traced.trained
         self._rates = Rates(optimizer)
         shadows = amp._graphs.shadows
         # Those of now. A later graph of another mode may add copies, which this one does not write.
@@ -129,7 +131,10 @@ class WholeStep:
             shadows.note_fresh(self._fresh)
         if scaler.is_enabled():
             scaler.take_step(*outputs[self._parts :][:SCALED])
-        return pytree.tree_unflatten(outputs[: self._parts], self._spec)
+        results = [*outputs[: self._parts]]
+        for position, value in self._plain.items():
+            results.insert(position, value)
+        return pytree.tree_unflatten(results, self._spec)
 
     def _update(self, gradients: Sequence[Tensor], others: Sequence[Tensor]) -> None:
         """Runs the optimizer's fused kernels, and copies the weights."""
