@@ -56,10 +56,17 @@ class _Edit:
         with self.graph.inserting_before(output):
             weight, bias = (n and self._call(aten.detach.default, n) for n in (norm.weight, norm.bias))
             result, normalized, inverse = self._computed(x, weight, bias)
-        of_source = norm.x, norm.weight, norm.bias
-        output.args = (*of_source, result, normalized, inverse, norm.dims, norm.is_centered, low_dtype)
+            tensors = self._distinct(norm.x, norm.weight, norm.bias, result, normalized, inverse)
+        output.args = (*tensors, norm.dims, norm.is_centered, low_dtype)
         output.target = norm_gradient
         output.kwargs = {}
+
+    def _distinct(self, *nodes: Node | None) -> list[Node | None]:
+        """Returns the nodes, with aliases for those that occurred before: Dynamo takes each tensor once."""
+        return [
+            self._call(aten.alias.default, node) if node is not None and node in nodes[:i] else node
+            for i, node in enumerate(nodes)
+        ]
 
     def _computed(self, x: Node, weight: Node | None, bias: Node | None) -> tuple[Node, Node, Node]:
         """Returns the result, the normalized values and 1/deviation, all without gradients."""

@@ -137,6 +137,17 @@ def _through(graph: nn.Module, model: nn.Module, x: Tensor) -> dict[str, Tensor]
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
+@pytest.mark.parametrize("norm", NORMS)
+def test_torch_compile_takes_the_calls(norm: str) -> None:
+    model = Block(norm)
+    amp = converted(model)
+    assert len(amp.plan.saved_low) == 1
+    found, wanted = gradients(amp), gradients(amp.training_graph)
+    assert found.keys() == wanted.keys()
+    for name in found:
+        torch.testing.assert_close(found[name], wanted[name], rtol=2e-2, atol=1e-4)
+
+
 @pytest.mark.parametrize("is_centered", [True, False])
 @pytest.mark.parametrize("dims", [1, 2])
 def test_gradient_and_second_derivative_are_those_of_the_norm(dims: int, is_centered: bool) -> None:
