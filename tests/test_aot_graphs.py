@@ -196,3 +196,16 @@ def test_other_functions_of_autograd_are_traced_as_torch_traces_them():
     assert "view_as" in seen
     assert torch.equal(x.grad, torch.full_like(x, 2.0))
     assert helper is None or vars(helper)["fwd_trace_helper"] is before
+
+
+def test_models_share_no_count_of_compilations_and_no_sizes() -> None:
+    """Dynamo remembers both by code object, and all models are called by one function."""
+    sizes = []
+    with torch._dynamo.config.patch(accumulated_recompile_limit=3, recompile_limit=3):
+        for width in range(3, 9):
+            x = torch.randn(2, width)
+            amp = ampgraph.convert(nn.Linear(width, 4), (x,), dtype=torch.bfloat16, backend="aot_eager")
+            amp(x)
+            (given, *_) = amp.forward_graph.graph.find_nodes(op="placeholder")
+            sizes.append(given.meta["val"].shape)
+    assert sizes == [(2, width) for width in range(3, 9)]

@@ -19,6 +19,7 @@ from .dynamo import (
     known_backends,
     mark_as_input,
     returns_no_argument,
+    with_own_code,
 )
 from .exporting import telling_no_export
 from .fake_tensors import (
@@ -168,6 +169,7 @@ __all__ = [
     "watch_data",
     "whole_grad_regions",
     "with_dtypes",
+    "with_own_code",
     "without_wait",
     "without_wrappers",
     "wrap_grad_modes",

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from .._compat import with_own_code
 from ..capture.unlift import WHOLE, hold
 from ..passes import Pass, ScaleLoss, run_passes
 from ..proxy.bound_proxy import over_dict_of
@@ -64,7 +65,7 @@ class _Derived:
     @functools.cached_property
     def compiled(self) -> Callable:
         """The compiled graph, a function that takes a module of `cls` first."""
-        return compiled_module(RunGiven(), self.options.backend, self.options.mode, self.aot)
+        return compiled_module(with_own_code(RunGiven)(), self.options.backend, self.options.mode, self.aot)
 
 
 class Family:
