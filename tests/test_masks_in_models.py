@@ -75,6 +75,28 @@ def test_a_row_that_is_hidden_attends_as_in_float32(masked: str, dtype: torch.dt
     assert error(converted(MASKED[masked], dtype, hazards=False), MASKED[masked]) > 32 * EPS[dtype]
 
 
+OF_INPUTS: dict[str, Masked] = {
+    "a product": lambda scores, keep: scores + (1 - keep[:, None].float()) * -1e4,
+    "of the other sign": lambda scores, keep: (keep[:, None].to(scores.dtype) - 1.0) * 1e4 + scores,
+    "a sum": lambda scores, keep: scores + (keep.float() * 1e4 - 1e4).unsqueeze(1),
+    "a quotient": lambda scores, keep: scores - (1 - keep[:, None].float()) / 1e-4,
+    "clamped": lambda scores, keep: (scores + (1 - keep[:, None].float()) * -1e4).clamp(min=-3e38),
+}
+
+
+@pytest.mark.parametrize("given", [torch.int64, torch.float32, torch.bool])
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("masked", OF_INPUTS)
+def test_masks_that_are_inputs_have_any_dtype(masked: str, backend: str, given: torch.dtype) -> None:
+    """Nothing is known of the values of an input but the number that multiplies them."""
+    model, keep = Attention(OF_INPUTS[masked]), KEEP.to(given)
+    for dtype in EPS:
+        policy = Policy("O2", dtype=dtype, loss_scale=NoLossScale())
+        found = ampgraph.convert(model, (X, keep), policy=policy, backend=backend)(X, keep)
+        expected = model(X, keep)
+        assert float((found - expected).detach().norm() / expected.detach().norm()) < 8 * EPS[dtype]
+
+
 def test_the_reason_names_the_mask() -> None:
     amp = converted(MASKED["a product"], torch.bfloat16)
     decisions = {name: amp.plan.decisions[name] for name in ("add", "mul")}

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 import ampgraph
 from ampgraph import Policy, StaticLossScale
@@ -54,6 +55,33 @@ def test_gradients_are_finite(masked: str) -> None:
     source = Embedded(MASKED[masked], 1e-12)
     source(IDS, KEEP).sum().backward()
     torch.testing.assert_close(found, source.embedding.weight.grad, rtol=0.02, atol=0.02)
+
+
+NORMS: dict[str, Callable[[Tensor], Tensor]] = {
+    "normalize": lambda x: F.normalize(x, dim=-1),
+    "sum of magnitudes": lambda x: x / x.abs().sum(-1, keepdim=True).clamp(min=1e-6),
+    "layer norm": lambda x: F.layer_norm(x, (32,), eps=1e-12),
+    "rms norm": lambda x: F.rms_norm(x, (32,), eps=1e-12),
+}
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("norm", NORMS)
+def test_training_with_a_mask_of_floats_skips_no_step(norm: str, backend: str) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.first, self.last = nn.Linear(16, 32), nn.Linear(32, 4)
+
+        def forward(self, x: Tensor, keep: Tensor) -> Tensor:
+            return self.last(NORMS[norm](self.first(x) * keep[..., None]))
+
+    model, x, keep = Model(), torch.randn(2, 5, 16), KEEP.float()
+    amp = ampgraph.convert(model, (x, keep), policy="O2", dtype=torch.float16, backend=backend)
+    for _ in range(3):
+        amp(x, keep).square().mean().backward()
+    assert all(p.grad.isfinite().all() for p in model.parameters())
 
 
 def test_the_reason_names_mask_and_norm() -> None:

@@ -16,9 +16,9 @@ from torch.fx import Node
 
 from ampgraph.ops.lists import OpClass
 
-from .facts import Facts
-from .graph_walk import ancestors, kind, operands
-from .magnitudes import Size, Sizes
+from .facts import Facts, NodeFacts, is_cast
+from .graph_walk import ancestors, kind, operand, operands
+from .magnitudes import Sizes
 from .problem import Hazard
 
 # Paths longer than this belong to other parts of the model.
@@ -93,10 +93,9 @@ def _before_softmax(node: Node, sizes: Sizes) -> Iterator[tuple[Node, Hazard]]:
     for part in _ways(node, sizes.facts, lambda n: _mask_at(n, sizes) is not None):
         if part is node:
             continue
-        mask = _mask_at(part, sizes)
-        step = 0.0 if mask is None else sizes[mask].peak * sizes.limits.eps
         reason = f"leads from a sum with a mask into {node.name!r}"
-        if mask is not None:
+        if (mask := _mask_at(part, sizes)) is not None:
+            step = _largest(mask, sizes) * sizes.limits.eps
             reason = (
                 f"adds the mask {mask.name!r}: {sizes.limits.dtype} rounds such sums by up to {step / 2:.3g}"
             )
@@ -108,20 +107,54 @@ def _mask_at(node: Node, sizes: Sizes) -> Node | None:
     pair = [n for n in operands(node) if isinstance(n, Node)] if kind(node) in _SUMS else []
     if len(pair) < 2:
         return None
-    hides = [_hides(sizes[n], 1 / sizes.limits.eps) and not _is_learned(n, sizes) for n in pair]
+    hides = [
+        1 / sizes.limits.eps <= _largest(n, sizes) < math.inf and not _is_learned(n, sizes) for n in pair
+    ]
     return pair[hides.index(True)] if hides[0] != hides[1] else None
+
+
+def _largest(node: Node, sizes: Sizes) -> float:
+    """Returns the largest number by which a mask hides; 0 if this is none, whose numbers have both signs."""
+    size = sizes[node]
+    one, other = sorted((abs(size.low), abs(size.high)))
+    if other < math.inf:
+        return other if one < 1 / sizes.limits.eps else 0.0
+    return _factor(node, sizes, _LONGEST) or 0.0
+
+
+def _factor(node: Node, sizes: Sizes, hops: int) -> float | None:
+    """Returns the factor by which numbers multiply the inputs of the model that a node is made of.
+
+    An input that is multiplied by a large number is a mask, whatever its dtype. None if the node is made of
+    something else.
+    """
+    fact = sizes.facts[node]
+    if node.op == "placeholder" and not fact.is_parameter:
+        return 1.0
+    if not hops or fact.is_parameter:
+        return None
+    first, second = operands(node) if kind(node) in (*_SUMS, "mul", "div") else (operand(node), None)
+    factors = [_factor(n, sizes, hops - 1) for n in (first, second) if isinstance(n, Node)]
+    numbers = [n for n in map(sizes.constant, (first, second)) if n is not None]
+    if kind(node) in _SUMS:
+        known = [factor for factor in factors if factor is not None]
+        return max(known, default=None) if len(known) + len(numbers) == 2 else None
+    if kind(node) == "mul" and len(numbers) == 1:
+        return next((abs(factor * numbers[0]) for factor in factors if factor is not None), None)
+    if kind(node) == "div" and sizes.constant(second):
+        return factors[0] and abs(factors[0] / numbers[-1])
+    return factors[0] if factors and (kind(node) == "neg" or _moves(node, fact)) else None
+
+
+def _moves(node: Node, fact: NodeFacts) -> bool:
+    """Whether an op leaves values as they are: it moves, copies or casts them."""
+    return fact.op_class is OpClass.CLEAR or is_cast(node)
 
 
 def _is_learned(node: Node, sizes: Sizes) -> bool:
     """Whether parameters decide the numbers, as in a table of biases by position."""
     sources = (n for n in (node, *ancestors(node)) if sizes.facts[n].is_parameter)
     return not all(map(sizes.extents.is_constant, sources))
-
-
-def _hides(size: Size, lost: float) -> bool:
-    """Whether values have large numbers of one sign, as a mask has; scores have both."""
-    one, other = sorted((abs(size.low), abs(size.high)))
-    return one < lost <= other < math.inf
 
 
 def _ways(node: Node, facts: Facts, is_start: Callable[[Node], bool]) -> list[Node]:

@@ -49,7 +49,7 @@ class Values:
         """The ops that may run low but must stay float32 because of the range of their values."""
         facts, limits = self.facts, torch.finfo(self.low_dtype)
         sizes = Sizes(facts, self.low_dtype, self._extents, size_of_op)
-        others = find_cancellations(facts, sizes, self.low_dtype) | find_zero_rows(facts, self.low_dtype)
+        others = find_cancellations(facts, sizes, self.low_dtype) | find_zero_rows(facts, sizes)
         found: dict[Node, Hazard] = {}
         for node, fact in facts.items():
             if fact.dtype is not torch.float32 or fact.dtype_source is not node:
