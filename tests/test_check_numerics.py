@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import pytest
@@ -199,6 +200,36 @@ def test_what_is_broken_in_float32_too():
     assert found.node == "exp"
     assert not found.remedy
     assert "float32" in str(found)
+
+
+class NotFinite(nn.Module):
+    """A value that is not finite in float32 either, in a place of choice."""
+
+    def __init__(self, place: str) -> None:
+        super().__init__()
+        self.place, self.first, self.last = place, nn.Linear(8, 8), nn.Linear(8, 8)
+        self.norm = nn.LayerNorm(8)
+        self.register_buffer("factors", torch.tensor([1.0] * 7 + [math.inf if place == "buffer" else 1.0]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        if self.place == "row that is hidden":
+            x = x.masked_fill(x < 1e9, -math.inf).softmax(-1)
+        if self.place == "write":
+            x = x.clone()
+            x[:, 0] = x[:, 0] * 1e30 * 1e30
+        return self.last(self.norm(x * self.factors))
+
+
+@pytest.mark.parametrize(
+    ("place", "node"),
+    [("row that is hidden", "softmax"), ("write", "mul_1"), ("buffer", "layer_norm")],
+)
+def test_infinities_that_are_meant_and_become_nan(place: str, node: str) -> None:
+    x = torch.randn(4, 8)
+    found = ampgraph.check_numerics(ampgraph.convert(NotFinite(place), (x,), dtype=torch.float16), (x,))
+    assert found is not None
+    assert (found.node, found.in_float32) == (node, True)
 
 
 def test_input_that_is_not_finite():

@@ -14,7 +14,7 @@ from ..module import AmpModule
 from ..origin import module_path
 from ..policy.loss_scale import DynamicLossScale
 from ..report import graph_view as view
-from ..runtime.run_graph import Draws, is_meant
+from ..runtime.run_graph import Draws, is_meant, written_by
 from .calibration import Calibration
 from .evidence import checked, pins_for, wide
 from .finding import BACKWARD, FORWARD, Finding, Range
@@ -196,20 +196,23 @@ class _Forward:
         if not any(look.bad for look in seen.outputs):
             return None
         for place, look in seen.values.items():
-            node = seen.nodes[place]
-            if not look.bad or any(
-                _is_bad(seen.values.get((place[0], n.name))) for n in node.all_input_nodes
-            ):
-                continue
-            if (look.nan or not is_meant(node)) and self._reaches_result(place):
+            if look.bad and self._starts(place, look) and self._reaches_result(place):
                 return self.described(seen, place, f"{look.bad} elements in float32", in_float32=True)
         return None
+
+    def _starts(self, place: Place, look: Look) -> bool:
+        """Whether it is the first that is not finite, or makes NaN, as of the infinities of a mask."""
+        node, values = self.reference.nodes[place], self.reference.values
+        inputs = [values[of] for n in node.all_input_nodes if (of := (place[0], n.name)) in values]
+        if look.nan and not any(of.nan for of in inputs):
+            return True
+        return not any(of.bad for of in inputs) and not is_meant(node)
 
     def _reaches_result(self, place: Place) -> bool:
         bad, waiting = {place[1]}, [self.reference.nodes[place]]
         while waiting:
             for user in waiting.pop().users:
-                if user.op == "output":
+                if user.op == "output" or written_by(user):
                     return True
                 if user.name not in bad and _is_bad(self.reference.values.get((place[0], user.name))):
                     bad.add(user.name)
