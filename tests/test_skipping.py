@@ -497,6 +497,19 @@ def test_overflow_of_the_forward_is_told_as_such(args, fused, caplog) -> None:
     assert "first in" not in caplog.text
 
 
+@pytest.mark.parametrize("scale", [1.0, 2.0])
+def test_the_least_scale_is_told_with_advice(scale: float, caplog: pytest.LogCaptureFixture) -> None:
+    policy = Policy(dtype=torch.float16, loss_scale=DynamicLossScale(init_scale=scale))
+    amp = ampgraph.convert(ReluNet(), (torch.zeros(4, 8),), policy=policy, backend="eager")
+    optimizer = torch.optim.SGD(amp.parameters(), lr=0.1)
+    amp.scaler.attach(optimizer)
+    with caplog.at_level(logging.WARNING, logger="ampgraph"):
+        (amp(batch()).sum() * torch.inf).backward()
+        optimizer.step()
+    assert f"gradients at loss scale {scale:g}" in caplog.text
+    assert ("check_numerics" in caplog.text) == (scale == 1.0)
+
+
 def test_overflow_of_the_gradient_is_not_told_as_one_of_the_forward() -> None:
     amp = convert()
     optimizer = torch.optim.SGD(amp.parameters(), lr=0.1, fused=True)

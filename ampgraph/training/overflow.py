@@ -193,6 +193,11 @@ class OverflowLog:
         self._last = last
 
 
+# A loss scale is seldom useful below.
+_LEAST = 1.0
+_ADVICE = "ampgraph.check_numerics(amp, args, loss=...) names the node and finds rules that fix it"
+
+
 def _log(overflow: Overflow, is_whole: bool) -> None:
     if overflow.node:
         log.warning(
@@ -212,12 +217,13 @@ def _log(overflow: Overflow, is_whole: bool) -> None:
         )
         return
     log.warning(
-        "step %d: non-finite gradients at loss scale %g, first in %s%s (%d parameters in all)",
+        "step %d: non-finite gradients at loss scale %g, first in %s%s (%d parameters in all)%s",
         overflow.step,
         overflow.scale,
         overflow.parameters[0],
         "" if overflow.rank is None else f" of rank {overflow.rank}",
         len(overflow.parameters),
+        "" if overflow.scale > _LEAST else f"; lower scales do not help: {_ADVICE}",
     )
 
 
