@@ -371,3 +371,19 @@ def test_refuses_a_loss_that_is_no_number():
     x = rows()
     with pytest.raises(ampgraph.AmpGraphError, match=r"0-dim tensor; got one of shape \(8, 16\)"):
         check_numerics(converted(Apply(lambda y: y), x), (x,), loss=lambda y: y)
+
+
+@pytest.mark.parametrize("tool", [ampgraph.check_numerics, ampgraph.compare])
+def test_refuses_a_model_of_which_nothing_is_captured(tool: Callable) -> None:
+    class Left(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(16, 16)
+
+        @torch.compiler.disable
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x)
+
+    amp = ampgraph.convert(Left(), dtype=torch.float16, capture="just in time", backend="eager")
+    with pytest.raises(ampgraph.AmpGraphError, match="Left: the call ran no converted graph"):
+        tool(amp, (rows(),), loss=lambda y: y.square().mean())

@@ -82,6 +82,7 @@ class ModelRunner:
         self.modules = tuple(name for name, _ in amp.source.named_modules())
         self._parts: dict[int, Part] = {}
         self._run_part: RunPart | None = None
+        self._has_run = False
         self._compiled: Callable | None = None
         self.take(args, kwargs)
 
@@ -105,16 +106,26 @@ class ModelRunner:
         return list(self._parts.values())
 
     def __call__(self, run_part: RunPart, gradients: bool = False) -> Any:
-        """Runs the model, with or without gradients, and returns what it returns."""
+        """Runs the model, with or without gradients, and returns what it returns.
+
+        Raises:
+            AmpGraphError: It is captured just in time, and no graph ran.
+        """
         args, kwargs = tree_map_only(Tensor, _copied, (self._args, self._kwargs))
         with self._undisturbed(), no_ambient_autocast(), torch.set_grad_enabled(gradients):
             if self._compiled is None:
                 return self._run_captured(run_part, args, kwargs)
-            self._run_part = run_part
+            self._run_part, self._has_run = run_part, False
             try:
-                return self._compiled(*args, **kwargs)
+                result = self._compiled(*args, **kwargs)
             finally:
                 self._run_part = None
+            if not self._has_run:
+                raise AmpGraphError(
+                    f"{type(self.amp.source).__name__}: the call ran no converted graph, so there is nothing "
+                    "to look at; TORCH_LOGS=graph_breaks,recompiles shows what torch.compile leaves out."
+                )
+            return result
 
     def _run_captured(self, run_part: RunPart, args: tuple, kwargs: dict[str, Any]) -> Any:
         captured = self.amp._graphs.find(self._args, self._kwargs)
@@ -139,6 +150,7 @@ class ModelRunner:
 
         def run(*flat: Any) -> Sequence[Any]:
             assert self._run_part is not None
+            self._has_run = True
             return self._run_part(part, list(flat))
 
         return run
