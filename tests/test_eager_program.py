@@ -201,7 +201,7 @@ def outcome(function: Callable, args: tuple, kwargs: dict[str, Any]) -> list[Any
     name = function.__name__.partition(".")[0]
     if name.endswith("_"):
         function(*own, **kwargs)
-        return floats
+        return pytree.tree_leaves(own)
     for a in floats:
         a.requires_grad_("foreach" not in name and ("norm" not in name or a.dim() > 1))
     results = pytree.tree_leaves(function(*own, **kwargs))
