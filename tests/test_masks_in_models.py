@@ -16,8 +16,13 @@ LENGTH, WIDTH = 6, 16
 EPS = {torch.bfloat16: 2**-8, torch.float16: 2**-11}
 X = torch.randn(2, LENGTH, WIDTH, generator=torch.Generator().manual_seed(1)) * 2
 KEEP = torch.tensor([[True] * 4 + [False] * 2, [False] * LENGTH])
-BIASES = nn.Parameter(torch.linspace(0.0, 200.0, LENGTH**2).view(LENGTH, LENGTH))
+LATER = torch.full((LENGTH, LENGTH), -1e4).triu(1)
+WINDOW = torch.full((LENGTH, LENGTH), -100.0).triu(1)
 Masked = Callable[[Tensor, Tensor], Tensor]
+
+
+def _pairs(keep: Tensor) -> Tensor:
+    return torch.einsum("bi,bj->bij", keep.float(), keep.float())
 
 
 def _twice(scores: Tensor, keep: Tensor) -> Tensor:
@@ -81,6 +86,22 @@ OF_INPUTS: dict[str, Masked] = {
     "a sum": lambda scores, keep: scores + (keep.float() * 1e4 - 1e4).unsqueeze(1),
     "a quotient": lambda scores, keep: scores - (1 - keep[:, None].float()) / 1e-4,
     "clamped": lambda scores, keep: (scores + (1 - keep[:, None].float()) * -1e4).clamp(min=-3e38),
+    "with a table": lambda scores, keep: scores + ((1 - keep[:, None].float()) * -1e4 + LATER),
+    "of two rows": lambda scores, keep: scores + (1 - _pairs(keep)) * -1e4,
+    "a power": lambda scores, keep: scores - 10.0 ** (1 - keep[:, None].float()) * 1e4,
+    "a logarithm": lambda scores, keep: scores + keep[:, None].float().clamp(min=1e-30).log(),
+    "a logarithm of a sum": lambda scores, keep: scores + (keep[:, None].float() + 1e-9).log(),
+    "selected from two": lambda scores, keep: (
+        scores + torch.where(LATER == 0, (1 - keep[:, None].float()) * -1e4, -2e4)
+    ),
+    "stacked": lambda scores, keep: (
+        scores
+        + torch.stack(
+            [(1 - keep[:, None].float()).expand(-1, LENGTH, -1) * -1e4, LATER.expand(2, -1, -1)]
+        ).sum(0)
+    ),
+    "what is seen": lambda scores, keep: scores + keep[:, None].float() * 100,
+    "hidden by 100": lambda scores, keep: scores - (1 - keep[:, None].float()) * 100,
 }
 
 
@@ -104,15 +125,63 @@ def test_the_reason_names_the_mask() -> None:
     assert decisions["add"].reason == "adds the mask 'mul': bfloat16 rounds such sums by up to 39.1"
 
 
-@pytest.mark.parametrize(
-    "masked",
-    [
-        lambda scores, keep: scores + (~keep).float()[:, None] * -100.0,  # a windowed transformer's
-        lambda scores, keep: scores + torch.arange(6.0),
-        lambda scores, keep: scores + BIASES[:, :LENGTH],  # learned
-        lambda scores, keep: scores.masked_fill(~keep[:, None], -1e4),
-    ],
-)
-def test_other_sums_run_low(masked: Masked) -> None:
-    with_hazards, without = (cast_map(converted(masked, torch.bfloat16, hazards=on)) for on in (True, False))
-    assert with_hazards == without
+OTHERS: dict[str, Callable[[nn.Module], Masked]] = {
+    "a windowed transformer's": lambda model: lambda scores, keep: scores + model.window[None],
+    "short distances": lambda model: lambda scores, keep: scores + torch.arange(6.0),
+    "learned": lambda model: lambda scores, keep: scores + model.biases[:, :LENGTH],
+    "a scaled learned table": lambda model: lambda scores, keep: scores + 16 * model.biases.sigmoid(),
+    "bounded on both sides": lambda model: lambda scores, keep: scores + 50 * (scores / 50).tanh(),
+    "filled": lambda model: lambda scores, keep: scores.masked_fill(~keep[:, None], -1e4),
+}
+
+
+class WithTables(Attention):
+    """Its tables are a buffer, each row of which shows something, and a parameter of large numbers."""
+
+    def __init__(self, masked: Callable[[nn.Module], Masked]) -> None:
+        super().__init__(masked(self))
+        self.register_buffer("window", WINDOW)
+        self.biases = nn.Parameter(torch.linspace(0.0, 200.0, LENGTH**2).view(LENGTH, LENGTH))
+
+
+@pytest.mark.parametrize("masked", OTHERS)
+def test_other_sums_run_low(masked: str) -> None:
+    policies = [Policy("O2", dtype=torch.bfloat16, hazards=on) for on in (True, False)]
+    maps = [cast_map(ampgraph.convert(WithTables(OTHERS[masked]), (X, KEEP), policy=p)) for p in policies]
+    assert maps[0] == maps[1]
+
+
+def test_a_table_that_hides_a_whole_row_is_a_mask() -> None:
+    model = WithTables(OTHERS["a windowed transformer's"])
+    model.window[0] = -100.0
+    amp = ampgraph.convert(model, (X, KEEP), policy="O2", dtype=torch.bfloat16)
+    assert amp.plan.decisions["add"].reason.startswith("adds the mask 'unsqueeze'")
+
+
+POOLED: dict[str, Masked] = {
+    "amax": lambda x, keep: (x - (~keep).float()[..., None] * 1e3).amax(1),
+    "max": lambda x, keep: (x - (~keep).float()[..., None] * 1e3).max(1)[0],
+    "amin": lambda x, keep: (x + (~keep).float()[..., None] * 1e3).amin(1),
+}
+
+
+@pytest.mark.parametrize("pooled", POOLED)
+def test_a_maximum_over_a_hidden_row_chooses_as_in_float32(pooled: str) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.linear, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 4)
+
+        def forward(self, x: Tensor, keep: Tensor) -> Tensor:
+            return self.head(POOLED[pooled](self.linear(x), keep))
+
+    def gradient(level: str, hazards: bool = True) -> Tensor:
+        policy = Policy(level, dtype=torch.float16, loss_scale=NoLossScale(), hazards=hazards)
+        amp = ampgraph.convert(Model(), (X, KEEP), policy=policy)
+        amp(X, KEEP).sum().backward()
+        return amp.source.linear.weight.grad
+
+    true = gradient("O0")
+    assert (gradient("O2") - true).norm() < 0.01 * true.norm()
+    assert (gradient("O2", hazards=False) - true).norm() > 0.1 * true.norm()

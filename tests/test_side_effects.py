@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.modules import module as module_hooks
+from torch.nn.utils import prune
 
 import ampgraph
 from tests.helpers import close
@@ -309,7 +310,6 @@ LAYERS_WITH_STATE = {
     "LSTM": lambda: nn.LSTM(8, 8, 2, bidirectional=True),
     "GRU": lambda: nn.GRU(8, 8),
     "RNN": lambda: nn.RNN(8, 8),
-    "spectral_norm": lambda: nn.utils.spectral_norm(nn.Linear(8, 8)),
     "weight_norm": lambda: nn.utils.parametrizations.weight_norm(nn.LSTM(8, 8), "weight_hh_l0"),
 }
 
@@ -322,6 +322,28 @@ def test_state_that_torchs_own_layers_keep_is_no_reason_to_warn(layer, way, recw
     getattr(ampgraph, way)(model, (X,), **LOW)
     assert not of_ampgraph(recwarn)
     assert set(vars(model)) == before
+
+
+WEIGHTS_OF_HOOKS = {
+    "pruned": lambda layer: prune.l1_unstructured(layer, "weight", amount=0.5),
+    "spectral_norm": nn.utils.spectral_norm,
+}
+
+
+@pytest.mark.parametrize("hook", WEIGHTS_OF_HOOKS)
+def test_weights_that_hooks_of_torch_set_are_told_and_stay_current_just_in_time(hook):
+    """The next pruning reads the weight that the hook set at the last call."""
+    layers = [WEIGHTS_OF_HOOKS[hook](nn.Linear(8, 8)) for _ in range(2)]
+    layers[1].load_state_dict(layers[0].state_dict())
+    with pytest.warns(UserWarning, match="forward sets weight"):
+        ampgraph.convert(layers[0], (X,), policy="O0")
+    plain, amp = layers[0], ampgraph.convert(layers[1], policy="O0")
+    for layer in (plain, layers[1]):
+        with torch.no_grad():
+            layer.weight_orig.mul_(2)
+            layer.weight_orig[0] += 1
+    plain(X), amp(X)
+    assert layers[1].weight.equal(plain.weight)
 
 
 def test_state_that_a_users_hook_sets_on_torchs_layer_is_told():

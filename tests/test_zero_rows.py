@@ -84,6 +84,42 @@ def test_training_with_a_mask_of_floats_skips_no_step(norm: str, backend: str) -
     assert all(p.grad.isfinite().all() for p in model.parameters())
 
 
+QUOTIENTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "probabilities": lambda scores, keep: _shares((scores * keep).softmax(-1) * keep, 1e-13),
+    "gates": lambda scores, keep: _shares(scores.sigmoid() * keep, 1e-10),
+    "features": lambda scores, keep: _shares((F.elu(scores) + 1) * keep, 1e-9),
+    "a mean": lambda scores, keep: scores * keep / (keep.sum(-1, keepdim=True) + 1e-12),
+    "instance norm": lambda scores, keep: F.instance_norm(scores * keep, eps=1e-12),
+    "instance norm with a usual eps": lambda scores, keep: F.instance_norm(scores * keep, eps=1e-8),
+}
+
+
+def _shares(x: Tensor, eps: float) -> Tensor:
+    return x / (x.sum(-1, keepdim=True) + eps)
+
+
+@pytest.mark.parametrize("given", [torch.int64, torch.float32])
+@pytest.mark.parametrize("quotient", QUOTIENTS)
+def test_training_with_masked_quotients_skips_no_step(quotient: str, given: torch.dtype) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.q, self.k = nn.Linear(16, 16), nn.Linear(16, 16)
+
+        def forward(self, x: Tensor, keep: Tensor) -> Tensor:
+            pairs = (keep[:, None] * keep[:, :, None]).float()
+            return QUOTIENTS[quotient](self.q(x) @ self.k(x).transpose(1, 2) / 4, pairs) @ x
+
+    model, x, keep = Model(), torch.randn(2, 5, 16), KEEP.to(given)
+    policy = Policy("O2", dtype=torch.float16, loss_scale=StaticLossScale(1024.0))
+    amp = ampgraph.convert(model, (x, keep), policy=policy)
+    found = amp(x, keep)
+    found.square().mean().backward()
+    assert found.isfinite().all()
+    assert all(p.grad.isfinite().all() for p in model.parameters())
+
+
 def test_the_reason_names_mask_and_norm() -> None:
     decision = converted(MASKED["inverted"]).plan.decisions["layer_norm"]
     assert decision.reason.startswith("'unsqueeze' may set rows to 0")

@@ -26,6 +26,7 @@ from .held_objects import Change
 
 _TORCH = str(Path(torch.__file__).parent)
 _LAYERS = f"{_TORCH}/nn/"
+_HOOKS = f"{_LAYERS}utils/"
 _OURS = str(Path(__file__).parents[1])
 # What every module has: parameters, hooks, the training mode. A forward on a module is its own.
 _OF_EVERY_MODULE = frozenset({*vars(nn.Module()), *vars(nn.Module)} - {"forward"})
@@ -209,10 +210,14 @@ class Reads:
 
 
 def _is_set_by_torch(frame: FrameType) -> bool:
-    """Whether torch's layers and hooks set an attribute, such as the flat weights of ``nn.LSTM``."""
+    """Whether torch's layers set an attribute, such as the flat weights of ``nn.LSTM``.
+
+    The hooks of torch.nn.utils do not count: pruning reads the weights that they set.
+    """
     while frame.f_code.co_name == "__setattr__" and frame.f_back:
         frame = frame.f_back
-    return frame.f_code.co_filename.startswith(_LAYERS)
+    file = frame.f_code.co_filename
+    return file.startswith(_LAYERS) and not file.startswith(_HOOKS)
 
 
 def _has_branches(program: ExportedProgram) -> bool:

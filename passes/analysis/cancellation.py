@@ -2,8 +2,8 @@
 
 Analysis only. Three kinds occur in models. The first subtracts or divides a sum of squares of the same values
 (variances, distances, cosines). The second is the distance of a probability from 0 or 1 that a logarithm
-reads. The third is a sum with a mask of large numbers: a softmax sees its differences alone, and where the
-mask hides all of a row, those of the other operand.
+reads. The third is a sum with a mask of large numbers: a softmax or a maximum sees its differences alone, and
+where the mask hides all of a row, those of the other operand.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from torch.fx import Node
 
 from ampgraph.ops.lists import OpClass
 
-from .facts import Facts, NodeFacts, is_cast
+from .facts import Facts, tensors
 from .graph_walk import ancestors, kind, operand, operands
-from .magnitudes import Sizes
+from .magnitudes import COARSE, Size, Sizes
 from .problem import Hazard
 
 # Paths longer than this belong to other parts of the model.
@@ -26,7 +26,17 @@ _LONGEST = 8
 _PAIRED = ("add", "sub", "rsub", "div")
 _LOGARITHMS = ("log", "log2", "log10", "log1p", "special_log1p", "logit", "special_logit", "xlogy")
 _SATURATES = ("sigmoid", "special_expit", "hardsigmoid", "tanh", "erf")
-_SOFTMAX = ("softmax", "_softmax", "_safe_softmax", "log_softmax", "_log_softmax", "exp", "exp2", "logsumexp")
+_SEES_DIFFERENCES = (
+    *("softmax", "_softmax", "_safe_softmax", "log_softmax", "_log_softmax", "cross_entropy_loss"),
+    *("exp", "exp2", "logsumexp", "logcumsumexp", "logaddexp"),
+    *("max", "amax", "cummax", "argmax", "maximum", "fmax", "max_pool1d", "max_pool2d", "max_pool3d"),
+    *("min", "amin", "cummin", "argmin", "minimum", "fmin"),
+    *("aminmax", "topk", "sort", "argsort", "msort", "kthvalue", "median"),
+    *("adaptive_max_pool1d", "adaptive_max_pool2d", "adaptive_max_pool3d"),
+)
+# They leave the rows of a table as they are, if its last size stays.
+_KEEPS_ROWS = ("alias", "detach", "clone", "contiguous", "lift_fresh_copy", "to", "_to_copy", "unsqueeze")
+_KEEPS_ROWS += ("expand", "view", "reshape")
 _SUMS = ("add", "sub", "rsub")
 _ARITHMETIC = ("add", "sub", "rsub", "mul", "div", "pow", "square", "clamp", "clip", "clamp_min", "clamp_max")
 
@@ -40,8 +50,8 @@ def find_cancellations(facts: Facts, sizes: Sizes, low_dtype: torch.dtype) -> di
             hazards = _beside_squares(node, sizes)
         elif name in _LOGARITHMS:
             hazards = _before_logarithm(node, facts, low_dtype)
-        elif name in _SOFTMAX:
-            hazards = _before_softmax(node, sizes)
+        elif name in _SEES_DIFFERENCES:
+            hazards = _behind_mask(node, sizes)
         else:
             continue
         for part, hazard in hazards:
@@ -88,14 +98,14 @@ def _before_logarithm(node: Node, facts: Facts, low_dtype: torch.dtype) -> Itera
             yield part, Hazard(reason, node, fed_low=True)
 
 
-def _before_softmax(node: Node, sizes: Sizes) -> Iterator[tuple[Node, Hazard]]:
-    """Yields what leads from a sum with a mask into a softmax."""
+def _behind_mask(node: Node, sizes: Sizes) -> Iterator[tuple[Node, Hazard]]:
+    """Yields what leads from a sum with a mask into an op that sees differences alone."""
     for part in _ways(node, sizes.facts, lambda n: _mask_at(n, sizes) is not None):
         if part is node:
             continue
         reason = f"leads from a sum with a mask into {node.name!r}"
         if (mask := _mask_at(part, sizes)) is not None:
-            step = _largest(mask, sizes) * sizes.limits.eps
+            step = sizes.typical[mask].peak * sizes.limits.eps
             reason = (
                 f"adds the mask {mask.name!r}: {sizes.limits.dtype} rounds such sums by up to {step / 2:.3g}"
             )
@@ -103,58 +113,34 @@ def _before_softmax(node: Node, sizes: Sizes) -> Iterator[tuple[Node, Hazard]]:
 
 
 def _mask_at(node: Node, sizes: Sizes) -> Node | None:
-    """Returns the operand of a sum beside which the low dtype loses steps of 1 of the other one."""
+    """Returns the operand of a sum whose numbers make the low dtype round the other one coarsely."""
     pair = [n for n in operands(node) if isinstance(n, Node)] if kind(node) in _SUMS else []
-    if len(pair) < 2:
-        return None
-    hides = [
-        1 / sizes.limits.eps <= _largest(n, sizes) < math.inf and not _is_learned(n, sizes) for n in pair
-    ]
-    return pair[hides.index(True)] if hides[0] != hides[1] else None
+    hides = [n for n in pair if _hides(_added(node, n, sizes))]
+    return hides[0] if len(pair) == 2 and len(hides) == 1 else None
 
 
-def _largest(node: Node, sizes: Sizes) -> float:
-    """Returns the largest number by which a mask hides; 0 if this is none, whose numbers have both signs."""
-    size = sizes[node]
-    one, other = sorted((abs(size.low), abs(size.high)))
-    if other < math.inf:
-        return other if one < 1 / sizes.limits.eps else 0.0
-    return _factor(node, sizes, _LONGEST) or 0.0
+def _hides(size: Size) -> bool:
+    """Whether numbers of this size are a mask. Those with large numbers of both signs are scores."""
+    return COARSE < size.peak < math.inf and not (size.low < -COARSE and size.high > COARSE)
 
 
-def _factor(node: Node, sizes: Sizes, hops: int) -> float | None:
-    """Returns the factor by which numbers multiply the inputs of the model that a node is made of.
+def _added(node: Node, addend: Node, sizes: Sizes) -> Size:
+    """Returns the size of an addend. If it is a table, the largest number of each row counts alone.
 
-    An input that is multiplied by a large number is a mask, whatever its dtype. None if the node is made of
-    something else.
+    Beside that number a softmax does not see the row's other ones.
     """
-    fact = sizes.facts[node]
-    if node.op == "placeholder" and not fact.is_parameter:
-        return 1.0
-    if not hops or fact.is_parameter:
-        return None
-    first, second = operands(node) if kind(node) in (*_SUMS, "mul", "div") else (operand(node), None)
-    factors = [_factor(n, sizes, hops - 1) for n in (first, second) if isinstance(n, Node)]
-    numbers = [n for n in map(sizes.constant, (first, second)) if n is not None]
-    if kind(node) in _SUMS:
-        known = [factor for factor in factors if factor is not None]
-        return max(known, default=None) if len(known) + len(numbers) == 2 else None
-    if kind(node) == "mul" and len(numbers) == 1:
-        return next((abs(factor * numbers[0]) for factor in factors if factor is not None), None)
-    if kind(node) == "div" and sizes.constant(second):
-        return factors[0] and abs(factors[0] / numbers[-1])
-    return factors[0] if factors and (kind(node) == "neg" or _moves(node, fact)) else None
+    table = addend
+    while kind(table) in _KEEPS_ROWS and _last_size(operand(table)) == _last_size(table):
+        table = operand(table)
+    is_table = table.op == "get_attr" and sizes.extents.is_constant(table) and table in sizes.facts
+    if kind(node) != "add" or node.kwargs or not is_table or sizes.facts[table].mutated:
+        return sizes.typical[addend]
+    return Size(*(sizes.extents.tops(table) or sizes.typical[addend][:2]))
 
 
-def _moves(node: Node, fact: NodeFacts) -> bool:
-    """Whether an op leaves values as they are: it moves, copies or casts them."""
-    return fact.op_class is OpClass.CLEAR or is_cast(node)
-
-
-def _is_learned(node: Node, sizes: Sizes) -> bool:
-    """Whether parameters decide the numbers, as in a table of biases by position."""
-    sources = (n for n in (node, *ancestors(node)) if sizes.facts[n].is_parameter)
-    return not all(map(sizes.extents.is_constant, sources))
+def _last_size(node: Node) -> object:
+    shape = tensors(node)[0].shape
+    return shape[-1] if shape else None
 
 
 def _ways(node: Node, facts: Facts, is_start: Callable[[Node], bool]) -> list[Node]:

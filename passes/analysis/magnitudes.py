@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import cached_property
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -16,14 +17,17 @@ from torch.fx import Graph, Node
 from torch.nn import Module
 
 from ampgraph._compat import size_hint
+from ampgraph.ops.lists import OpClass
 
 from .alias import SOURCES
 from .facts import Facts, tensors
-from .graph_walk import values_read
+from .graph_walk import kind, operand, values_read
 from .ranges import Extents, numbers
 
 # A sum of so many moderate values may leave float16's range; a factor as small brings it back.
 LONG_SUM = 64
+# Above this number bfloat16 rounds by 1/16 and more, as much as a softmax should lose.
+COARSE = 16.0
 
 
 class Size(NamedTuple):
@@ -57,6 +61,7 @@ class Size(NamedTuple):
 
 UNKNOWN = Size()
 UNIT = Size(0.0, 1.0)
+SIGNED_UNIT = Size(-1.0, 1.0)
 
 
 class Sizes:
@@ -73,17 +78,23 @@ class Sizes:
         self, facts: Facts, low_dtype: torch.dtype, extents: Extents, rule: Callable[[Sizes, Node], Size]
     ) -> None:
         self.facts, self.extents, self.limits = facts, extents, torch.finfo(low_dtype)
+        self._low_dtype, self._rule = low_dtype, rule
         self.limit = self.limits.max
         self.is_narrow = self.limit < torch.finfo(torch.float32).max / 2
         self._known: dict[Node, Size] = {}
         for node in facts:
             if node.op not in (*SOURCES, "output"):
-                self._known[node] = self._fitting(rule(self, node))
+                self._known[node] = self._of_result(node)
 
     def __getitem__(self, node: Node) -> Size:
         if node not in self._known:
             self._known[node] = self._of_source(node) if node.op in SOURCES else UNKNOWN
         return self._known[node]
+
+    @cached_property
+    def typical(self) -> TypicalSizes:
+        """The sizes for inputs and parameters of usual size."""
+        return TypicalSizes(self.facts, self._low_dtype, self.extents, self._rule)
 
     def of(self, value: object) -> Size:
         """Returns the size of an argument: a node, a number, or nothing."""
@@ -133,6 +144,18 @@ class Sizes:
         """Returns the sizes of the tensors that a node reads, and of its numbers."""
         return [*(self[n] for n in values_read(node)), *map(self.of, numbers(node))]
 
+    def moved(self, node: Node) -> list[Size]:
+        """Returns the sizes of what an op moves, and of its numbers: integers beside floats are indices."""
+        read = values_read(node)
+        floats = [n for n in read if any(t.is_floating_point() for t in tensors(n))]
+        return [*(self[n] for n in floats or read), *map(self.of, numbers(node))]
+
+    def _of_result(self, node: Node) -> Size:
+        size = self._rule(self, node)
+        if size.large and size.peak <= self.limit:  # it is proven to fit
+            return size._replace(large="", grows=False)
+        return size
+
     def _of_source(self, node: Node) -> Size:
         if all(v.dtype is torch.bool for v in tensors(node)) and tensors(node):
             return UNIT
@@ -141,11 +164,26 @@ class Sizes:
             return UNKNOWN
         return Size(*extent) if self.extents.is_constant(node) else _of_trained(*extent)
 
-    def _fitting(self, size: Size) -> Size:
-        """Drops the mark of what is proven to fit."""
-        if size.large and size.peak <= self.limit:
-            return size._replace(large="", grows=False)
-        return size
+
+class TypicalSizes(Sizes):
+    """The sizes if inputs and parameters are from 0 to 1, matrix products and what is unknown from -1 to 1.
+
+    They tell what the numbers in the code and in the buffers of a model make of such values.
+    """
+
+    def _of_source(self, node: Node) -> Size:
+        known = super()._of_source(node)
+        return known if known.peak < math.inf and self.extents.is_constant(node) else UNIT
+
+    def _of_result(self, node: Node) -> Size:
+        size = self._rule(self, node)
+        is_unknown = size.low == -math.inf and size.high == math.inf
+        if is_unknown and kind(node) == "div":  # by something about 1
+            return self.of(operand(node))
+        if is_unknown or self.facts[node].op_class is OpClass.WHITE:
+            return SIGNED_UNIT
+        low = size.low if size.low > -math.inf else min(-1.0, size.high)
+        return Size(low, size.high if size.high < math.inf else max(1.0, low))
 
 
 def values_that_count(graph: Graph, root: Module, low_dtype: torch.dtype) -> list[tuple]:
@@ -155,7 +193,8 @@ def values_that_count(graph: Graph, root: Module, low_dtype: torch.dtype) -> lis
     for node in graph.find_nodes(op="get_attr"):
         extent = extents[node]
         if extent is None or extents.is_constant(node):
-            found.append((node.name, extent))
+            tops = extents.tops(node) if extents.peak(node) > COARSE else None
+            found.append((node.name, extent, tops))
         else:
             peak = extents.peak(node)
             found.append((node.name, _of_trained(*extent), peak if peak > most else 0.0))

@@ -150,6 +150,13 @@ class Extents:
         """Returns the largest magnitude; 0 where it is not known."""
         return max(map(abs, self[node] or (0.0,)))
 
+    def tops(self, node: Node) -> tuple[float, float] | None:
+        """Returns the least and the largest of the rows' largest finite elements; None where not known."""
+        table = _attribute(self._root, str(node.target)) if node.op == "get_attr" else None
+        if not isinstance(table, torch.Tensor) or table.dim() == 0 or self[node] is None:
+            return None
+        return _extent(table.detach().amax(-1))
+
     def is_constant(self, node: Node) -> bool:
         """Whether training probably does not change it: a buffer or a constant."""
         return is_table(self._root, node)

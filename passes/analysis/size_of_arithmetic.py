@@ -63,6 +63,13 @@ def hardtanh(sizes: Sizes, node: Node) -> Size:
     return Size(-1.0 if low is None else float(low), 1.0 if high is None else float(high))
 
 
+def extreme(sizes: Sizes, node: Node) -> Size:
+    """The larger or the smaller one of each pair."""
+    a, b = map(sizes.of, operands(node))
+    choose = max if kind(node) in ("maximum", "fmax") else min
+    return Size(choose(a.low, b.low), choose(a.high, b.high)).marked(sizes.hull(a, b))
+
+
 def dropout(sizes: Sizes, node: Node) -> Size:
     """The kept values are scaled up."""
     size = sizes.of(operand(node))
@@ -197,12 +204,14 @@ def sqrt(sizes: Sizes, node: Node) -> Size:
 
 
 def logarithm(sizes: Sizes, node: Node) -> Size:
-    """In range."""
+    """In range; the factor is for log2."""
     size = sizes.of(operand(node))
     shift = 1.0 if kind(node) in ("log1p", "special_log1p") else 0.0
-    if not 0 < size.high + shift < math.inf:
+    low, high = size.low + shift, size.high + shift
+    if not 0 < high < math.inf:
         return UNKNOWN
-    return Size(high=max(0.0, 1.5 * math.log(size.high + shift)))
+    least = min(0.0, 1.5 * math.log(low)) if low > 0 else -math.inf
+    return Size(least, max(0.0, 1.5 * math.log(high)))
 
 
 def to_power(sizes: Sizes, node: Node) -> Size:

@@ -14,10 +14,8 @@ from . import size_of_arithmetic as arithmetic
 from . import size_of_growth as growth
 from .arguments import argument
 from .facts import tensors
-from .magnitudes import UNIT, UNKNOWN, Rule, Size, Sizes
+from .magnitudes import SIGNED_UNIT, UNIT, UNKNOWN, Rule, Size, Sizes
 from .products import terms
-
-_SIGNED_UNIT = Size(-1.0, 1.0)
 
 
 def _fixed(size: Size) -> Rule:
@@ -43,7 +41,7 @@ RULES: Mapping[str, Rule] = _table(
         "sigmoid special_expit hardsigmoid softmax special_softmax _softmax _safe_softmax rand rand_like",
     ),
     (_fixed(UNIT), "one_hot bernoulli eye"),
-    (_fixed(_SIGNED_UNIT), "tanh sin cos erf sign sgn cosine_similarity"),
+    (_fixed(SIGNED_UNIT), "tanh sin cos erf sign sgn cosine_similarity"),
     (_fixed(Size(high=0.0)), "log_softmax special_log_softmax _log_softmax log_sigmoid log_sigmoid_forward"),
     (
         _fixed(UNKNOWN),
@@ -61,6 +59,7 @@ RULES: Mapping[str, Rule] = _table(
     (arithmetic.softplus, "softplus"),
     (arithmetic.clamp, "clamp clip clamp_min clamp_max"),
     (arithmetic.hardtanh, "hardtanh relu6"),
+    (arithmetic.extreme, "maximum fmax minimum fmin"),
     (arithmetic.dropout, "dropout feature_dropout native_dropout"),
     (arithmetic.add, "add sub rsub subtract"),
     (arithmetic.mul, "mul multiply"),
@@ -96,7 +95,7 @@ def size_of_op(sizes: Sizes, node: Node) -> Size:
     if terms(node) is not None or fact.op_class is OpClass.WHITE:
         return growth.product(sizes, node)
     if fact.op_class is OpClass.CLEAR or fact.op.is_view:
-        return sizes.hull(*read) if (read := sizes.read(node)) else UNKNOWN
+        return sizes.hull(*read) if (read := sizes.moved(node)) else UNKNOWN
     if fact.op_class is OpClass.GRAY:
         return UNKNOWN.marked(sizes.hull(*sizes.read(node))._replace(root="", eps=0.0))
     return UNKNOWN

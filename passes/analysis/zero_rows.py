@@ -17,7 +17,9 @@ from .graph_walk import kind, operand, operands, root
 from .magnitudes import Sizes
 from .problem import Hazard
 
-_NORMS = ("layer_norm", "native_layer_norm", "rms_norm", "group_norm")
+_NORMS = ("layer_norm", "native_layer_norm", "rms_norm", "group_norm", "instance_norm")
+# Above this part of the range, loss scales of usual size are too large for the gradients.
+_PART = 1 / 64
 # Ops between the inputs that make a mask and the product.
 _LONGEST = 8
 
@@ -27,7 +29,7 @@ def find_zero_rows(facts: Facts, sizes: Sizes) -> dict[Node, Hazard]:
     found: dict[Node, Hazard] = {}
     for node in facts:
         steepest = _steepest(node, sizes)
-        if not sizes.limit < steepest < math.inf:
+        if not sizes.limit * _PART < steepest < math.inf:
             continue
         way = [node, *_way_to_root(operand(node))]
         if (mask := _mask_at(way[-1], facts)) is not None:
@@ -44,7 +46,7 @@ def _steepest(node: Node, sizes: Sizes) -> float:
         eps = argument(node, "eps")
         return eps**-0.5 if isinstance(eps, float) and eps > 0 else 0.0
     if kind(node) == "div" and all(isinstance(n, Node) for n in operands(node)):
-        least = sizes[operands(node)[1]].low
+        least = sizes.typical[operands(node)[1]].low
         return 1 / least if least > 0 else 0.0
     return 0.0
 
