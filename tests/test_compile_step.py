@@ -721,7 +721,7 @@ def test_results_that_share_memory_beside_an_unused_parameter(backend: str, is_r
 def test_results_that_are_no_tensors() -> None:
     def with_numbers(amp: nn.Module, x: Tensor, name: str) -> tuple:
         y = amp(x)
-        return y.square().mean(), None, {"rows": len(x), "y": y, "name": name}
+        return y.square().mean(), None, {"rows": len(x), "y": y, "name": name, "size": y.shape}
 
     runs = [Run(dtype=torch.bfloat16, model=net(0.0, nn.LayerNorm)) for _ in range(2)]
     step = ampgraph.compile_step(runs[0].amp, runs[0].optimizer, with_numbers)
@@ -733,6 +733,7 @@ def test_results_that_are_no_tensors() -> None:
         runs[1].optimizer.zero_grad()
         assert nothing is None
         assert (rest["rows"], rest["name"]) == (rows, f"of {rows}")
+        assert (type(rest["size"]), rest["size"]) == (torch.Size, others["size"])
         assert torch.equal(loss, wanted)
         assert torch.equal(rest["y"], others["y"])
     assert step.reason is None

@@ -16,7 +16,7 @@ from .._compat import is_backend_error, is_untraced_generator
 from ..errors import AmpGraphError, NoStateError, PolicyError, warn_user
 from ..module import AmpModule
 from ..training.optimizer_step import parameters_of
-from .fit import Fit, Key, loss_of, varying_settings
+from .fit import Fit, Key, is_size, loss_of, varying_settings
 from .trace_step import trace_step
 from .whole_step import WholeStep
 
@@ -223,7 +223,7 @@ class CompiledStep:
             scaler.step(optimizer)
             scaler.update()
         optimizer.zero_grad(set_to_none=True)
-        return tree_map_only(Tensor, Tensor.detach, result)
+        return tree_map_only(Tensor, Tensor.detach, result, is_leaf=is_size)
 
     def _tell(self, reason: str) -> None:
         if reason not in self._told:

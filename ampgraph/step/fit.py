@@ -37,7 +37,7 @@ _requires_grad, _version = attrgetter("requires_grad"), attrgetter("_version")
 _hooks = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
 _MOST_NUMBERS = 64
 # What the arguments and results of ``loss_fn`` may be beside tensors; a graph keeps them.
-PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 # The code of a converted model's ``forward``.
 _FORWARD = next(c for c in AmpModule._make_forward.__code__.co_consts if isinstance(c, CodeType))
 # The code of what wraps ``Optimizer.step`` and keeps what it does.
@@ -281,6 +281,11 @@ def _is_hashable(value: object) -> bool:
     except TypeError:
         return False
     return True
+
+
+def is_size(value: object) -> bool:
+    """Whether pytree would make a tuple of it."""
+    return isinstance(value, torch.Size)
 
 
 def loss_of(result: Any) -> Tensor:

@@ -28,7 +28,7 @@ from ..training.weight_gradient import low_weight_gradients
 from .effects import RefusedOutside, without_effects, without_saved_tensor_hooks
 from .equal_calls import merge_equal_calls
 from .fewer_calls import share_views, shorten_calls
-from .fit import PLAIN, loss_of
+from .fit import PLAIN, is_size, loss_of
 from .grad_mode import keep_workspaces
 from .optimizer_math import can_update, update
 from .surroundings import Surroundings
@@ -236,7 +236,7 @@ class _Tracer:
                 found = None if flags is None else (flags > 0).any().to(torch.float32)
                 kept = self._update(gradients, found, rates)
         self.traced.used = model.used
-        parts, self.traced.spec = pytree.tree_flatten(result)
+        parts, self.traced.spec = pytree.tree_flatten(result, is_leaf=is_size)
         self.traced.plain = {i: x for i, x in enumerate(parts) if not isinstance(x, Tensor)}
         for other in self.traced.plain.values():
             if not isinstance(other, PLAIN):
