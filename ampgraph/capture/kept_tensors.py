@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import itertools
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -31,6 +32,8 @@ _RANDOM = frozenset(
 ) | {getattr(Tensor, f"{name}_") for name in ("uniform", "random", "exponential", "cauchy", "log_normal")}
 _seen_frozen: list[int] = []  # the first count of frozen objects that is not 0
 _DEPTH = 4  # of containers inside containers
+_MOST_ASKED = 256  # objects in one question
+_LEFT_OUT = (FrameType, *weakref.ProxyTypes)
 
 
 class KeptTensors:
@@ -108,8 +111,10 @@ class KeptTensors:
         of_capture = {id(tensor) for tensor in alive}
         holders = [*self._put_back(of_capture)]
         own = (alive, holders, self._places, self._objects, *ignored)
+        referrers = _Referrers(alive)
         for tensor in alive:
-            holders.extend((name, tensor) for name in _take_out(tensor, self._new, set(map(id, own))))
+            taken = _take_out(tensor, referrers, self._new, set(map(id, own)))
+            holders.extend((name, tensor) for name in taken)
         self.depends = list(dict.fromkeys(name for name, value in holders if not self._is_table(value)))
 
     def _alive(self) -> list[Tensor]:
@@ -152,7 +157,9 @@ def _holds(value: object, of_capture: set[int]) -> bool:
     return any(id(leaf) in of_capture for leaf in tree_leaves(value))
 
 
-def _take_out(value: object, new: set[int], ignored: set[int], depth: int = _DEPTH) -> Iterator[str]:
+def _take_out(
+    value: object, referrers: _Referrers, new: set[int], ignored: set[int], depth: int = _DEPTH
+) -> Iterator[str]:
     """Takes a value out of the containers, caches and objects that hold it; yields their names.
 
     A container that is newer than the capture goes with what it holds. A dict that something older holds may
@@ -160,30 +167,33 @@ def _take_out(value: object, new: set[int], ignored: set[int], depth: int = _DEP
     or attribute whose earlier value is not known becomes None.
 
     Args:
+        value: What to take out.
+        referrers: Who holds what.
         new: What is newer than the capture.
         ignored: Holders to leave alone.
         depth: How many new containers around the value to look at.
     """
-    holders = _referrers(value)
-    inner = ignored | {id(value), id(holders)}
-    for holder in holders:
+    inner = ignored | {id(value)}
+    for holder in referrers.of(value):  # no closure here may hold the value: it would count
         if id(holder) in ignored:
             continue
         if isinstance(holder, functools._lru_cache_wrapper):
             holder.cache_clear()
             yield f"the cache of {holder.__wrapped__.__qualname__}"
         elif isinstance(holder, dict):
-            outer = [*_take_out(holder, new, inner, depth - 1)] if id(holder) in new and depth else []
-            if outer or id(holder) not in new or _has_a_name(holder):
-                yield from outer or _out_of_dict(holder, value, is_named=not isinstance(value, dict))
+            is_inner = id(holder) in new and depth
+            outer = [*_take_out(holder, referrers, new, inner, depth - 1)] if is_inner else []
+            if outer or id(holder) not in new or _has_a_name(holder, referrers):
+                is_named = not isinstance(value, dict)
+                yield from outer or _out_of_dict(holder, value, _owner(holder, referrers), is_named)
         elif id(holder) in new or isinstance(holder, tuple):
             if depth and isinstance(holder, _CONTAINERS):
-                yield from _take_out(holder, new, inner, depth - 1)
+                yield from _take_out(holder, referrers, new, inner, depth - 1)
         elif isinstance(holder, set):
             holder.discard(value)
             yield "a set"
         elif isinstance(holder, (list, deque)):
-            for index in reversed([i for i, held in enumerate(holder) if held is value]):
+            for index in reversed(_keys(enumerate(holder), value)):
                 del holder[index]
             yield f"a {type(holder).__name__}"
         elif not isinstance(value, dict):
@@ -192,10 +202,9 @@ def _take_out(value: object, new: set[int], ignored: set[int], depth: int = _DEP
                 yield f"{type(holder).__name__}.{name}"
 
 
-def _out_of_dict(holder: dict, value: object, is_named: bool) -> Iterator[str]:
-    """Removes a value from a dict, or sets the attribute to None if ``is_named``."""
-    owner = _owner(holder)
-    for key in [key for key, held in holder.items() if held is value]:
+def _out_of_dict(holder: dict, value: object, owner: object | None, is_named: bool) -> Iterator[str]:
+    """Removes a value from a dict, or sets the attribute of its owner to None if ``is_named``."""
+    for key in _keys(holder.items(), value):
         if owner is None or isinstance(owner, FunctionType):
             del holder[key]
             yield f"a dict (key {key!r})" if owner is None else f"{owner.__qualname__}.{key}"
@@ -204,10 +213,53 @@ def _out_of_dict(holder: dict, value: object, is_named: bool) -> Iterator[str]:
             yield f"{getattr(owner, '__name__', type(owner).__name__)}.{key}"
 
 
-def _referrers(value: object) -> list[Any]:
-    """Returns what holds a value, except running code and proxies, whose object may be dead."""
-    left_out = (FrameType, *weakref.ProxyTypes)
-    return [holder for holder in gc.get_referrers(value) if type(holder) not in left_out]
+class _Referrers:
+    """What holds objects, except running code and proxies, whose object may be dead.
+
+    The garbage collector walks all objects of the process for each question, so it is asked for many at once.
+    """
+
+    def __init__(self, values: list[Any]) -> None:
+        self._known: dict[int, list[Any]] = {}
+        self._own: dict[int, object] = {}  # lists of this object, by id, which hold what they tell of
+        self._ask(values)
+
+    def of(self, value: object) -> list[Any]:
+        """Returns what holds a value now."""
+        wanted = id(value)
+        if wanted not in self._known:
+            self._ask([value, *self._next(wanted)])
+        return self._kept([h for h in self._known[wanted] if _refers_to(h, wanted)])
+
+    def _next(self, asked: int) -> list[Any]:
+        """Returns containers that hold something known, except one: they are the next to be asked about."""
+        held_by = itertools.chain.from_iterable(self._known.values())
+        found = {id(h): h for h in held_by if isinstance(h, _CONTAINERS)}
+        return [h for i, h in found.items() if i not in self._known and i != asked][:_MOST_ASKED]
+
+    def _ask(self, values: list[Any]) -> None:
+        self._kept(values)
+        found: dict[int, list[Any]] = {id(value): [] for value in values}
+        for holder in self._kept(gc.get_referrers(*values)):
+            if type(holder) in _LEFT_OUT or id(holder) in self._own or holder is found:
+                continue
+            for held in found.keys() & set(map(id, gc.get_referents(holder))):
+                found[held].append(holder)
+        for held_by in found.values():
+            self._kept(held_by)
+        self._known |= found
+
+    def _kept(self, own: list[Any]) -> list[Any]:
+        self._own[id(own)] = own
+        return own
+
+
+def _keys(items: Iterable[tuple[Any, object]], value: object) -> list[Any]:
+    return [key for key, held in items if held is value]
+
+
+def _refers_to(holder: object, wanted: int) -> bool:
+    return wanted in map(id, gc.get_referents(holder))
 
 
 def _attributes(holder: object, value: object) -> list[str]:
@@ -221,23 +273,23 @@ def _attributes(holder: object, value: object) -> list[str]:
     return [name for name, held in vars(holder).items() if held is value]
 
 
-def _has_a_name(holder: dict) -> bool:
+def _has_a_name(holder: dict, referrers: _Referrers) -> bool:
     """Whether a variable, attribute, closure or default argument holds a dict, or it has an owner."""
-    if _owner(holder) is not None:
+    if _owner(holder, referrers) is not None:
         return True
-    for outer in _referrers(holder):
-        if isinstance(outer, CellType) or (isinstance(outer, dict) and _owner(outer) is not None):
+    for outer in referrers.of(holder):
+        if isinstance(outer, CellType) or (isinstance(outer, dict) and _owner(outer, referrers) is not None):
             return True
-        if isinstance(outer, tuple) and any(isinstance(o, FunctionType) for o in _referrers(outer)):
+        if isinstance(outer, tuple) and any(isinstance(o, FunctionType) for o in referrers.of(outer)):
             return True
         if _attributes(outer, holder):
             return True
     return False
 
 
-def _owner(attributes: dict) -> object | None:
+def _owner(attributes: dict, referrers: _Referrers) -> object | None:
     """Returns the object, class or Python module whose attributes a dict has; None for other dicts."""
-    for owner in _referrers(attributes):
+    for owner in referrers.of(attributes):
         if isinstance(owner, type):  # its __dict__ is a view of the dict
             if all(vars(owner).get(name) is value for name, value in attributes.items()):
                 return owner

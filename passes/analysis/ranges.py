@@ -24,7 +24,8 @@ from .added_masks import is_added_mask, keeps_size
 from .alias import SOURCES
 from .arguments import argument, argument_name
 from .facts import Facts, Operand, OperandRule, saves_large_statistics
-from .graph_walk import kind
+from .graph_walk import kind, values_read
+from .products import terms
 
 _ARITHMETIC = ("add", "sub", "rsub", "mul", "multiply", "div", "divide", "true_divide")
 
@@ -64,7 +65,7 @@ def find_range_pins(
         large = [out_of_range[s.tensor] for s in slots if not _divides(node, argument_name(node, s.path))]
         if is_large := any(_makes_large(node, *each, low_dtype) for each in named):
             large.insert(0, pins[node])
-        if large and (is_large or keeps_size(node, fact.op_class)):
+        if large and (is_large or keeps_size(node, fact.op_class) or _spreads(node, facts, extents)):
             out_of_range[node] = large[0]
     return pins, out_of_range
 
@@ -97,6 +98,21 @@ def _makes_large(node: Node, name: str, number: float, low_dtype: torch.dtype) -
     if _divides(node, name):
         return 0 < abs(number) * torch.finfo(low_dtype).max < 1
     return is_outside(number, low_dtype)
+
+
+def _spreads(node: Node, facts: Facts, extents: Extents) -> bool:
+    """Whether a matrix product spreads a mask: it reads nothing that was learned."""
+    if terms(node) is None:
+        return False
+    seen, waiting = {node}, [node]
+    while waiting:
+        for read in values_read(waiting.pop()):
+            if facts[read].is_parameter and not extents.is_constant(read):
+                return False
+            if read not in seen:
+                seen.add(read)
+                waiting.append(read)
+    return True
 
 
 def _divides(node: Node, name: str) -> bool:
