@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 import ampgraph
 from ampgraph import NoLossScale, Policy
@@ -19,6 +20,17 @@ KEEP = torch.tensor([[True] * 4 + [False] * 2, [False] * LENGTH])
 LATER = torch.full((LENGTH, LENGTH), -1e4).triu(1)
 WINDOW = torch.full((LENGTH, LENGTH), -100.0).triu(1)
 Masked = Callable[[Tensor, Tensor], Tensor]
+
+
+EARLY = torch.full((LENGTH, LENGTH), -1e4).tril()
+
+
+def _sinkhorn(scores: Tensor) -> Tensor:
+    rows = columns = torch.zeros(scores.shape[:2])
+    for _ in range(3):
+        rows = -torch.logsumexp(scores + columns[:, None], 2)
+        columns = -torch.logsumexp(scores + rows[:, :, None], 1)
+    return scores + rows[:, :, None] + columns[:, None]
 
 
 def _pairs(keep: Tensor) -> Tensor:
@@ -100,6 +112,10 @@ OF_INPUTS: dict[str, Masked] = {
             [(1 - keep[:, None].float()).expand(-1, LENGTH, -1) * -1e4, LATER.expand(2, -1, -1)]
         ).sum(0)
     ),
+    "both signs": lambda scores, keep: scores + torch.where(keep[:, None] > 0, 5000.0, -5000.0),
+    "one after the other": lambda scores, keep: scores + EARLY * keep.amax() + LATER,
+    "through logarithms of sums": lambda scores, keep: _sinkhorn(scores - (1 - keep[:, None].float()) * 1e4),
+    "before a selection": lambda scores, keep: (scores + keep[:, None].float() * 1e3).sort(-1)[0],
     "what is seen": lambda scores, keep: scores + keep[:, None].float() * 100,
     "hidden by 100": lambda scores, keep: scores - (1 - keep[:, None].float()) * 100,
 }
@@ -156,6 +172,47 @@ def test_a_table_that_hides_a_whole_row_is_a_mask() -> None:
     model.window[0] = -100.0
     amp = ampgraph.convert(model, (X, KEEP), policy="O2", dtype=torch.bfloat16)
     assert amp.plan.decisions["add"].reason.startswith("adds the mask 'unsqueeze'")
+
+
+class TwoTables(Attention):
+    """Tables, each of whose last rows shows something; what they hide together has no score left."""
+
+    def __init__(self, masked: Callable[[nn.Module], Masked]) -> None:
+        super().__init__(masked(self))
+        self.register_buffer("early", EARLY)
+        self.register_buffer("later", LATER)
+
+
+TABLES: dict[str, Callable[[nn.Module], Masked]] = {
+    "two": lambda model: lambda scores, keep: scores + model.early + model.later,
+    "of columns": lambda model: lambda scores, keep: (scores + model.early.tril(-1)).transpose(1, 2),
+}
+
+
+@pytest.mark.parametrize("dtype", EPS)
+@pytest.mark.parametrize("masked", TABLES)
+def test_tables_that_hide_what_a_softmax_reads(masked: str, dtype: torch.dtype) -> None:
+    model = TwoTables(TABLES[masked])
+    policy = Policy("O2", dtype=dtype, loss_scale=NoLossScale())
+    found, true = ampgraph.convert(model, (X, KEEP), policy=policy)(X, KEEP), model(X, KEEP)
+    assert (found - true).norm() < 8 * EPS[dtype] * true.norm()
+
+
+def test_a_product_spreads_a_mask_beyond_the_range() -> None:
+    """Longformer builds its masks by a product with ones; in a low product its numbers would be -inf."""
+
+    class Model(Attention):
+        def forward(self, x: Tensor, keep: Tensor) -> Tensor:
+            hidden = torch.zeros(keep.shape).masked_fill(~keep, torch.finfo(torch.float32).min)
+            mask = torch.einsum("bid,bjd->bij", torch.ones(*keep.shape, 1), hidden[..., None])
+            scores = self.q(x) @ self.k(x).transpose(1, 2)
+            return (scores + F.pad(mask, (0, 0, 0, 1))[:, :LENGTH]).softmax(-1) @ self.v(x)
+
+    for dtype in EPS:
+        model = Model(MASKED["a product"])
+        policy = Policy("O2", dtype=dtype, loss_scale=NoLossScale())
+        ampgraph.convert(model, (X, KEEP), policy=policy)(X, KEEP).square().sum().backward()
+        assert all(p.grad.isfinite().all() for p in model.parameters())
 
 
 POOLED: dict[str, Masked] = {

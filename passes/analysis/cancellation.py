@@ -16,9 +16,10 @@ from torch.fx import Node
 
 from ampgraph.ops.lists import OpClass
 
+from .arguments import argument
 from .facts import Facts, tensors
 from .graph_walk import ancestors, kind, operand, operands
-from .magnitudes import COARSE, Size, Sizes
+from .magnitudes import COARSE, Sizes
 from .problem import Hazard
 
 # Paths longer than this belong to other parts of the model.
@@ -26,18 +27,21 @@ _LONGEST = 8
 _PAIRED = ("add", "sub", "rsub", "div")
 _LOGARITHMS = ("log", "log2", "log10", "log1p", "special_log1p", "logit", "special_logit", "xlogy")
 _SATURATES = ("sigmoid", "special_expit", "hardsigmoid", "tanh", "erf")
-_SEES_DIFFERENCES = (
-    *("softmax", "_softmax", "_safe_softmax", "log_softmax", "_log_softmax", "cross_entropy_loss"),
-    *("exp", "exp2", "logsumexp", "logcumsumexp", "logaddexp"),
+_SOFTMAX = ("softmax", "_softmax", "_safe_softmax", "log_softmax", "_log_softmax")
+_SELECTS = (
     *("max", "amax", "cummax", "argmax", "maximum", "fmax", "max_pool1d", "max_pool2d", "max_pool3d"),
     *("min", "amin", "cummin", "argmin", "minimum", "fmin"),
     *("aminmax", "topk", "sort", "argsort", "msort", "kthvalue", "median"),
     *("adaptive_max_pool1d", "adaptive_max_pool2d", "adaptive_max_pool3d"),
+    *("logsumexp", "logcumsumexp", "logaddexp"),
 )
+_SEES_DIFFERENCES = (*_SOFTMAX, *_SELECTS, "exp", "exp2", "cross_entropy_loss")
 # They leave the rows of a table as they are, if its last size stays.
 _KEEPS_ROWS = ("alias", "detach", "clone", "contiguous", "lift_fresh_copy", "to", "_to_copy", "unsqueeze")
 _KEEPS_ROWS += ("expand", "view", "reshape")
 _SUMS = ("add", "sub", "rsub")
+# Ops behind which a large sum is still large.
+_LEADS_ON = (*_SELECTS, "dropout", "native_dropout", "leaky_relu", "relu", "getitem")
 _ARITHMETIC = ("add", "sub", "rsub", "mul", "div", "pow", "square", "clamp", "clip", "clamp_min", "clamp_max")
 
 
@@ -100,9 +104,12 @@ def _before_logarithm(node: Node, facts: Facts, low_dtype: torch.dtype) -> Itera
 
 def _behind_mask(node: Node, sizes: Sizes) -> Iterator[tuple[Node, Hazard]]:
     """Yields what leads from a sum with a mask into an op that sees differences alone."""
-    for part in _ways(node, sizes.facts, lambda n: _mask_at(n, sizes) is not None):
-        if part is node:
-            continue
+    parts = _ways(node, sizes.facts, lambda n: _mask_at(n, sizes) is not None)
+    if kind(node) not in _SELECTS:
+        parts = [part for part in parts if part is not node]
+    if _shows_every_row(parts, node, sizes):
+        return
+    for part in parts:
         reason = f"leads from a sum with a mask into {node.name!r}"
         if (mask := _mask_at(part, sizes)) is not None:
             step = sizes.typical[mask].peak * sizes.limits.eps
@@ -113,29 +120,41 @@ def _behind_mask(node: Node, sizes: Sizes) -> Iterator[tuple[Node, Hazard]]:
 
 
 def _mask_at(node: Node, sizes: Sizes) -> Node | None:
-    """Returns the operand of a sum whose numbers make the low dtype round the other one coarsely."""
+    """Returns an operand of a sum whose numbers make the low dtype round the other one coarsely."""
     pair = [n for n in operands(node) if isinstance(n, Node)] if kind(node) in _SUMS else []
-    hides = [n for n in pair if _hides(_added(node, n, sizes))]
-    return hides[0] if len(pair) == 2 and len(hides) == 1 else None
+    return next((n for n in pair if len(pair) == 2 and _hides(n, sizes)), None)
 
 
-def _hides(size: Size) -> bool:
-    """Whether numbers of this size are a mask. Those with large numbers of both signs are scores."""
-    return COARSE < size.peak < math.inf and not (size.low < -COARSE and size.high > COARSE)
+def _hides(node: Node, sizes: Sizes) -> bool:
+    """Whether numbers are a mask. Large numbers of both signs that depend on parameters are scores."""
+    size = sizes.typical[node]
+    if not COARSE < size.peak < math.inf:
+        return False
+    return size.low >= -COARSE or size.high <= COARSE or not _is_learned(node, sizes)
 
 
-def _added(node: Node, addend: Node, sizes: Sizes) -> Size:
-    """Returns the size of an addend. If it is a table, the largest number of each row counts alone.
+def _is_learned(node: Node, sizes: Sizes) -> bool:
+    sources = (n for n in (node, *ancestors(node)) if n in sizes.facts and sizes.facts[n].is_parameter)
+    return not all(map(sizes.extents.is_constant, sources))
 
-    Beside that number a softmax does not see the row's other ones.
-    """
-    table = addend
+
+def _shows_every_row(parts: list[Node], node: Node, sizes: Sizes) -> bool:
+    """Whether the one mask is a table that hides no whole row of those along which a softmax runs."""
+    sums = [part for part in parts if _mask_at(part, sizes) is not None]
+    dim = argument(node, "dim")
+    if len(sums) != 1 or kind(node) not in _SOFTMAX or kind(sums[0]) != "add" or sums[0].kwargs:
+        return False
+    if dim not in (-1, len(tensors(node)[0].shape) - 1):
+        return False
+    if not all(part is sums[0] or kind(part) in _KEEPS_ROWS for part in parts):
+        return False
+    table = _mask_at(sums[0], sizes)
     while kind(table) in _KEEPS_ROWS and _last_size(operand(table)) == _last_size(table):
         table = operand(table)
-    is_table = table.op == "get_attr" and sizes.extents.is_constant(table) and table in sizes.facts
-    if kind(node) != "add" or node.kwargs or not is_table or sizes.facts[table].mutated:
-        return sizes.typical[addend]
-    return Size(*(sizes.extents.tops(table) or sizes.typical[addend][:2]))
+    if table.op != "get_attr" or sizes.facts[table].mutated or not sizes.extents.is_constant(table):
+        return False
+    tops = sizes.extents.tops(table)
+    return tops is not None and max(map(abs, tops)) <= COARSE
 
 
 def _last_size(node: Node) -> object:
@@ -152,7 +171,7 @@ def _ways(node: Node, facts: Facts, is_start: Callable[[Node], bool]) -> list[No
             return known[part]
         known[part] = []
         name = kind(part)
-        leads_on = name in _ARITHMETIC or name in _LOGARITHMS or facts[part].op_class is OpClass.CLEAR
+        leads_on = name in (*_ARITHMETIC, *_LOGARITHMS, *_LEADS_ON) or facts[part].op_class is OpClass.CLEAR
         reads = part.all_input_nodes if hops and (leads_on or part is node) else ()
         above = [n for read in reads for n in ways_to(read, hops - 1)]
         known[part] = [*dict.fromkeys(above), part] if above or is_start(part) else []

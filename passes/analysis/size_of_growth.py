@@ -151,6 +151,13 @@ def total(sizes: Sizes, node: Node) -> Size:
     )
 
 
+def log_of_sum(sizes: Sizes, node: Node) -> Size:
+    """Not less than the least value, and little more than the largest."""
+    value = operand(node)
+    assert isinstance(value, Node)
+    return Size(sizes[value].low, sizes[value].high + math.log(max(1, elements(value))))
+
+
 def scattered_sum(sizes: Sizes, node: Node) -> Size:
     """Sums by index, of how many terms nobody knows."""
     return UNKNOWN.marked(sizes.hull(*sizes.read(node))._replace(root="", eps=0.0))

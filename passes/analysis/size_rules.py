@@ -45,7 +45,7 @@ RULES: Mapping[str, Rule] = _table(
     (_fixed(Size(high=0.0)), "log_softmax special_log_softmax _log_softmax log_sigmoid log_sigmoid_forward"),
     (
         _fixed(UNKNOWN),
-        "logsumexp special_logsumexp logcumsumexp batch_norm group_norm instance_norm randn randn_like",
+        "batch_norm group_norm instance_norm randn randn_like",
     ),
     (_fixed(UNKNOWN), "native_layer_norm native_group_norm atan nan_to_num"),
     (_fixed(Size(0.0, 0.0)), "zeros zeros_like new_zeros"),
@@ -72,6 +72,7 @@ RULES: Mapping[str, Rule] = _table(
     (arithmetic.to_power, "pow"),
     (growth.running_product, "prod cumprod"),
     (growth.total, "sum nansum cumsum"),
+    (growth.log_of_sum, "logsumexp special_logsumexp logcumsumexp"),
     (growth.scattered_sum, "scatter_add index_add scatter_reduce segment_reduce"),
     (growth.mean, "mean nanmean"),
     (growth.mean, growth.AVERAGES),
