@@ -37,8 +37,10 @@ _SELECTS = (
 )
 _SEES_DIFFERENCES = (*_SOFTMAX, *_SELECTS, "exp", "exp2", "cross_entropy_loss")
 # They leave the rows of a table as they are, if its last size stays.
-_KEEPS_ROWS = ("alias", "detach", "clone", "contiguous", "lift_fresh_copy", "to", "_to_copy", "unsqueeze")
-_KEEPS_ROWS += ("expand", "view", "reshape")
+_KEEPS_ROWS = (
+    *("alias", "detach", "clone", "contiguous", "lift_fresh_copy", "to", "_to_copy"),
+    *("unsqueeze", "expand", "view", "reshape"),
+)
 _SUMS = ("add", "sub", "rsub")
 # Ops behind which a large sum is still large.
 _LEADS_ON = (*_SELECTS, "dropout", "native_dropout", "leaky_relu", "relu", "getitem")
@@ -140,15 +142,15 @@ def _is_learned(node: Node, sizes: Sizes) -> bool:
 
 def _shows_every_row(parts: list[Node], node: Node, sizes: Sizes) -> bool:
     """Whether the one mask is a table that hides no whole row of those along which a softmax runs."""
-    sums = [part for part in parts if _mask_at(part, sizes) is not None]
-    dim = argument(node, "dim")
-    if len(sums) != 1 or kind(node) not in _SOFTMAX or kind(sums[0]) != "add" or sums[0].kwargs:
+    masks = {part: mask for part in parts if (mask := _mask_at(part, sizes)) is not None}
+    last = len(tensors(node)[0].shape) - 1
+    if len(masks) != 1 or kind(node) not in _SOFTMAX or argument(node, "dim") not in (-1, last):
         return False
-    if dim not in (-1, len(tensors(node)[0].shape) - 1):
+    ((added, table),) = masks.items()
+    if kind(added) != "add" or added.kwargs:
         return False
-    if not all(part is sums[0] or kind(part) in _KEEPS_ROWS for part in parts):
+    if not all(part is added or kind(part) in _KEEPS_ROWS for part in parts):
         return False
-    table = _mask_at(sums[0], sizes)
     while kind(table) in _KEEPS_ROWS and _last_size(operand(table)) == _last_size(table):
         table = operand(table)
     if table.op != "get_attr" or sizes.facts[table].mutated or not sizes.extents.is_constant(table):
