@@ -17,7 +17,7 @@ from .module import AmpModule
 from .policy.policy import Policy
 from .runtime.device import device_of, device_of_tensors
 from .runtime.dynamo_backend import choose_backend
-from .runtime.options import AUTO, JUST_IN_TIME, Options, check_capture
+from .runtime.options import AUTO, JUST_IN_TIME, Options, check_capture, check_keywords
 from .training.distributed import check_wrappers
 from .training.fsdp1 import refuse_fsdp1
 
@@ -100,6 +100,7 @@ def convert(
         >>> amp = ampgraph.convert(model, (x,), policy="O1", dtype=torch.bfloat16)
         >>> loss = criterion(amp(x), y)
     """
+    check_keywords(kwargs, "convert")
     if isinstance(policy, str) and policy == "auto":
         policy = _tuned(model, args, kwargs, dtype, dynamic_shapes, capture)
     policy = Policy.of(policy, dtype)

@@ -25,6 +25,7 @@ from .passes.read_shadows import casts_of
 from .policy.policy import Policy
 from .runtime.device import device_of_tensors
 from .runtime.graph_copies import keep_names
+from .runtime.options import check_keywords
 
 
 def export(
@@ -59,6 +60,7 @@ def export(
     if isinstance(model, AmpModule):
         policy = model.policy if policy is None else policy
         model = _source_of(model)
+    check_keywords(kwargs, "export")
     chosen = Policy.of(policy, dtype)
     reads = Reads(model)
     program = capture_program(model, args, kwargs, dynamic_shapes, reads)

@@ -659,6 +659,15 @@ def test_a_list_is_not_taken_for_the_arguments():
     close(ampgraph.convert(summed.a, X, dtype=BF16)(X), summed.a(X))
 
 
+@pytest.mark.parametrize("function", [ampgraph.convert, ampgraph.export])
+@pytest.mark.parametrize("given", ["O2", torch.float16, "model.pt2"])
+def test_an_option_in_the_place_of_keyword_arguments(function, given):
+    with pytest.raises(
+        CaptureError, match=rf"kwargs is .*pass a dict.*{function.__name__}\(model, args, policy"
+    ):
+        function(nn.Linear(8, 8), (X,), given)
+
+
 def test_random_numbers_are_drawn_at_each_call():
     amp = ampgraph.convert(Fn(lambda x: F.dropout(x, 0.5, training=True)), (X,), dtype=BF16)
     assert not torch.equal(amp(X), amp(X))

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from ..errors import PolicyError, did_you_mean
+from ..errors import CaptureError, PolicyError, did_you_mean
 from ..policy.policy import Policy
 
 UNDECIDED = ""
@@ -66,3 +66,17 @@ def check_capture(capture: object) -> None:
         legal = ", ".join(map(repr, CAPTURES))
         hint = did_you_mean(capture, CAPTURES) if isinstance(capture, str) else ""
         raise PolicyError(f"capture={capture!r} is not a capture mode; legal: {legal}.{hint}")
+
+
+def check_keywords(kwargs: object, function: str) -> None:
+    """Refuses keyword arguments that are no dict: a policy in their place, for example.
+
+    Raises:
+        CaptureError: The message shows the options of the function by name.
+    """
+    if kwargs is None or isinstance(kwargs, Mapping):
+        return
+    raise CaptureError(
+        f"kwargs is {kwargs!r}: pass a dict of example keyword arguments. Options have names: "
+        f'{function}(model, args, policy="O2", dtype=torch.float16).'
+    )
