@@ -145,10 +145,8 @@ class Sizes:
         return [*(self[n] for n in values_read(node)), *map(self.of, numbers(node))]
 
     def moved(self, node: Node) -> list[Size]:
-        """Returns the sizes of what an op moves, and of its numbers: integers beside floats are indices."""
-        read = values_read(node)
-        floats = [n for n in read if any(t.is_floating_point() for t in tensors(n))]
-        return [*(self[n] for n in floats or read), *map(self.of, numbers(node))]
+        """Returns the sizes of what an op moves."""
+        return self.read(node)
 
     def _of_result(self, node: Node) -> Size:
         size = self._rule(self, node)
@@ -170,6 +168,12 @@ class TypicalSizes(Sizes):
 
     They tell what the numbers in the code and in the buffers of a model make of such values.
     """
+
+    def moved(self, node: Node) -> list[Size]:
+        """Leaves integers beside floats out: they are indices."""
+        read = values_read(node)
+        floats = [n for n in read if any(t.is_floating_point() for t in tensors(n))]
+        return [*(self[n] for n in floats or read), *map(self.of, numbers(node))]
 
     def _of_source(self, node: Node) -> Size:
         known = super()._of_source(node)
