@@ -241,7 +241,7 @@ class _Referrers:
         self._kept(values)
         found: dict[int, list[Any]] = {id(value): [] for value in values}
         for holder in self._kept(gc.get_referrers(*values)):
-            if type(holder) in _LEFT_OUT or id(holder) in self._own or holder is found:
+            if type(holder) in _LEFT_OUT or id(holder) in self._own:
                 continue
             for held in found.keys() & set(map(id, gc.get_referents(holder))):
                 found[held].append(holder)

@@ -43,7 +43,7 @@ _KEEPS_ROWS = (
 )
 _SUMS = ("add", "sub", "rsub")
 # Ops behind which a large sum is still large.
-_LEADS_ON = (*_SELECTS, "dropout", "native_dropout", "leaky_relu", "relu", "getitem")
+_LEADS_ON = (*_SELECTS, "dropout", "native_dropout", "leaky_relu", "relu")
 _ARITHMETIC = ("add", "sub", "rsub", "mul", "div", "pow", "square", "clamp", "clip", "clamp_min", "clamp_max")
 
 
@@ -149,9 +149,9 @@ def _shows_every_row(parts: list[Node], node: Node, sizes: Sizes) -> bool:
     ((added, table),) = masks.items()
     if kind(added) != "add" or added.kwargs:
         return False
-    if not all(part is added or kind(part) in _KEEPS_ROWS for part in parts):
+    if not all(part is added or (kind(part) in _KEEPS_ROWS and _keeps_size(part)) for part in parts):
         return False
-    while kind(table) in _KEEPS_ROWS and _last_size(operand(table)) == _last_size(table):
+    while kind(table) in _KEEPS_ROWS and _keeps_size(table):
         table = operand(table)
     if table.op != "get_attr" or sizes.facts[table].mutated or not sizes.extents.is_constant(table):
         return False
@@ -159,9 +159,10 @@ def _shows_every_row(parts: list[Node], node: Node, sizes: Sizes) -> bool:
     return tops is not None and max(map(abs, tops)) <= COARSE
 
 
-def _last_size(node: Node) -> object:
-    shape = tensors(node)[0].shape
-    return shape[-1] if shape else None
+def _keeps_size(node: Node) -> bool:
+    """Whether the last dimension of a view or a copy has the size that it had."""
+    before, after = (tensors(n)[0].shape[-1:] for n in (operand(node), node))
+    return before == after
 
 
 def _ways(node: Node, facts: Facts, is_start: Callable[[Node], bool]) -> list[Node]:
