@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.export import ExportedProgram
 
+from ._compat import is_compiled
 from .errors import CaptureError, PolicyError, warn_user
 from .export import convert_program
 from .module import AmpModule
@@ -119,6 +120,8 @@ def convert(
     refuse_fsdp1(source)
     check_wrappers(source, capture == JUST_IN_TIME)
     device = device_of(source, device_of_tensors((args, dict(kwargs or {}))))
+    if backend is None:
+        _warn_if_compiled(source)
     backend, mode = choose_backend(backend, mode, device)
     policy = policy.resolved(device, backend, mode)
     policy.check_outputs("convert")
@@ -135,6 +138,14 @@ def convert(
     if has_examples and capture != JUST_IN_TIME:
         amp._capture_now(args or (), dict(kwargs or {}))
     return amp
+
+
+def _warn_if_compiled(source: nn.Module) -> None:
+    if is_compiled(source):
+        warn_user(
+            f"{type(source).__name__} is compiled by torch.compile. The converted model does not use that "
+            'compilation: name its backend, ampgraph.convert(..., backend="inductor"), or backend="eager".'
+        )
 
 
 def _with_evidence(

@@ -14,7 +14,7 @@ from torch.export.graph_signature import ExportGraphSignature
 
 from ._compat import SET_GRAD_ENABLED, wrap_grad_modes
 from .capture import LOST_KEY, Reads, capture_program
-from .errors import PolicyError, warn_user
+from .errors import CaptureError, PolicyError, warn_user
 from .marks import META_KEY, InputMark, drop_input_mark, set_input_mark
 from .module import AmpModule
 from .passes import ExplicitCasts, ReadStored, run_passes
@@ -60,6 +60,10 @@ def export(
     if isinstance(model, AmpModule):
         policy = model.policy if policy is None else policy
         model = _source_of(model)
+    if isinstance(model, ExportedProgram):
+        raise CaptureError(
+            "an ExportedProgram is exported already: ampgraph.convert(program, policy=...) inserts casts."
+        )
     check_keywords(kwargs, "export")
     chosen = Policy.of(policy, dtype)
     reads = Reads(model)

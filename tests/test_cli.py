@@ -129,7 +129,7 @@ def test_output_file_and_casts_only(tmp_path: Path, capsys: pytest.CaptureFixtur
         ([OURS + "tiny", "--white", "aten.gelu", "--black", "aten.gelu"], "both as --white and as --black"),
         ([OURS + "tiny", "--input", "99999999999x99999999999"], "this tensor cannot be created"),
         ([OURS + "tiny", "--level", "O7"], "invalid choice"),
-        ([OURS + "with_inputs", "-o", "no/such/folder/x"], "No such file"),
+        ([OURS + "with_inputs", "-o", "no/such/folder/x"], "there is no directory 'no/such/folder'"),
         ([], "required"),
     ],
 )
@@ -234,6 +234,7 @@ def test_a_peers_policy_is_its_lists_under_the_autocast_rule(capsys: pytest.Capt
         (["--diff", "padle"], "Did you mean 'paddle'"),
         (["--json", "--markdown"], "not allowed with"),
         (["--gray", "aten.geluu"], "Did you mean 'aten.gelu'"),
+        (["--policy", "Auto"], "Did you mean 'auto'"),
     ],
 )
 def test_wrong_policies(
@@ -246,6 +247,29 @@ def test_wrong_policies(
     out, err = capsys.readouterr()
     assert message in err
     assert out == ""
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["explain", "-o", "folder"], "-o folder: Is a directory"),
+        (["explain", "-o", "text.md/x.md"], "no directory 'text.md'"),
+        (["draw", "-o", "text.md/x.svg"], "no directory 'text.md'"),
+        (["check", "--save-policy", "folder"], "--save-policy folder: Is a directory"),
+        (["tune", "--budget", "0.1", "--save-policy", "text.md/x.json"], "no directory 'text.md'"),
+        (["compare", "--histogram", "folder"], "--histogram folder: Is a directory"),
+    ],
+)
+def test_files_are_checked_before_the_work(
+    argv: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "text.md").write_text("kept")
+    with mock.patch("ampgraph.cli.commands.resolve") as resolve:
+        assert main([argv[0], OURS + "with_inputs", *argv[1:]]) == 2
+    assert not resolve.called
+    assert message in capsys.readouterr().err
+    assert (tmp_path / "text.md").read_text() == "kept"
 
 
 def test_compare_policies(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

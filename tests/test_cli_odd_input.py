@@ -246,7 +246,7 @@ def test_path_objects_are_files_whatever_their_name(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("policy", "message"),
     [
-        ("troch", r"legal: O0, O1, .*torch.* or a .json file. Did you mean 'torch'"),
+        ("troch", r"legal: O0, O1, .*torch.* or a .json file; .* Did you mean 'torch'"),
         ("o1", "Did you mean 'O1'"),
         (Path("missing"), "missing: No such file"),
         ("digits.json", "digits.json: policy: not valid JSON"),

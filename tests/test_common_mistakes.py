@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import logging
+import warnings
 from collections.abc import Callable
 
 import pytest
@@ -159,3 +161,22 @@ def test_what_is_raised_is_not_logged_as_well(caplog: pytest.LogCaptureFixture) 
 
 def errors(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
     return [record for record in caplog.records if record.levelno >= logging.ERROR]
+
+
+def test_a_compiled_model_is_told_that_its_compilation_is_not_used() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    parts = [torch.compile(model), nn.Sequential(torch.compile(nn.Linear(4, 4))), copy.deepcopy(model)]
+    parts[2].compile()
+    for compiled in parts:
+        with pytest.warns(UserWarning, match="does not use that compilation"):
+            amp = ampgraph.convert(compiled, (torch.randn(2, 4),))
+        assert amp(torch.randn(2, 4)).shape == (2, 4)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", UserWarning)
+            ampgraph.convert(compiled, (torch.randn(2, 4),), backend="eager")
+
+
+def test_export_refuses_what_is_exported() -> None:
+    program = torch.export.export(nn.Linear(4, 4), (torch.randn(2, 4),))
+    with pytest.raises(CaptureError, match=r"ampgraph\.convert\(program"):
+        ampgraph.export(program, (torch.randn(2, 4),))  # type: ignore[arg-type]

@@ -397,6 +397,38 @@ def test_wrong_arguments_are_refused() -> None:
         step(X)
 
 
+def _backward_inside(amp: nn.Module, x: Tensor) -> Tensor:
+    loss = amp(x).sum()
+    loss.backward()
+    return loss
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (lambda amp: amp(X).sum(), "with the arguments of the step: too many"),
+        (lambda amp, x, y: amp(x).sum(), "with the arguments of the step: missing a required argument: 'y'"),
+        (lambda amp, x: amp(x).sum().detach(), "has no gradient"),
+        (lambda amp, x: (amp(x) > 0).sum(), "has no gradient"),
+        (_backward_inside, "without calling backward"),
+    ],
+)
+def test_a_loss_that_cannot_be_used_is_refused(wrong: Callable, message: str) -> None:
+    run = Run("O1")
+    before = [p.detach().clone() for p in run.amp.parameters()]
+    step = ampgraph.compile_step(run.amp, run.optimizer, wrong)
+    with pytest.raises(PolicyError, match=message):
+        step(X)
+    assert all(map(torch.equal, before, run.amp.parameters()))
+
+
+def test_a_type_error_inside_a_loss_is_its_own() -> None:
+    run = Run("O1")
+    step = ampgraph.compile_step(run.amp, run.optimizer, lambda amp, x: len(amp(x).sum() + 1) + None)
+    with pytest.raises(TypeError, match="0-d tensor"):
+        step(X)
+
+
 def damped(model: nn.Module, fused: bool = True) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9, dampening=0.5, fused=fused)
 

@@ -181,3 +181,12 @@ def test_what_is_not_legal():
         ampgraph.watch(nn.Linear(2, 2))
     with ampgraph.watch(amp), pytest.raises(ampgraph.AmpGraphError, match="already"), ampgraph.watch(amp):
         pass
+
+
+def test_a_value_that_only_its_cast_makes_infinite_is_named_with_the_dtype():
+    amp, optimizer = model_and_optimizer("ahead of time")
+    with ampgraph.watch(amp) as watched:
+        train(amp, optimizer, [1e6])
+    (seen,) = watched.sightings
+    assert (seen.node, seen.dtype) == ("x", "float16")
+    assert "x (placeholder) is not finite in float16, at loss scale" in str(seen)

@@ -199,6 +199,17 @@ def path_inside_wrappers(module: torch.nn.Module) -> str:
     return ".".join(names)
 
 
+def is_compiled(module: torch.nn.Module) -> bool:
+    """Whether ``torch.compile`` or ``Module.compile`` was called on a module or one inside it."""
+    dynamo = sys.modules.get("torch._dynamo")
+    if dynamo is None:
+        return False
+    return any(
+        isinstance(part, dynamo.OptimizedModule) or part._compiled_call_impl is not None
+        for part in module.modules()
+    )
+
+
 def without_wrappers(name: str) -> str:
     """Returns the name of a parameter without the parts that these wrappers add, as before they came."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPED)

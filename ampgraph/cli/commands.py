@@ -32,7 +32,7 @@ from ..tune_model import check_level
 from ..tuning.result_error import ResultError, checked_budget
 from ..tuning.tuner import Tuner
 from .model_spec import ModelSpec, SpecError, build_inputs, parse_input, resolve
-from .option_values import UsageError, given, policy_of
+from .option_values import UsageError, given, policy_of, write_file
 from .terminal import Notes, coloured, encodable, wants_colour
 
 # The exit status of ``check`` where there is something to fix.
@@ -118,9 +118,7 @@ def run_check(options: argparse.Namespace, notes: Notes) -> int:
     _write(_Found(found), form, options, notes)
     if options.save_policy:
         rules = found.remedy if found and found.remedy else amp.policy.rules
-        with given(f"--save-policy {options.save_policy}"):
-            text = amp.policy.replace(rules=rules).to_json()
-            Path(options.save_policy).write_text(text + "\n", encoding="utf-8")
+        write_file("--save-policy", options.save_policy, amp.policy.replace(rules=rules).to_json())
         notes.say(f"wrote {options.save_policy}")
     return FOUND if found is not None and found.settles_at is None else 0
 
@@ -161,8 +159,7 @@ def run_tune(options: argparse.Namespace, notes: Notes) -> None:
     found = Tuner(amp, [(as_tuple(args) or (), kwargs)], budget, error).run(progress=not notes.quiet)
     _write(found, form, options, notes)
     if options.save_policy:
-        with given(f"--save-policy {options.save_policy}"):
-            Path(options.save_policy).write_text(found.policy.to_json() + "\n", encoding="utf-8")
+        write_file("--save-policy", options.save_policy, found.policy.to_json())
         notes.say(f"wrote {options.save_policy}")
 
 
@@ -341,6 +338,5 @@ def _write(report: Report, form: str, options: argparse.Namespace, notes: Notes)
         colour = form == "text" and wants_colour(options.color, sys.stdout)
         print(encodable(coloured(text) if colour else text, sys.stdout))
         return
-    with given(f"-o {options.output}"):
-        Path(options.output).write_text(text + "\n", encoding="utf-8", errors="backslashreplace")
+    write_file("-o", options.output, text)
     notes.say(f"wrote {options.output}")

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from ..errors import AmpGraphError, PolicyError
 from .commands import COMMANDS
 from .model_spec import SpecError
-from .option_values import UsageError
+from .option_values import UsageError, check_files
 from .parser import parser
 from .terminal import Notes, discard_output
 
@@ -23,6 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     try:
         options = parser().parse_args(argv)
+        check_files(options)
         status = COMMANDS[options.command](options, Notes(options.quiet))
         sys.stdout.flush()
         return status or OK

@@ -5,13 +5,17 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from ..errors import AmpGraphError, did_you_mean
 from ..ops.lists import OpClass, OpLists
 from ..policy.policy import RULE_VALUES, Policy
 
+# The options that name files to write.
+FILES = ("output", "draw", "histogram", "save_policy")
 # The options that move ops between lists.
 CLASSES = {cls.value: f"move these ops to the {cls} list" for cls in OpClass}
 
@@ -52,6 +56,37 @@ def _cause(error: Exception) -> str:
     if isinstance(error, MemoryError):
         return "there is not enough memory for it."
     return f"not valid JSON: {error}" if isinstance(error, json.JSONDecodeError) else str(error)
+
+
+def check_files(options: argparse.Namespace) -> None:
+    """Checks, before the work, that the files to write can be written; creates nothing.
+
+    Raises:
+        UsageError: A file cannot be written.
+    """
+    for name in FILES:
+        if path := getattr(options, name, None):
+            _check_file("-o" if name == "output" else f"--{name.replace('_', '-')}", Path(path))
+
+
+def _check_file(option: str, path: Path) -> None:
+    if path.is_dir():
+        raise UsageError(f"{option} {path}: Is a directory.")
+    if not path.parent.is_dir():
+        raise UsageError(f"{option} {path}: there is no directory {str(path.parent)!r}.")
+    place = path if path.exists() else path.parent
+    if not os.access(place, os.W_OK):
+        raise UsageError(f"{option} {path}: no permission to write to {str(place)!r}.")
+
+
+def write_file(option: str, path: str, text: str) -> None:
+    """Writes a text file.
+
+    Raises:
+        UsageError: It cannot be written.
+    """
+    with given(f"{option} {path}"):
+        Path(path).write_text(text + "\n", encoding="utf-8", errors="backslashreplace")
 
 
 def policy_of(options: argparse.Namespace) -> Policy:

@@ -59,6 +59,8 @@ def by_pygraphviz(text: str, suffix: str) -> bytes:
 
     try:
         return pygraphviz.AGraph(string=text).draw(format=suffix, prog="dot")
+    except TypeError as error:  # its own, when Graphviz says that it does not know the format
+        raise _failed(suffix, "it was built without this format") from error
     except Exception as error:  # it passes on what Graphviz says, as several types
         raise _failed(suffix, str(error)) from error
 

@@ -136,8 +136,8 @@ class Calibration:
         """
         try:
             data = json.loads(text)
-            if data["format"] != FORMAT:
-                raise ValueError(f"format {data['format']!r}, expected {FORMAT!r}")
+            if (found := data.get("format")) != FORMAT:
+                raise ValueError(f"format {found!r}, expected {FORMAT!r}")
             dtype = DTYPE_NAMES[data["low_dtype"]]
             graphs = {key: _graph_from_dict(graph, dtype) for key, graph in data["graphs"].items()}
             scale, batches = float(data["scale"]), int(data["batches"])

@@ -19,6 +19,7 @@ from ..errors import AmpGraphError, NumericsError, PolicyError, did_you_mean
 from ..module import AmpModule
 from ..origin import module_path, op_name, user_line
 from ..policy.loss_scale import DynamicLossScale
+from ..report.graph_view import dtype_of
 from ..runtime.dynamo_backend import make_backend
 from ..runtime.first_nonfinite import (
     Flag,
@@ -50,6 +51,7 @@ class Sighting:
         line: ``file:line`` of the model's code.
         direction: ``"forward"`` or ``"backward"``.
         scale: The loss scale of the step.
+        dtype: The dtype in which it is not finite, such as ``"float16"``: that of the node or of its cast.
     """
 
     step: int
@@ -59,14 +61,15 @@ class Sighting:
     line: str
     direction: str
     scale: float
+    dtype: str = ""
 
     def __str__(self) -> str:
         what = "the gradient of " if self.direction == BACKWARD else ""
         where = f" in {self.module}" if self.module else ""
         line = f", {self.line}" if self.line else ""
         return (
-            f"step {self.step}: {what}{self.node} ({self.op}){where}{line} is not finite, at loss scale "
-            f"{self.scale:g}; ampgraph.check_numerics finds a fix"
+            f"step {self.step}: {what}{self.node} ({self.op}){where}{line} is not finite in {self.dtype}, at "
+            f"loss scale {self.scale:g}; ampgraph.check_numerics finds a fix"
         )
 
 
@@ -232,14 +235,15 @@ class Watch:
         direction = FORWARD
         if node is None:
             of_gradients = zip(gradients, found[len(values) :], strict=True)
-            node, direction = next((maker_of(f.node) for f, bad in of_gradients if any(bad)), None), BACKWARD
+            node, direction = next((f.node for f, bad in of_gradients if any(bad)), None), BACKWARD
         if node is not None:
             self._tell(node, direction)
 
-    def _tell(self, node: Node, direction: str) -> None:
-        scale = self._amp.scaler.get_scale()
+    def _tell(self, found: Node, direction: str) -> None:
+        scale, node = self._amp.scaler.get_scale(), maker_of(found)
         op, line = op_name(node) or node.op, user_line(node)
-        sighting = Sighting(self.step, name_of(node), module_path(node), op, line, direction, scale)
+        dtype = dtype_of(found)
+        sighting = Sighting(self.step, name_of(node), module_path(node), op, line, direction, scale, dtype)
         self.sightings.append(sighting)
         if (sighting.node, direction) not in self._told:
             self._told.add((sighting.node, direction))

@@ -342,8 +342,11 @@ def _named(name: str | PathLike[str]) -> Policy:
             "ampgraph.tune(model, batches, ...) returns."
         )
     known = (*LEVELS, *PRESETS)
-    hint = did_you_mean(str(name), known)
-    raise PolicyError(f"there is no policy {name!r}; legal: {', '.join(known)}, or a .json file.{hint}")
+    hint = did_you_mean(str(name), (*known, "auto"))
+    raise PolicyError(
+        f"there is no policy {name!r}; legal: {', '.join(known)}, or a .json file; "
+        f"ampgraph.convert takes 'auto', too.{hint}"
+    )
 
 
 def _looks_like_a_file(name: str) -> bool:

@@ -53,6 +53,7 @@ def look_for(graph_module: GraphModule, inputs: Sequence[Any], scaler: LossScale
         node = first_of(list(_flags(graph_module, inputs)))
     if node is None:
         return
+    node = maker_of(node)
     path = ".".join(part for part in (options.block, module_path(node)) if part)
     scaler.guard.overflows.saw(Sight(name_of(node), path, op_name(node) or node.op, user_line(node)))
 
@@ -85,7 +86,7 @@ def read(flags: Sequence[Flag]) -> list[list[bool]]:
 
 
 def first_of(flags: Sequence[Flag], found: Sequence[list[bool]] | None = None) -> Node | None:
-    """Returns what makes the first value that is not finite.
+    """Returns the first node whose value is not finite: an op of the model, a cast or a low copy.
 
     Infinities that are meant do not count, nor what they lead to; NaN always does, except in statistics that
     batch norms only update.
@@ -100,7 +101,7 @@ def first_of(flags: Sequence[Flag], found: Sequence[list[bool]] | None = None) -
             continue
         inputs = [behind_boundary(node)] if reads_copy(node) else node.all_input_nodes
         if is_nan or not (_is_own(node) or any(behind_boundary(n) in meant for n in inputs)):
-            return maker_of(node)
+            return node
         meant.add(node)
     return None
 

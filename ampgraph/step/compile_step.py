@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -210,8 +211,12 @@ class CompiledStep:
     def _loop(self, reason: str, args: tuple, kwargs: dict[str, Any]) -> Any:
         self.reason = reason
         amp, optimizer, scaler = self._amp, self._optimizer, self._amp.scaler
-        result = self._loss_fn(amp, *args, **kwargs)
-        loss_of(result).backward()
+        try:
+            result = self._loss_fn(amp, *args, **kwargs)
+        except TypeError as error:
+            self._check_call(error, args, kwargs)
+            raise
+        self._backward(loss_of(result))
         is_attached = scaler.is_enabled() and scaler.guard.is_attached(optimizer)
         if self._clip_norm is not None:
             scaler.unscale_(optimizer)
@@ -224,6 +229,39 @@ class CompiledStep:
             scaler.update()
         optimizer.zero_grad(set_to_none=True)
         return tree_map_only(Tensor, Tensor.detach, result, is_leaf=is_size)
+
+    def _check_call(self, error: TypeError, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Raises a `PolicyError` if ``loss_fn`` does not take these arguments."""
+        try:
+            inspect.signature(self._loss_fn).bind(self._amp, *args, **kwargs)
+        except TypeError as reason:
+            raise PolicyError(
+                "compile_step: a step calls loss_fn(amp, *args, **kwargs) with the arguments of the step: "
+                f"{reason}."
+            ) from error
+        except ValueError:  # a function of C has no signature
+            return
+
+    def _backward(self, loss: Tensor) -> None:
+        """Computes the gradients.
+
+        Raises:
+            PolicyError: The loss has no gradient, or ``loss_fn`` has called its backward.
+        """
+        if not loss.requires_grad and torch.is_grad_enabled():
+            raise PolicyError(
+                "compile_step: the loss that loss_fn returned has no gradient: it does not depend on a "
+                "parameter that requires gradients, or was detached."
+            )
+        try:
+            loss.backward()
+        except RuntimeError as error:
+            if "backward through the graph a second time" not in str(error):
+                raise
+            raise PolicyError(
+                "compile_step: a step calls backward of the loss that loss_fn returns, whose graph is freed "
+                "already: return the loss without calling backward on it."
+            ) from error
 
     def _tell(self, reason: str) -> None:
         if reason not in self._told:

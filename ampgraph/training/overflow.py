@@ -217,7 +217,7 @@ def _log(overflow: Overflow, is_whole: bool) -> None:
         )
         return
     log.warning(
-        "step %d: non-finite gradients at loss scale %g, first in %s%s (%d parameters in all)%s",
+        "step %d: non-finite gradients at loss scale %g, first in %s%s (%d in all)%s",
         overflow.step,
         overflow.scale,
         overflow.parameters[0],
