@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -23,6 +23,40 @@ def size_hint(size: int | torch.SymInt, fallback: int = 1) -> int:
     node = size.node
     hint = node.hint if node.has_hint() else None
     return int(hint) if hint is not None else fallback
+
+
+def size_expression(size: int | torch.SymInt) -> int | str:
+    """Returns a size as a number, or as a Python expression of the names of its symbols."""
+    if isinstance(size, int):
+        return size
+    expression = size.node.expr  # with what the capture knows by now: a symbol may be a number
+    return int(expression) if expression.is_number else _python(expression)
+
+
+def size_conditions(sizes: Iterable[int | torch.SymInt], ranges: Mapping[Any, Any]) -> list[str]:
+    """Returns what a capture assumes of the sizes of its inputs, as Python expressions of their symbols.
+
+    Args:
+        sizes: The sizes of all inputs.
+        ranges: The bounds of symbols, see ``ExportedProgram.range_constraints``.
+    """
+    symbolic = [size.node for size in sizes if isinstance(size, torch.SymInt)]
+    if not symbolic:
+        return []
+    environment, names = symbolic[0].shape_env, set().union(*(node.expr.free_symbols for node in symbolic))
+    assumed = [environment.replace(guard.expr) for guard in environment.guards]
+    found = [_python(expression) for expression in assumed if expression.free_symbols <= names]
+    for symbol in names & ranges.keys():
+        lower, upper = ranges[symbol].lower, ranges[symbol].upper
+        found += [f"{lower} <= {symbol}"] if lower.is_Integer else []
+        found += [f"{symbol} <= {upper}"] if upper.is_Integer else []
+    return [text for text in dict.fromkeys(found) if text != "True"]
+
+
+def _python(expression: Any) -> str:
+    from torch.utils._sympy.printers import PythonPrinter
+
+    return PythonPrinter().doprint(expression)
 
 
 def storage_key(value: torch.Tensor) -> int | None:

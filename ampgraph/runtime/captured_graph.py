@@ -17,6 +17,7 @@ from ..guards import is_capturing
 from ..passes import ExplicitCasts, Pass, ReadShadows, run_passes
 from ..plan import Plan
 from ..training.scaler import LossScaler
+from .accepted_sizes import AcceptedSizes
 from .boundary import (
     accepted,
     boundary_pass,
@@ -59,7 +60,7 @@ class CapturedGraph:
         plan: Its plan.
         options: Backend and mode.
         scaler: The model's loss scaler.
-        shapes: Sizes it accepts, see `ampgraph.runtime.signature.accepted_shapes`.
+        sizes: The sizes that it accepts; None for just-in-time graphs.
         seen: Sizes it was captured for.
         constants: Tensors that exist only in the capture, by attribute name.
         timing: Seconds to create it.
@@ -76,7 +77,7 @@ class CapturedGraph:
     plan: Plan
     options: Options
     scaler: LossScaler
-    shapes: list[tuple] = field(default_factory=list)
+    sizes: AcceptedSizes | None = None
     seen: tuple[tuple[int, ...], ...] = ()
     constants: dict[str, torch.Tensor] = field(default_factory=dict)
     timing: Timing = Timing()  # noqa: RUF009

@@ -14,7 +14,7 @@ from ..capture import Reads, capture_program, distinct
 from ..errors import CaptureError
 from .captured_graph import CapturedGraph
 from .siblings import Call
-from .signature import changed_dims, fits
+from .signature import changed_dims
 
 log = logging.getLogger("ampgraph")
 
@@ -43,15 +43,13 @@ def export_call(call: Call, graphs: Sequence[CapturedGraph]) -> tuple[ExportedPr
 def _exported(call: Call, graphs: Sequence[CapturedGraph], reads: Reads, gradients: bool) -> ExportedProgram:
     model, args, kwargs, sizes = call.source, call.args, call.kwargs, call.signature.shapes
     given = call.options.dynamic_shapes
-    if given is not None:
-        # The user's dynamic_shapes apply to the first capture, or if the sizes did not change.
-        is_other_size = graphs and not any(fits(found.shapes, sizes) for found in graphs)
-        return capture_program(model, args, kwargs, None if is_other_size else given, reads, gradients)
+    if given is not None and not graphs:
+        return capture_program(model, args, kwargs, given, reads, gradients)
     if graphs:
         args, kwargs = distinct(args, kwargs)  # sizes are stored by tensor object
         dims = changed_dims(sizes, [found.seen for found in graphs])
         try:
-            dynamic = _dynamic(args, kwargs, dims).dynamic_shapes(model, args, kwargs)
+            dynamic = given or _dynamic(args, kwargs, dims).dynamic_shapes(model, args, kwargs)
             return capture_program(model, args, kwargs, dynamic, reads, gradients)
         except (CaptureError, ValueError) as error:
             log.info("capturing with static shapes: %s", error)

@@ -16,6 +16,7 @@ from ..errors import CaptureError, NoGraphError, warn_user
 from ..passes.pipeline import rewrite
 from ..plan import Plan
 from ..training.scaler import LossScaler
+from .accepted_sizes import AcceptedSizes
 from .capture_lock import lock_of
 from .captured_graph import CapturedGraph, Runner, Timing
 from .coverage import CoverageWatch
@@ -30,7 +31,7 @@ from .python_state import PythonState
 from .rule_targets import Targets, targets_of, warn_of_others
 from .shadow_weights import ShadowWeights
 from .siblings import Call, Siblings, Unplanned
-from .signature import Likeness, Signature, accepted_shapes, fits, signature_of
+from .signature import Likeness, Signature, signature_of
 from .written import writes_of
 
 log = logging.getLogger("ampgraph")
@@ -256,7 +257,7 @@ class GraphCache:
         self, args: tuple, kwargs: dict[str, Any], signature: Signature, flags: Flags
     ) -> CapturedGraph | None:
         for captured in self._graphs.get((flags, signature.kind), ()):
-            if not fits(captured.shapes, signature.shapes):
+            if captured.sizes is None or not captured.sizes.fit(signature.shapes):
                 continue
             if captured.fits(args, kwargs):
                 self._current, self._current_flags = captured, flags
@@ -289,8 +290,10 @@ class GraphCache:
             program, reads = export_call(call, graphs)
             seconds, start = time.perf_counter() - start, time.perf_counter()
             graph_module, constants = unlift(program, self._source)
+            sizes = AcceptedSizes(graph_module, program.range_constraints, call.signature.shapes)
             before = Unplanned(graph_module, self._options) if self._siblings is not None else None
             captured = self._rewrite(graph_module, constants, call.signature, Timing(seconds, start))
+            captured.sizes = sizes
         captured.state = PythonState(self._source, reads, call.args, call.kwargs)
         captured.writes = writes_of(captured.graph_module, call.args, call.kwargs)
         if self._options.policy.level == "O3":
@@ -316,14 +319,13 @@ class GraphCache:
         if self._rule_targets is None:
             self._rule_targets = targets
         warn_of_others(options.named(self._name), self._rule_targets, targets, self._source.training)
-        shapes = accepted_shapes(graph_module)
         timing = Timing(timing.capture, time.perf_counter() - timing.rewrite)
         return CapturedGraph(
             graph_module,
             plan,
             options,
             self._scaler,
-            shapes,
+            None,
             signature.shapes,
             constants,
             timing,

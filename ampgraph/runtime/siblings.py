@@ -29,7 +29,7 @@ from .family import Families, parts_of
 from .graph_copies import copy_graph
 from .options import Options
 from .python_state import PythonState
-from .signature import Signature, fits
+from .signature import Signature
 
 if TYPE_CHECKING:
     from ..training.scaler import LossScaler
@@ -138,7 +138,9 @@ class Siblings:
         """Returns the graph of a block that is like this one, over the parameters of this one."""
         start, key = time.perf_counter(), call.key()
         candidates = [s for s in self._found if s.key == key and s.policy == call.options.policy]
-        candidates = [s for s in candidates if fits(s.captured.shapes, call.signature.shapes)]
+        candidates = [
+            s for s in candidates if s.captured.sizes and s.captured.sizes.fit(call.signature.shapes)
+        ]
         structure = _structure(call.source) if candidates else None
         if structure is None:
             return None
@@ -179,7 +181,7 @@ def _for_block(
         plan,
         call.options,
         scaler,
-        captured.shapes,
+        captured.sizes,
         call.signature.shapes,
         constants,
         Timing(found - start, time.perf_counter() - found),

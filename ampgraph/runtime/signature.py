@@ -6,7 +6,6 @@ from collections.abc import Hashable
 from typing import Any, NamedTuple
 
 import torch
-from torch import fx
 from torch.utils import _pytree as pytree
 
 from ..training.distributed import is_spread
@@ -97,32 +96,6 @@ def _constant(leaf: object) -> Hashable:
     except TypeError:
         return type(leaf), id(leaf)
     return type(leaf), repr(leaf) if isinstance(leaf, _SIGNED) else leaf
-
-
-def accepted_shapes(graph_module: fx.GraphModule) -> list[tuple]:
-    """Returns, for each tensor input of a captured graph, its sizes: ints, or a symbol for a dynamic one."""
-    vals = [n.meta.get("val") for n in graph_module.graph.find_nodes(op="placeholder")]
-    return [
-        tuple(s if isinstance(s, int) else str(s) for s in v.shape)
-        for v in vals
-        if isinstance(v, torch.Tensor)
-    ]
-
-
-def fits(accepted: list[tuple], shapes: tuple[tuple[int, ...], ...]) -> bool:
-    """Whether concrete sizes match a captured graph's, one value for each symbol.
-
-    A dynamic size does not match 0 or 1: capture assumes that it is at least 2.
-    """
-    bound: dict[str, int] = {}
-    for pattern, shape in zip(accepted, shapes, strict=True):
-        for want, have in zip(pattern, shape, strict=True):
-            if isinstance(want, int):
-                if want != have:
-                    return False
-            elif have < 2 or bound.setdefault(want, have) != have:
-                return False
-    return True
 
 
 def changed_dims(
