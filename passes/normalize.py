@@ -1,6 +1,7 @@
 """Brings a captured graph into the form that analysis expects.
 
 - It removes ``aten._assert_tensor_metadata`` nodes, because they assert dtypes that this compiler changes.
+- It gives copies of constants their own memory: ``torch.export`` records them with that of the constant.
 - It takes calls that return their input out of regions without gradients. The input keeps its gradients
   there, and a cast of it would not.
 - It sets ``copy=True`` on casts of written memory, and on casts that leave gradients behind, because a plan
@@ -47,6 +48,7 @@ class Normalize(Pass):
     def run(self, graph_module: GraphModule) -> bool:
         graph = graph_module.graph
         modified = _drop_dtype_asserts(graph)
+        modified |= _separate_copies(graph)
         has_writes = any(map(written_args, graph.nodes))
         modified |= _free_returned_inputs(graph_module)
         modified |= has_writes and _functionalize(graph)
@@ -60,6 +62,14 @@ def _drop_dtype_asserts(graph: Graph) -> bool:
     for node in asserts:
         graph.erase_node(node)
     return bool(asserts)
+
+
+def _separate_copies(graph: Graph) -> bool:
+    copies = graph.find_nodes(op="call_function", target=aten.lift_fresh_copy.default)
+    if not copies:
+        return False
+    _refresh_memory([*copies], AliasSets(graph), fake_mode_of(graph))
+    return True
 
 
 def _free_returned_inputs(graph_module: GraphModule) -> bool:

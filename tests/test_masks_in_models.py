@@ -118,6 +118,19 @@ OF_INPUTS: dict[str, Masked] = {
     "before a selection": lambda scores, keep: (scores + keep[:, None].float() * 1e3).sort(-1)[0],
     "what is seen": lambda scores, keep: scores + keep[:, None].float() * 100,
     "hidden by 100": lambda scores, keep: scores - (1 - keep[:, None].float()) * 100,
+    "scaled by the sum": lambda scores, keep: torch.add(scores, 1 - keep[:, None].float(), alpha=-1e4),
+    "subtracted and scaled": lambda scores, keep: torch.rsub(1 - keep[:, None].float(), scores, alpha=1e4),
+    "multiplied by the sum": lambda scores, keep: torch.addcmul(
+        scores, 1 - keep[:, None].float(), torch.ones(()), value=-1e4
+    ),
+    "between two numbers": lambda scores, keep: (
+        scores + torch.lerp(torch.tensor(-1e4), torch.tensor(0.0), keep[:, None].float())
+    ),
+    "a power of a number": lambda scores, keep: scores - torch.pow(10.0, 4 * (1 - keep[:, None].float())),
+    "from a table": lambda scores, keep: scores + torch.tensor([-1e4, 0.0])[keep[:, None].long()],
+    "gathered": lambda scores, keep: (
+        scores + torch.tensor([-1e4, 0.0]).expand(2, 2).gather(1, keep.long())[:, None]
+    ),
 }
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import torch
 from torch.fx import Node
@@ -19,7 +20,7 @@ from ampgraph.ops.lists import OpClass
 from .arguments import argument
 from .facts import Facts, tensors
 from .graph_walk import ancestors, kind, operand, operands
-from .magnitudes import COARSE, Sizes
+from .magnitudes import COARSE, Size, Sizes, interval_product
 from .problem import Hazard
 
 # Paths longer than this belong to other parts of the model.
@@ -106,33 +107,64 @@ def _before_logarithm(node: Node, facts: Facts, low_dtype: torch.dtype) -> Itera
 
 def _behind_mask(node: Node, sizes: Sizes) -> Iterator[tuple[Node, Hazard]]:
     """Yields what leads from a sum with a mask into an op that sees differences alone."""
-    parts = _ways(node, sizes.facts, lambda n: _mask_at(n, sizes) is not None)
+    parts = _ways(node, sizes.facts, lambda n: _mask_in(n, sizes) is not None)
     if kind(node) not in _SELECTS:
         parts = [part for part in parts if part is not node]
     if _shows_every_row(parts, node, sizes):
         return
     for part in parts:
         reason = f"leads from a sum with a mask into {node.name!r}"
-        if (mask := _mask_at(part, sizes)) is not None:
-            step = sizes.typical[mask].peak * sizes.limits.eps
-            reason = (
-                f"adds the mask {mask.name!r}: {sizes.limits.dtype} rounds such sums by up to {step / 2:.3g}"
-            )
+        if (mask := _mask_in(part, sizes)) is not None:
+            step, of = mask.size.peak * sizes.limits.eps, mask.of[0].name
+            reason = f"adds the mask {of!r}: {sizes.limits.dtype} rounds such sums by up to {step / 2:.3g}"
         yield part, Hazard(reason, node, fed_low=True)
 
 
-def _mask_at(node: Node, sizes: Sizes) -> Node | None:
-    """Returns an operand of a sum whose numbers make the low dtype round the other one coarsely."""
-    pair = [n for n in operands(node) if isinstance(n, Node)] if kind(node) in _SUMS else []
-    return next((n for n in pair if len(pair) == 2 and _hides(n, sizes)), None)
+class _Addend(NamedTuple):
+    """What a sum adds: the size of it, and the nodes that it is made of."""
+
+    size: Size
+    of: tuple[Node, ...]
 
 
-def _hides(node: Node, sizes: Sizes) -> bool:
+def _addends(node: Node, sizes: Sizes) -> list[_Addend]:
+    """Returns the two tensors that a node adds, of usual size; empty if it is no sum of two."""
+    name, usual = kind(node), sizes.typical
+    if name in _SUMS:
+        tensors_added = [n for n in operands(node) if isinstance(n, Node)]
+        if len(tensors_added) != 2:
+            return []
+        first, second = (_Addend(usual[n], (n,)) for n in tensors_added)
+        factor = argument(node, "alpha")
+        if factor is None:
+            return [first, second]
+        scaled = _scaled(second if name != "rsub" else first, factor, usual)
+        return [first, scaled] if name != "rsub" else [scaled, second]
+    if name == "addcmul":
+        start, *factors = (argument(node, of) for of in ("self", "tensor1", "tensor2"))
+        product = _Addend(interval_product(*map(usual.of, factors)), (*factors,))
+        value = argument(node, "value")
+        return [_Addend(usual[start], (start,)), product if value is None else _scaled(product, value, usual)]
+    return []
+
+
+def _scaled(addend: _Addend, factor: object, usual: Sizes) -> _Addend:
+    return addend._replace(size=interval_product(addend.size, usual.of(factor)))
+
+
+def _mask_in(node: Node, sizes: Sizes) -> _Addend | None:
+    """Returns what a sum adds if its numbers make the low dtype round the other one coarsely."""
+    return next((addend for addend in _addends(node, sizes) if _hides(addend, sizes)), None)
+
+
+def _hides(addend: _Addend, sizes: Sizes) -> bool:
     """Whether numbers are a mask. Large numbers of both signs that depend on parameters are scores."""
-    size = sizes.typical[node]
+    size = addend.size
     if not COARSE < size.peak < math.inf:
         return False
-    return size.low >= -COARSE or size.high <= COARSE or not _is_learned(node, sizes)
+    if size.low >= -COARSE or size.high <= COARSE:
+        return True
+    return not any(_is_learned(n, sizes) for n in addend.of)
 
 
 def _is_learned(node: Node, sizes: Sizes) -> bool:
@@ -142,11 +174,11 @@ def _is_learned(node: Node, sizes: Sizes) -> bool:
 
 def _shows_every_row(parts: list[Node], node: Node, sizes: Sizes) -> bool:
     """Whether the one mask is a table that hides no whole row of those along which a softmax runs."""
-    masks = {part: mask for part in parts if (mask := _mask_at(part, sizes)) is not None}
+    masks = {part: mask.of for part in parts if (mask := _mask_in(part, sizes)) is not None}
     last = len(tensors(node)[0].shape) - 1
     if len(masks) != 1 or kind(node) not in _SOFTMAX or argument(node, "dim") not in (-1, last):
         return False
-    ((added, table),) = masks.items()
+    ((added, (table, *_)),) = masks.items()
     if kind(added) != "add" or added.kwargs:
         return False
     if not all(part is added or (kind(part) in _KEEPS_ROWS and _keeps_size(part)) for part in parts):

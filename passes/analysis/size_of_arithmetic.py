@@ -132,6 +132,14 @@ def mul(sizes: Sizes, node: Node) -> Size:
     return interval_product(a, b).marked(marks)
 
 
+def interpolated(sizes: Sizes, node: Node) -> Size:
+    """Between the two ends, if the weight is between 0 and 1."""
+    start, end, weight = (sizes.of(argument(node, name)) for name in ("self", "end", "weight"))
+    if weight.low < 0 or weight.high > 1:
+        return UNKNOWN.marked(sizes.hull(start, end))
+    return sizes.hull(start, end)
+
+
 def _scaled(size: Size, factor: float, bounds: Size) -> Size:
     """The size of a value times a number: a small one brings it back into range."""
     if abs(factor) <= 1 / LONG_SUM:
@@ -218,7 +226,8 @@ def to_power(sizes: Sizes, node: Node) -> Size:
     """Powers by a number; by anything else nothing is known."""
     base, exponent = operands(node)
     if not isinstance(base, Node):
-        return Size(0.0).marked(sizes.too_large(f"{base} to a power"))
+        ends = [raised(base, end) for end in sizes.of(exponent)[:2]] if base > 0 else [0.0, math.inf]
+        return Size(min(ends), max(ends)).marked(sizes.too_large(f"{base} to a power"))
     power = sizes.constant(exponent)
     if power is None:
         return Size(0.0 if sizes[base].low >= 0 else -math.inf)

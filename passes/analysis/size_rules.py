@@ -63,6 +63,7 @@ RULES: Mapping[str, Rule] = _table(
     (arithmetic.dropout, "dropout feature_dropout native_dropout"),
     (arithmetic.add, "add sub rsub subtract"),
     (arithmetic.mul, "mul multiply"),
+    (arithmetic.interpolated, "lerp"),
     (arithmetic.div, "div divide true_divide"),
     (arithmetic.inverse, "rsqrt reciprocal"),
     (arithmetic.sqrt, "sqrt"),
