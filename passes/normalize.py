@@ -27,6 +27,7 @@ from ampgraph._compat import (
     evaluate,
     fake_mode_of,
     result_dtypes,
+    storage_key,
 )
 from ampgraph.marks import StorageMark, mark_of, set_mark
 from ampgraph.ops import kernels
@@ -66,10 +67,15 @@ def _drop_dtype_asserts(graph: Graph) -> bool:
 
 def _separate_copies(graph: Graph) -> bool:
     copies = graph.find_nodes(op="call_function", target=aten.lift_fresh_copy.default)
-    if not copies:
+    shared = [n for n in copies if _memory(n) == _memory(n.all_input_nodes[0])]
+    if not shared:
         return False
-    _refresh_memory([*copies], AliasSets(graph), fake_mode_of(graph))
+    _refresh_memory(shared, AliasSets(graph), fake_mode_of(graph))
     return True
+
+
+def _memory(node: Node) -> int | None:
+    return storage_key(node.meta["val"])
 
 
 def _free_returned_inputs(graph_module: GraphModule) -> bool:
