@@ -21,7 +21,7 @@ from .dynamo import (
     returns_no_argument,
     with_own_code,
 )
-from .exporting import telling_no_export
+from .exporting import sizes_written_as_numbers, telling_no_export
 from .fake_tensors import (
     accept_real_constants,
     dtypes_of,
@@ -166,6 +166,7 @@ __all__ = [
     "size_conditions",
     "size_expression",
     "size_hint",
+    "sizes_written_as_numbers",
     "storage_key",
     "store_of_ranks",
     "telling_no_export",

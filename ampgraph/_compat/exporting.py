@@ -1,10 +1,11 @@
-"""What ``torch.compiler.is_exporting`` tells a model. Tried on torch 2.11, 2.13 and 2.14."""
+"""What a capture tells the model's code. Tried on torch 2.11, 2.13 and 2.14."""
 
 from __future__ import annotations
 
 import contextlib
 import sys
 from collections.abc import Callable, Iterator
+from types import FrameType
 
 import torch
 
@@ -30,8 +31,8 @@ def telling_no_export(is_here: Callable[[], bool], note: Callable[[str], None]) 
     function = torch.compiler.is_exporting
 
     def answer() -> bool:
-        caller = str(sys._getframe(2).f_globals.get("__name__", ""))
-        if not is_here() or caller.partition(".")[0] == "torch":
+        caller = _name(sys._getframe(2))
+        if not is_here() or _is_torchs(caller):
             return torch.compiler._is_exporting_flag
         note(caller)
         return False
@@ -47,3 +48,38 @@ def telling_no_export(is_here: Callable[[], bool], note: Callable[[str], None]) 
             delattr(torch.compiler, _ANSWER)
         else:
             setattr(torch.compiler, _ANSWER, outer)
+
+
+@contextlib.contextmanager
+def sizes_written_as_numbers(is_here: Callable[[], bool]) -> Iterator[None]:
+    """Lets a dynamic size become a number if the model's code makes text of it, such as the key of a table.
+
+    The text would be the name of a symbol, and no guard would keep other sizes away. torch's own code still
+    sees names. One thread at a time may enter.
+
+    Args:
+        is_here: Whether this thread captures.
+    """
+
+    def text(size: torch.SymInt) -> str:
+        if not is_here() or _is_torchs(_name(sys._getframe(1))):
+            return repr(size)
+        return str(int(size))
+
+    outer = vars(torch.SymInt).get("__str__")
+    torch.SymInt.__str__ = text  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        if outer is None:
+            del torch.SymInt.__str__
+        else:
+            torch.SymInt.__str__ = outer  # type: ignore[method-assign]
+
+
+def _name(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", ""))
+
+
+def _is_torchs(module: str) -> bool:
+    return module.partition(".")[0] in ("torch", "sympy", "logging")

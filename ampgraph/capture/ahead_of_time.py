@@ -23,6 +23,7 @@ from .._compat import (
     no_global_hooks,
     no_saved_tensor_hooks,
     quiet_export,
+    sizes_written_as_numbers,
     telling_no_export,
     whole_grad_regions,
 )
@@ -188,6 +189,7 @@ def _traced(
         with (
             capturing(gradients),
             told,
+            sizes_written_as_numbers(is_capturing_here),
             kept.aging(),
             quiet as set_tensors,
             traced_as_no_grad(is_capturing_here),
