@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 
 import pytest
@@ -155,3 +156,25 @@ def test_an_exported_program_refuses_other_sizes() -> None:
     )
     with pytest.raises(Exception, match="40"):
         program.module()(x_of(100))
+
+
+class SetsForLong(Applies):
+    """A long input sets a state that short inputs read."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda h, x: h)
+        self.seen_long = False
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        if inputs[0].shape[1] > 50:
+            self.seen_long = True
+        return self.linear(inputs[0]) * (2 if self.seen_long else 1)
+
+
+def test_state_that_only_some_sizes_set_is_told() -> None:
+    amp = ampgraph.convert(SetsForLong(), (x_of(10),))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        amp(x_of(20))
+    with pytest.warns(UserWarning, match="reads seen_long and sets it for the next call"):
+        amp(x_of(60))

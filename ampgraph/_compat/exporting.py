@@ -10,6 +10,8 @@ from types import FrameType
 import torch
 
 _ANSWER = "_answer_of_ampgraph"
+# They print the names of symbols.
+_PRINTS_NAMES = ("torch", "sympy", "logging")
 
 
 def _is_exporting() -> bool:
@@ -31,8 +33,8 @@ def telling_no_export(is_here: Callable[[], bool], note: Callable[[str], None]) 
     function = torch.compiler.is_exporting
 
     def answer() -> bool:
-        caller = _name(sys._getframe(2))
-        if not is_here() or _is_torchs(caller):
+        caller = _module(sys._getframe(2))
+        if not is_here() or caller.partition(".")[0] == "torch":
             return torch.compiler._is_exporting_flag
         note(caller)
         return False
@@ -52,17 +54,17 @@ def telling_no_export(is_here: Callable[[], bool], note: Callable[[str], None]) 
 
 @contextlib.contextmanager
 def sizes_written_as_numbers(is_here: Callable[[], bool]) -> Iterator[None]:
-    """Lets a dynamic size become a number if the model's code makes text of it, such as the key of a table.
+    """Gives the model's code the number if it makes text of a dynamic size, such as the key of a table.
 
-    The text would be the name of a symbol, and no guard would keep other sizes away. torch's own code still
-    sees names. One thread at a time may enter.
+    Without this the text is the name of a symbol, and no guard tells the sizes apart. The number fixes the
+    size. torch's own code still gets the name. One thread at a time may enter.
 
     Args:
         is_here: Whether this thread captures.
     """
 
     def text(size: torch.SymInt) -> str:
-        if not is_here() or _is_torchs(_name(sys._getframe(1))):
+        if not is_here() or _module(sys._getframe(1)).partition(".")[0] in _PRINTS_NAMES:
             return repr(size)
         return str(int(size))
 
@@ -77,9 +79,5 @@ def sizes_written_as_numbers(is_here: Callable[[], bool]) -> Iterator[None]:
             torch.SymInt.__str__ = outer  # type: ignore[method-assign]
 
 
-def _name(frame: FrameType) -> str:
+def _module(frame: FrameType) -> str:
     return str(frame.f_globals.get("__name__", ""))
-
-
-def _is_torchs(module: str) -> bool:
-    return module.partition(".")[0] in ("torch", "sympy", "logging")

@@ -143,6 +143,10 @@ class Reads:
         """Returns what forward reads and sets for its next call, in the model and outside of it."""
         return [*self._paths(self.lost).values(), *(place.path for place in self.code.changed())]
 
+    def set_before_read(self) -> list[str]:
+        """Returns the attributes that this capture set before it read them; torch's own layers left out."""
+        return [*self._paths(self._set_first - self._set_by_torch).values()]
+
     def set_by_forward(self) -> list[str]:
         """Returns all that forward sets and a graph does not."""
         return [*self.only_set, *self.lost_paths()]

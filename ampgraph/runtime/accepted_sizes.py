@@ -35,7 +35,7 @@ class AcceptedSizes:
         sizes = [size for tensor in tensors for size in tensor.shape]
         self._conditions = " and ".join([f"({text})" for text in size_conditions(sizes, ranges)]) or "True"
         self._code = compile(self._conditions, "<sizes>", "eval")
-        # A condition that cannot be told here leaves the sizes of the capture alone.
+        # If a condition cannot be evaluated here, the graph accepts only the sizes of the capture.
         self._can_tell = self._holds(seen)
 
     def __repr__(self) -> str:

@@ -24,8 +24,8 @@ def export_call(call: Call, graphs: Sequence[CapturedGraph]) -> tuple[ExportedPr
 
     Args:
         call: The call.
-        graphs: The graphs that were captured for other sizes of the same arguments. If there are any, the
-            sizes that differ become dynamic.
+        graphs: The graphs that were captured for other sizes of the same arguments. If there are any and the
+            user gave no ``dynamic_shapes``, the sizes that differ become dynamic.
 
     Returns:
         The program, and the Python state that forward read.
@@ -43,17 +43,16 @@ def export_call(call: Call, graphs: Sequence[CapturedGraph]) -> tuple[ExportedPr
 def _exported(call: Call, graphs: Sequence[CapturedGraph], reads: Reads, gradients: bool) -> ExportedProgram:
     model, args, kwargs, sizes = call.source, call.args, call.kwargs, call.signature.shapes
     given = call.options.dynamic_shapes
-    if given is not None and not graphs:
+    if not graphs:
         return capture_program(model, args, kwargs, given, reads, gradients)
-    if graphs:
-        args, kwargs = distinct(args, kwargs)  # sizes are stored by tensor object
-        dims = changed_dims(sizes, [found.seen for found in graphs])
-        try:
-            dynamic = given or _dynamic(args, kwargs, dims).dynamic_shapes(model, args, kwargs)
-            return capture_program(model, args, kwargs, dynamic, reads, gradients)
-        except (CaptureError, ValueError) as error:
-            log.info("capturing with static shapes: %s", error)
-    return capture_program(model, args, kwargs, None, reads, gradients)
+    args, kwargs = distinct(args, kwargs)  # sizes are stored by tensor object
+    dims = changed_dims(sizes, [found.seen for found in graphs])
+    try:
+        dynamic = given or _dynamic(args, kwargs, dims).dynamic_shapes(model, args, kwargs)
+        return capture_program(model, args, kwargs, dynamic, reads, gradients)
+    except (CaptureError, ValueError) as error:
+        log.info("capturing with static shapes: %s", error)
+        return capture_program(model, args, kwargs, None, reads, gradients)
 
 
 def _dynamic(args: tuple, kwargs: dict[str, Any], dims: list[set[int]]) -> ShapesCollection:

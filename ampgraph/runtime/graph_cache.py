@@ -92,6 +92,8 @@ class GraphCache:
         self._current: CapturedGraph | None = None
         self._current_flags: Flags | None = None
         self._told: set[str] = set()
+        self._read: set[str] = set()
+        self._set: set[str] = set()
         self._rule_targets: Targets | None = None
         self._runs_by: Runner | None = None
         self.watch = CoverageWatch(source, options)
@@ -342,8 +344,14 @@ class GraphCache:
             parameter.data = parameter.data.to(self._options.low_dtype)
 
     def _warn_about(self, reads: Reads) -> None:
-        """Warns once about state that forward carries from call to call and a graph does not."""
-        lost = [path for path in reads.lost_paths() if path not in self._told]
+        """Warns once about state that forward carries from call to call and a graph does not.
+
+        One capture may set what another one reads: forward may set it for long inputs only.
+        """
+        self._read.update(reads.paths().values())
+        self._set.update(reads.set_before_read())
+        carried = dict.fromkeys([*reads.lost_paths(), *sorted(self._read & self._set)])
+        lost = [path for path in carried if path not in self._told]
         self._told.update(lost)
         if only_set := [path for path in reads.only_set if path not in self._told]:
             self._told.update(only_set)

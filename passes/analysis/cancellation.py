@@ -121,39 +121,35 @@ def _behind_mask(node: Node, sizes: Sizes) -> Iterator[tuple[Node, Hazard]]:
 
 
 class _Addend(NamedTuple):
-    """What a sum adds: the size of it, and the nodes that it is made of."""
+    """One of the two tensors that an op adds: its size, and the nodes that it is made of."""
 
     size: Size
     of: tuple[Node, ...]
 
 
 def _addends(node: Node, sizes: Sizes) -> list[_Addend]:
-    """Returns the two tensors that a node adds, of usual size; empty if it is no sum of two."""
+    """Returns the two tensors that a node adds, of usual size; empty if it adds no two tensors."""
     name, usual = kind(node), sizes.typical
     if name in _SUMS:
-        tensors_added = [n for n in operands(node) if isinstance(n, Node)]
-        if len(tensors_added) != 2:
-            return []
-        first, second = (_Addend(usual[n], (n,)) for n in tensors_added)
-        factor = argument(node, "alpha")
-        if factor is None:
-            return [first, second]
-        scaled = _scaled(second if name != "rsub" else first, factor, usual)
-        return [first, scaled] if name != "rsub" else [scaled, second]
-    if name == "addcmul":
+        added = [_Addend(usual[n], (n,)) for n in operands(node) if isinstance(n, Node)]
+        factor, scaled = argument(node, "alpha"), 0 if name == "rsub" else 1
+    elif name == "addcmul":
         start, *factors = (argument(node, of) for of in ("self", "tensor1", "tensor2"))
-        product = _Addend(interval_product(*map(usual.of, factors)), (*factors,))
-        value = argument(node, "value")
-        return [_Addend(usual[start], (start,)), product if value is None else _scaled(product, value, usual)]
-    return []
-
-
-def _scaled(addend: _Addend, factor: object, usual: Sizes) -> _Addend:
-    return addend._replace(size=interval_product(addend.size, usual.of(factor)))
+        product = interval_product(*map(usual.of, factors))
+        added = [_Addend(usual[start], (start,)), _Addend(product, (*factors,))]
+        factor, scaled = argument(node, "value"), 1
+    else:
+        return []
+    if len(added) < 2:
+        return []
+    if factor is not None:
+        size = interval_product(added[scaled].size, usual.of(factor))
+        added[scaled] = added[scaled]._replace(size=size)
+    return added
 
 
 def _mask_in(node: Node, sizes: Sizes) -> _Addend | None:
-    """Returns what a sum adds if its numbers make the low dtype round the other one coarsely."""
+    """Returns the addend whose numbers make the low dtype round the other one coarsely; None if none does."""
     return next((addend for addend in _addends(node, sizes) if _hides(addend, sizes)), None)
 
 
