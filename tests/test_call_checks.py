@@ -1,5 +1,7 @@
 """What a call checks before its graph runs: it sees every change of a model with many modules."""
 
+from collections import OrderedDict, defaultdict, namedtuple
+
 import pytest
 import torch
 from torch import nn
@@ -110,3 +112,30 @@ def test_like_calls_have_one_signature(seen):
 
 def test_a_call_with_tensors_and_constants_is_like_itself():
     assert Likeness((X, None), {"y": X, "flag": True}).fits((X + 1, None), {"y": X * 2, "flag": True})
+
+
+class AsksForTheContainer(nn.Module):
+    """Adds a number of its own for each kind of container."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, given):
+        if isinstance(given, torch.Tensor):
+            return self.fc(given)
+        kinds = (OrderedDict, defaultdict, dict, Named, list, tuple)
+        kind = next(i for i, kind in enumerate(kinds) if isinstance(given, kind))
+        return self.fc(given["x"] if isinstance(given, dict) else given[0]) + 10 * kind
+
+
+Named = namedtuple("Named", "x")
+
+
+@pytest.mark.parametrize("first", range(7))
+def test_one_tensor_in_containers_of_each_kind(first):
+    calls = [X, [X], (X,), Named(X), {"x": X}, OrderedDict(x=X), defaultdict(int, x=X)]
+    model = AsksForTheContainer().eval()
+    amp = ampgraph.convert(model, (calls[first],), policy="O0")
+    for given in calls:
+        torch.testing.assert_close(amp(given), model(given), rtol=0, atol=0)

@@ -30,7 +30,7 @@ def signature_of(args: tuple, kwargs: dict[str, Any]) -> Signature:
             tuple([(a.dtype, a.device, a.dim()) for a in args]), tuple([tuple(a.shape) for a in args])
         )
     leaves, spec = pytree.tree_flatten((args, kwargs))
-    if not kwargs and all(isinstance(leaf, torch.Tensor) for leaf in leaves) and len(leaves) == len(args):
+    if not kwargs and all(isinstance(a, torch.Tensor) for a in args):
         spec = None  # type: ignore[assignment]  # the same kind as the fast path's
     kinds: list[Hashable] = [] if spec is None else [spec]
     kinds += [_kind(leaf) if isinstance(leaf, torch.Tensor) else _constant(leaf) for leaf in leaves]
