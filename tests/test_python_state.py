@@ -1,6 +1,7 @@
 """What forward reads from Python: a change after the capture is captured again, or told."""
 
 import contextlib
+import functools
 import random
 import threading
 import types
@@ -87,6 +88,142 @@ def test_a_changed_attribute_is_captured_again_once(what):
     close(amp(X), model(X))
     close(amp(X), model(X))
     assert len(amp.graph_modules) == 2
+
+
+def _by_name_of_a_global(model):
+    try:
+        return LATER
+    except NameError:
+        return 2.0
+
+
+class Settings:
+    """Settings without attributes of its own."""
+
+
+class Layer(nn.Module):
+    """A layer that a plain list holds."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = 2.0
+
+    def forward(self):
+        return self.scale
+
+
+class Factor:
+    """An object whose special methods read a global."""
+
+    def __call__(self):
+        return GLOBAL_FACTOR
+
+    def __getitem__(self, key):
+        return GLOBAL_FACTOR
+
+
+def marked():
+    return marked.factor
+
+
+def by_default(factors=[2.0]):  # noqa: B006
+    return factors[0]
+
+
+GLOBAL_FACTOR = 2.0
+marked.factor = 2.0
+settings = Settings()
+plain_module = types.ModuleType("settings")
+plain_module.scale = 2.0
+HELD = [Layer()]
+
+
+def _set(name, value):
+    return lambda model: setattr(model, name, value)
+
+
+# What forward reads, the change; (holder, name) of what is put back afterwards.
+ELSEWHERE = {
+    "an attribute that comes": (lambda m: getattr(m, "late", 2.0), _set("late", 5.0)),
+    "asked for before": (lambda m: m.late if hasattr(m, "late") else 2.0, _set("late", 5.0)),
+    "an error caught": (lambda m: getattr(m, "late", None) or 2.0, _set("late", 5.0)),
+    "a key of its dict": (lambda m: m.__dict__.get("late", 2.0), _set("late", 5.0)),
+    "a value of its dict": (lambda m: vars(m)["temp"], _set("temp", 5.0)),
+    "of the class, later": (
+        lambda m: getattr(m, "of_class_later", 2.0),
+        lambda m: setattr(Scaled, "of_class_later", 5.0),
+    ),
+    "a global that comes": (_by_name_of_a_global, lambda m: globals().update(LATER=5.0)),
+    "an attribute of empty settings": (
+        lambda m: getattr(settings, "late", 2.0),
+        lambda m: setattr(settings, "late", 5.0),
+    ),
+    "of the settings' class": (
+        lambda m: getattr(settings, "later", 2.0),
+        lambda m: setattr(Settings, "later", 5.0),
+    ),
+    "by text of a Python module": (
+        lambda m: getattr(plain_module, "scale", 1.0),
+        lambda m: setattr(plain_module, "scale", 5.0),
+    ),
+    "later of a Python module": (
+        lambda m: getattr(plain_module, "late", 2.0),
+        lambda m: setattr(plain_module, "late", 5.0),
+    ),
+    "later of a class": (lambda m: getattr(Config, "late", 2.0), lambda m: setattr(Config, "late", 5.0)),
+    "a layer in a list": (lambda m: m.some["c"][0](), lambda m: setattr(m.some["c"][0], "scale", 5.0)),
+    "a layer elsewhere": (lambda m: HELD[0](), lambda m: setattr(HELD[0], "scale", 5.0)),
+    "the mode of a layer in a list": (
+        lambda m: 2.0 + m.some["c"][0].training,
+        lambda m: m.some["c"][0].eval(),
+    ),
+    "an attribute of a function": (lambda m: marked(), lambda m: setattr(marked, "factor", 5.0)),
+    "a default": (lambda m: by_default(), lambda m: by_default.__defaults__[0].__setitem__(0, 5.0)),
+    "an argument of a partial": (lambda m: m.some["d"](), lambda m: m.some["d"].keywords.update(factor=5.0)),
+    "read by a call": (lambda m: m.some["e"](), lambda m: globals().update(GLOBAL_FACTOR=5.0)),
+    "read by an index": (lambda m: m.some["e"][0], lambda m: globals().update(GLOBAL_FACTOR=5.0)),
+    "another operator": (
+        lambda m: m.some["e"][0],
+        lambda m: setattr(Factor, "__getitem__", lambda f, key: 9.0),
+    ),
+}
+
+
+def _as_it_is(factor):
+    return factor
+
+
+@pytest.fixture
+def all_put_back():
+    holders = [Scaled, Config, Settings, Factor]
+    before = [dict(vars(holder)) for holder in holders]
+    yield
+    globals().pop("LATER", None)
+    globals()["GLOBAL_FACTOR"], marked.factor, plain_module.scale = 2.0, 2.0, 2.0
+    by_default.__defaults__[0][0], HELD[0].scale = 2.0, 2.0
+    vars(plain_module).pop("late", None)
+    vars(settings).clear()
+    for holder, attributes in zip(holders, before, strict=True):
+        for name in [name for name in vars(holder) if name not in attributes]:
+            delattr(holder, name)
+    Factor.__getitem__ = before[3]["__getitem__"]
+
+
+@pytest.mark.usefixtures("all_put_back")
+@pytest.mark.parametrize("what", ELSEWHERE)
+def test_what_is_elsewhere_or_comes_later_is_captured_again_once(what):
+    factor, change = ELSEWHERE[what]
+    model = Scaled(factor)
+    model.some.update(c=[Layer()], d=functools.partial(_as_it_is, factor=2.0), e=Factor())
+    amp = ampgraph.convert(model, (X,), **LOW)
+    before = amp(X)
+    close(before, model(X))
+    assert len(amp.graph_modules) == 1
+    change(model)
+    close(amp(X), model(X))
+    close(amp(X), model(X))
+    assert len(amp.graph_modules) == 2
+    assert not torch.equal(before, amp(X))
 
 
 REGIONS = {

@@ -6,6 +6,7 @@ replaced counts, too: another ``forward`` of a class, another ``torch.nn.functio
 
 from __future__ import annotations
 
+import builtins
 import dis
 import functools
 import sys
@@ -19,7 +20,7 @@ import torch
 from torch import nn
 
 from ..proxy.bound_proxy import class_behind
-from .containers import copied, has_plain_leaves, same
+from .containers import copied, has_plain_leaves, is_container, is_frozen, is_small, items_of, same
 
 _TORCH = str(Path(torch.__file__).parent)
 _LAYERS = f"{_TORCH}/nn/modules/"
@@ -29,12 +30,31 @@ _OF_TORCH = ("torch", "torch.nn.functional")
 _OF_SETTINGS = ("types", "argparse", "collections")
 # What reads or sets a global; inside a class body also what reads a name.
 _OF_GLOBALS = {name for name in dis.opmap if "GLOBAL" in name} | {"LOAD_NAME"}
+_BUILTINS = frozenset(dir(builtins))
+_ARITHMETIC = (
+    *("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "divmod", "pow"),
+    *("lshift", "rshift", "and", "or", "xor"),
+)
+_OTHER_OPERATORS = (
+    *("call", "getattr", "getattribute", "getitem", "setitem", "missing", "contains", "len", "iter", "next"),
+    *("enter", "exit", "get", "torch_function", "eq", "ne", "lt", "le", "gt", "ge", "hash", "bool", "int"),
+    *("float", "index", "neg", "pos", "abs", "invert", "round"),
+)
+# The special methods that an expression or a statement runs.
+_OPERATORS = {
+    f"__{name}__"
+    for name in (*_OTHER_OPERATORS, *(f"{side}{op}" for side in ("", "r", "i") for op in _ARITHMETIC))
+}
+_ASKING = ("getattr", "hasattr")
+_BETWEEN = ("PUSH_NULL", "PRECALL", "CACHE", "EXTENDED_ARG")
 # What a capture itself replaces in torch meanwhile.
 _REPLACED = ("is_grad_enabled",)
 _NOT_READ = (f"{_TORCH}/", f"{Path(__file__).parents[1]}/", "<frozen")
 _PYTHON = f"{sysconfig.get_path('stdlib')}/"
 _OF_EVERY_MODULE = frozenset(vars(nn.Module)) - {"forward"}
+_PARTS = frozenset(vars(nn.Module()))
 GONE = object()
+_DEPTH = 3  # of objects inside what a module holds
 
 
 class Place(NamedTuple):
@@ -108,9 +128,9 @@ class Code:
                 continue
             for module in root.modules():
                 self._follow(class_behind(type(module)))
-                for held in (vars(module), module._forward_hooks, module._forward_pre_hooks):
-                    for value in held.values():
-                        self._follow(value)
+                own = [value for name, value in vars(module).items() if name not in _PARTS]
+                for value in (*own, *module._forward_hooks.values(), *module._forward_pre_hooks.values()):
+                    self._follow_held(value, _DEPTH)
         self._read()
 
     def changed(self) -> list[Place]:
@@ -132,7 +152,7 @@ class Code:
                 self._read_function(self._functions.pop())
             for key, (holder, path) in list(self._holders.items()):
                 done = self._looked_up.setdefault(key, set())
-                new = self.names - done
+                new = (self.names | self.strings) - done
                 done |= new
                 self._look_up(holder, path, new)
 
@@ -142,11 +162,25 @@ class Code:
         self.names |= names
         constants = [constant for code in codes for constant in code.co_consts]
         self.strings |= {c for c in constants if isinstance(c, str) and c.isidentifier()}
-        module = function.__module__ or ""
-        for name in _global_names(function.__code__) & function.__globals__.keys():
-            self._add(function.__globals__, name, f"{module}.{name}")
+        module, known = function.__module__ or "", function.__globals__
+        for name in _global_names(function.__code__):
+            if name in known or name not in _BUILTINS:  # a name that is not there may come
+                self._add(known, name, f"{module}.{name}")
+        for path, name in _asked_for(function.__code__):
+            if (held := _holder(_found(known, path))) is not None:
+                self._add(held[0], name, f"{held[1]}.{name}")
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             self._add(cell, "cell_contents", f"{function.__qualname__}.{name}")
+        if vars(function):
+            self._holders[id(function)] = vars(function), function.__qualname__
+        for name, defaults in (
+            ("__defaults__", function.__defaults__),
+            ("__kwdefaults__", function.__kwdefaults__),
+        ):
+            if not (has_plain_leaves(defaults) and is_frozen(defaults)):
+                self._put(Place(function, name, f"{function.__qualname__}.{name}"))
+                for _, default in items_of(defaults):
+                    self._follow(default)
 
     def _look_up(self, holder: Any, path: str, names: Iterable[str]) -> None:
         if isinstance(holder, dict):
@@ -161,8 +195,35 @@ class Code:
         if is_other or (id(holder), name) in self.places:
             return
         place = Place(holder, name, path)
-        self.places[id(holder), name] = place
+        self._put(place)
         self._follow(_static(holder, name) if isinstance(holder, type) else place.value())
+
+    def _follow_held(self, value: Any, depth: int) -> None:
+        """Follows what a module holds, also in containers and in objects of the user's classes."""
+        self._follow(value)
+        if (
+            not depth
+            or has_plain_leaves(value)
+            or isinstance(value, (type, FunctionType, nn.Module, torch.Tensor))
+        ):
+            return
+        if is_container(value):
+            inner = [item for _, item in items_of(value)] if is_small(value) else []
+        else:
+            inner = [] if is_foreign(type(value)) else [*getattr(value, "__dict__", {}).values()]
+        for item in inner:
+            self._follow_held(item, depth - 1)
+
+    def _look_at_operators(self, cls: type) -> None:
+        """Adds the special methods of a user's class, which code calls without their names."""
+        for base in cls.__mro__:
+            for name, method in vars(base).items() if not is_foreign(base) else ():
+                if name in _OPERATORS and isinstance(method, FunctionType):
+                    self._put(Place(cls, name, f"{cls.__qualname__}.{name}"))
+                    self._follow(_static(cls, name))
+
+    def _put(self, place: Place) -> None:
+        self.places[id(place.holder), place.name] = place
 
     def _follow(self, value: Any) -> None:
         """Takes down the functions to read, and the classes and Python modules to look names up in."""
@@ -172,17 +233,26 @@ class Code:
         if isinstance(value, FunctionType):
             if _is_read(value.__code__.co_filename):
                 self._functions.append(value)
-        elif isinstance(value, ModuleType):
-            if value.__name__ in _OF_TORCH or not _is_foreign(value.__name__):
-                self._holders[id(value)] = vars(value), value.__name__
-        elif isinstance(value, type):
-            if issubclass(value, nn.Module) or not is_foreign(value):
-                self._holders[id(value)] = value, value.__qualname__
+        elif isinstance(value, (ModuleType, type)):
+            if (held := _holder(value)) is not None:
+                self._holders[id(value)] = held
+            if held is not None and isinstance(value, type):
                 self.names.add("forward")
                 self._look_up(value, value.__qualname__, ("forward",))
-        else:
+                self._look_at_operators(value)
+        elif value is not GONE:
             for inner in _inside(value):
                 self._follow(inner)
+
+
+def _holder(value: Any) -> tuple[Any, str] | None:
+    """Returns where the names of a Python module or class are, and its own name; None if it is torch's."""
+    if isinstance(value, ModuleType):
+        is_read = value.__name__ in _OF_TORCH or not _is_foreign(value.__name__)
+        return (vars(value), value.__name__) if is_read else None
+    if isinstance(value, type) and (issubclass(value, nn.Module) or not is_foreign(value)):
+        return value, value.__qualname__
+    return None
 
 
 def _inside(value: Any) -> Iterator[Any]:
@@ -217,6 +287,35 @@ def _global_names(code: CodeType) -> frozenset[str]:
     own = (step.argval for step in dis.get_instructions(code) if step.opname in _OF_GLOBALS)
     inner = (constant for constant in code.co_consts if isinstance(constant, CodeType))
     return frozenset(own).union(*map(_global_names, inner))
+
+
+@functools.lru_cache(maxsize=4096)
+def _asked_for(code: CodeType) -> tuple[tuple[tuple[str, ...], str], ...]:
+    """Returns what code asks for by text: (settings, run), "scale" of ``hasattr(settings.run, "scale")``."""
+    found: list[tuple[tuple[str, ...], str]] = []
+    for own in _codes(code):
+        path: list[str] = []
+        is_asking = False
+        for step in dis.get_instructions(own):
+            if step.opname == "LOAD_GLOBAL" and step.argval in _ASKING:
+                path, is_asking = [], True
+            elif is_asking and step.opname in ("LOAD_GLOBAL", "LOAD_ATTR"):
+                path.append(step.argval)
+            elif is_asking and step.opname not in _BETWEEN:
+                if path and step.opname == "LOAD_CONST" and isinstance(step.argval, str):
+                    found.append(((*path,), step.argval))
+                is_asking = False
+    return (*found,)
+
+
+def _found(known: dict[str, Any], path: tuple[str, ...]) -> Any:
+    """Returns what a path of names leads to, through Python modules and classes only."""
+    value = known.get(path[0], GONE)
+    for name in path[1:]:
+        if not isinstance(value, (ModuleType, type)):
+            return GONE
+        value = getattr(value, name, GONE)
+    return value
 
 
 def _is_read(filename: str) -> bool:

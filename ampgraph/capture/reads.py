@@ -30,6 +30,7 @@ _HOOKS = f"{_LAYERS}utils/"
 _OURS = str(Path(__file__).parents[1])
 # What every module has: parameters, hooks, the training mode. A forward on a module is its own.
 _OF_EVERY_MODULE = frozenset({*vars(nn.Module()), *vars(nn.Module)} - {"forward"})
+_STRUCTURE = ("_parameters", "_buffers", "_modules")
 Key = tuple[int, str]
 
 _AUTOGRAD_NAMES = ("requires_grad", "grad_fn", "is_leaf")
@@ -55,8 +56,10 @@ class Reads:
 
     Attributes:
         modules: The modules that are watched, by ``id``.
+        elsewhere: Those of them that the model does not name as its parts.
         code: What forward's code reads outside of the modules.
         attributes: What was read before it was set, and a copy of the value where it is plain.
+        missing: What was asked for, and was not there: ``getattr(self, "scale", None)``.
         carried: What was read and then set to something else: state that forward carries from call to call.
         lost: The part of it that is not a tensor and that torch's layers do not set.
         only_set: What else forward sets, as paths from the model: tensors, attributes of objects.
@@ -70,9 +73,12 @@ class Reads:
     def __init__(self, source: nn.Module) -> None:
         self._ordered = [source_of(module) for module in source.modules()]
         self.modules = {id(module): module for module in self._ordered}
+        self._own = frozenset(self.modules)
+        self.elsewhere: dict[int, nn.Module] = {}
         self.code = Code(source)
         self._source = source
         self.attributes: dict[Key, object] = {}
+        self.missing: dict[Key, None] = {}
         self.carried: set[Key] = set()
         self.lost: dict[Key, Change] = {}
         self.only_set: dict[str, Change | None] = {}
@@ -85,13 +91,29 @@ class Reads:
         self._set_first: set[Key] = set()
         self._set_by_torch: set[Key] = set()
 
+    def counts(self, module: nn.Module, name: str) -> bool:
+        """Whether an attribute may be a setting; the modes of the model's own modules are compared anyway."""
+        return name not in _OF_EVERY_MODULE or (name == "training" and id(module) not in self._own)
+
     def note_read(self, module: nn.Module, name: str, value: object) -> None:
         key = id(module), name
-        if key in self.attributes or key in self._set_first or key[0] not in self.modules:
+        if key in self.attributes or key in self._set_first or not self._is_watched(module):
             return
         is_settled = has_plain_leaves(value)
         if is_settled or name in vars(module):  # not methods, nor what is computed from other attributes
             self.attributes[key] = copied(value) if is_settled else value
+
+    def _is_watched(self, module: nn.Module) -> bool:
+        """Whether a module is the model's, or the user's elsewhere: in a plain list, a global."""
+        if id(module) not in self.modules and _is_of_user(type(module)):  # type: ignore[arg-type]
+            self.modules[id(module)] = self.elsewhere[id(module)] = module
+        return id(module) in self.modules
+
+    def note_missing(self, module: nn.Module, name: str) -> None:
+        """Records that a module has no such attribute; its parameters and submodules are structure."""
+        held = vars(module)
+        if self._is_watched(module) and not any(name in held[kind] for kind in _STRUCTURE):
+            self.missing.setdefault((id(module), name))
 
     def of(self, other: nn.Module) -> Reads:
         """Returns the same reads of another model, of the structure that this one had at first."""
@@ -100,6 +122,7 @@ class Reads:
         twins = {id(a): b for a, b in zip(self._ordered, moved._ordered, strict=True)}
         moved.modules = {id(twin): twin for twin in twins.values()}
         moved.attributes = {(id(twins[key]), name): v for (key, name), v in self.attributes.items()}
+        moved.missing = {(id(twins[key]), name): None for key, name in self.missing}
         return moved
 
     def records(self) -> tuple[object, ...]:
@@ -110,16 +133,30 @@ class Reads:
         """Whether forward assigned an attribute: ``module.name = value``."""
         return (id(module), name) in self._set
 
-    def note_itself(self) -> None:
-        """Records that the model's code asks for the dict of a module, or its hash (a table by modules)."""
+    def note_itself(self) -> bool:
+        """Records that the model's code asks for the dict of a module, or its hash (a table by modules).
+
+        Returns:
+            Whether it is the model's code that asks.
+        """
         frame = sys._getframe(2)
         while is_pythons(frame.f_code.co_filename) and frame.f_back:  # a WeakKeyDictionary
             frame = frame.f_back
-        self.asks_for_itself = self.asks_for_itself or _is_asked_by_model(frame)
+        is_asked = _is_asked_by_model(frame)
+        self.asks_for_itself = self.asks_for_itself or is_asked
+        return is_asked
+
+    def note_all(self, module: nn.Module) -> None:
+        """Records all attributes of a module whose dict the model reads, and the keys it may ask for."""
+        held = vars(module)
+        for name in [name for name in held if name not in _OF_EVERY_MODULE]:
+            self.note_read(module, name, held[name])
+        for name in sorted(self.code.strings - held.keys()):
+            self.note_missing(module, name)
 
     def note_set(self, module: nn.Module, name: str, value: object) -> None:
         key = id(module), name
-        if key[0] not in self.modules:
+        if not self._is_watched(module):
             return
         self._set.add(key)
         if _is_set_by_torch(sys._getframe(2)):
@@ -176,11 +213,12 @@ class Reads:
         self.only_set.clear()
 
     def paths(self) -> dict[Key, str]:
-        """Returns the attributes that were read, as paths from the model."""
-        return self._paths(self.attributes)
+        """Returns the attributes that were read, or asked for, before they were set, as the user's paths."""
+        return self._paths([*self.attributes, *(key for key in self.missing if key not in self._set)])
 
     def _paths(self, keys: Iterable[Key]) -> dict[Key, str]:
-        names = {id(source_of(m)): name for name, m in self._source.named_modules()}
+        names = {key: type(module).__name__ for key, module in self.elsewhere.items()}
+        names |= {id(source_of(m)): name for name, m in self._source.named_modules()}
         return {key: f"{names[key[0]]}.{key[1]}".lstrip(".") for key in keys}
 
     def code_places(self) -> list[Place]:
@@ -211,6 +249,15 @@ class Reads:
             self.asks_for_layout |= not self.code.names.isdisjoint(_LAYOUT_NAMES)
             self.asks_for_offset |= "storage_offset" in self.code.names
         self.asks_for_layout |= self.asks_for_offset or (self._may_copy and any(_written(program)))
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_of_user(cls: type) -> bool:
+    """Whether a class of modules is a layer of torch's or no class of torch's and ours at all."""
+    root, _, rest = cls.__module__.partition(".")
+    if cls is nn.Module:  # torch.export makes such
+        return False
+    return rest.startswith("nn.") if root == "torch" else root != "ampgraph"
 
 
 def _is_set_by_torch(frame: FrameType) -> bool:
@@ -315,10 +362,17 @@ class _WatchedGet:
         return self._get if module is None else functools.partial(self._get, module)
 
     def _get(self, module: nn.Module, name: str) -> Any:
-        value = self._outer.__get__(module)(name) if self._outer else object.__getattribute__(module, name)
-        if name == "__dict__" and self._is_capturing():
-            self._reads.note_itself()
-        if name not in _OF_EVERY_MODULE and not name.startswith("__") and self._is_capturing():
+        try:
+            value = (
+                self._outer.__get__(module)(name) if self._outer else object.__getattribute__(module, name)
+            )
+        except AttributeError:
+            if not name.startswith("__") and self._is_capturing() and self._reads.counts(module, name):
+                self._reads.note_missing(module, name)
+            raise
+        if name == "__dict__" and self._is_capturing() and self._reads.note_itself():
+            self._reads.note_all(module)
+        if not name.startswith("__") and self._is_capturing() and self._reads.counts(module, name):
             self._reads.note_read(module, name, value)
         return value
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..proxy.all_parameters import all_parameters
 
+_DESCRIBING = (torch.Tensor.size, torch.Tensor.stride, torch.Tensor.is_conj, torch.Tensor.is_neg)
 _FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
@@ -28,25 +29,50 @@ class Layouts:
         self, source: nn.Module, args: tuple, kwargs: dict[str, Any], with_offsets: bool = False
     ) -> None:
         self._source, self._with_offsets = source, with_offsets
-        self._seen = [_layout(t) for t in self._tensors(args, kwargs)]
-        self._offsets = self._offsets_of(args, kwargs)
+        self._own = self._own_now()
+        tensors = self._tensors(args, kwargs)
+        self._seen = [*map(_layout, tensors)]
+        self._offsets = self._offsets_of(tensors)
+        self._known = _described(tensors)
 
     def seen(self) -> list[Any]:
         """Returns the layouts at capture, to compare with those of another model."""
         return [self._seen, self._offsets]
 
-    def fits(self, args: tuple, kwargs: dict[str, Any]) -> bool:
-        """Whether all layouts are as at capture, for the present sizes."""
-        layouts = [_layout(t) for t in self._tensors(args, kwargs)]
-        return layouts == self._seen and self._offsets == self._offsets_of(args, kwargs)
+    def fits(self, args: tuple, kwargs: dict[str, Any], is_untouched: bool = False) -> bool:
+        """Whether all layouts are as at capture, for the present sizes. Runs at every call.
 
-    def _offsets_of(self, args: tuple, kwargs: dict[str, Any]) -> list[int | torch.SymInt]:
-        tensors = self._tensors(args, kwargs) if self._with_offsets else ()
-        return [t.storage_offset() for t in tensors if t.layout == torch.strided]
+        Args:
+            args: The positional arguments.
+            kwargs: The keyword arguments.
+            is_untouched: Whether nothing was written to the dict of a module since they were as at capture.
+        """
+        if not is_untouched:
+            self._own = self._own_now()
+        tensors = self._tensors(args, kwargs)
+        known = _described(tensors)
+        if known is None or known != self._known:
+            if [*map(_layout, tensors)] != self._seen:
+                return False
+            self._known = known  # other sizes of this layout
+        return self._offsets == self._offsets_of(tensors)
 
-    def _tensors(self, args: tuple, kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
-        leaves = [*tree_leaves((args, kwargs)), *all_parameters(self._source), *self._source.buffers()]
-        return (leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
+    def _offsets_of(self, tensors: list[torch.Tensor]) -> list[int | torch.SymInt]:
+        strided = [t for t in tensors if t.layout == torch.strided] if self._with_offsets else []
+        return [t.storage_offset() for t in strided]
+
+    def _own_now(self) -> list[torch.Tensor]:
+        return [*all_parameters(self._source), *self._source.buffers()]
+
+    def _tensors(self, args: tuple, kwargs: dict[str, Any]) -> list[torch.Tensor]:
+        return [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)] + self._own
+
+
+def _described(tensors: list[torch.Tensor]) -> tuple[Any, ...] | None:
+    """Returns sizes, strides and lazy bits by a few calls of C functions; None for sparse tensors."""
+    if any(tensor.layout is not torch.strided for tensor in tensors):
+        return None
+    return (*([*map(get, tensors)] for get in _DESCRIBING),)
 
 
 def _layout(tensor: torch.Tensor) -> object:

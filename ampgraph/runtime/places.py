@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+import functools
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from operator import attrgetter, is_, itemgetter
@@ -29,6 +30,7 @@ _DEPTH = 3  # of objects inside objects: model.config.rope.base
 _MOST_SETTINGS = 256
 _EQUAL_IF_SAME = (FunctionType, BuiltinFunctionType, MethodType, ModuleType, type)
 _NO_SETTINGS = (torch.Tensor, nn.Module)
+_BUILT_IN = (dict, list, tuple, set, frozenset)
 _COLUMN = 4  # so many holders of one name are read by name, fewer by holder
 # A getter; its holder, or its holders; the values that it returned.
 _Read = tuple[Callable[[Any], Any], Any, Any]
@@ -42,11 +44,13 @@ class _Kinds:
         plain: Places of plain values.
         objects: Places of objects that must stay the same.
         containers: Places of containers, with their contents.
+        empty: Places that hold nothing.
     """
 
     plain: list[Place] = field(default_factory=list)
     objects: list[Place] = field(default_factory=list)
     containers: list[tuple[Place, Any]] = field(default_factory=list)
+    empty: list[Place] = field(default_factory=list)
 
 
 @dataclass
@@ -54,15 +58,16 @@ class _Inside(_Kinds):
     """The places inside objects.
 
     Attributes:
-        sizes: The dicts of the objects, which must not grow.
+        sizes: The dicts of the objects and of their classes, which must not grow.
         seen: See `Places.seen`.
     """
 
-    sizes: list[dict[str, Any]] = field(default_factory=list)
+    sizes: list[Mapping[str, Any]] = field(default_factory=list)
     seen: list[Any] | None = None
 
     def __len__(self) -> int:
-        return len(self.plain) + len(self.objects) + len(self.containers) + len(self.sizes)
+        places = len(self.plain) + len(self.objects) + len(self.containers) + len(self.empty)
+        return places + len(self.sizes)
 
 
 class _Plain:
@@ -104,6 +109,80 @@ class _Objects:
         return all(all(map(is_, map(get, holders), seen)) for get, holders, seen in self._columns)
 
 
+class _Empty:
+    """Places that must stay empty: code asked whether an attribute or a global is there.
+
+    Args:
+        places: The places.
+    """
+
+    def __init__(self, places: list[Place]) -> None:
+        in_dicts = [place for place in places if isinstance(place.holder, dict)]
+        self._dicts = [place.holder for place in in_dicts]
+        self._keys = [place.name for place in in_dicts]
+        self._others = [place for place in places if not isinstance(place.holder, dict)]
+
+    def are_same(self) -> bool:
+        """Whether nothing is there yet."""
+        if any(map(dict.__contains__, self._dicts, self._keys)):
+            return False
+        return all(place.value() is GONE for place in self._others)
+
+
+class _Containers:
+    """Reads of containers, whose content is compared by object first, in a few calls of C functions.
+
+    Args:
+        places: The places, with copies of what the containers held.
+    """
+
+    def __init__(self, places: list[tuple[Place, Any]]) -> None:
+        self._places = places
+        self._note()
+
+    def are_same(self) -> bool:
+        """Whether all containers hold the same; may raise what a place raises that has gone."""
+        if self._are_untouched():
+            return True
+        self._note()  # first: another thread may write now
+        if all(same(place.value(), seen) for place, seen in self._places):
+            return True
+        self._sizes = [-1]  # what was noted is not what was seen
+        return False
+
+    def _note(self) -> None:
+        held: dict[int, Any] = {}
+        self._odd = [pair for pair in self._places if not _note_parts(pair[0].value(), held)]
+        odd = {id(place) for place, _ in self._odd}
+        self._given = _Objects([(p, p.value()) for p, _ in self._places if id(p) not in odd])
+        parts = held.values()
+        self._dicts = [part for part in parts if isinstance(part, dict)]
+        self._parts = [*parts]
+        self._sizes = [*map(len, self._parts)]
+        self._content = [*self._items()]
+
+    def _items(self) -> Iterator[Any]:
+        return chain(chain.from_iterable(self._parts), chain.from_iterable(map(dict.values, self._dicts)))
+
+    def _are_untouched(self) -> bool:
+        if [*map(len, self._parts)] != self._sizes or not self._given.are_same():
+            return False
+        if not all(map(is_, self._items(), self._content)):
+            return False
+        return all(same(place.value(), seen) for place, seen in self._odd)
+
+
+def _note_parts(value: Any, held: dict[int, Any]) -> bool:
+    """Adds a container and those inside it to ``held``; False if one is of a class of the user's."""
+    if not is_container(value):
+        return True
+    if type(value) not in _BUILT_IN:
+        return False
+    held[id(value)] = value
+    are_built_in = [_note_parts(item, held) for _, item in items_of(value)]
+    return all(are_built_in)
+
+
 class Places:
     """Some places, and what they held when they were added; of objects there, their attributes as well.
 
@@ -121,6 +200,7 @@ class Places:
         self._known: dict[tuple[int, str], Place] = {}
         self._given = _Kinds()
         self._inside = _Inside()
+        self._classes: set[int] = set()
         self._opened: dict[str, Any] = {}
 
     def add(self, place: Place) -> None:
@@ -167,9 +247,12 @@ class Places:
         objects = list(zip(self._objects, self._seen_objects, strict=True))
         watched_plain, other_plain = _divided(plain, watched)
         watched_objects, other_objects = _divided(objects, watched)
-        self._others = _reads(other_plain, other_objects)
-        self._reads = [*_reads(watched_plain, watched_objects), *self._others]
+        self._empty = [*given.empty, *inside.empty]
+        watched_empty, other_empty = _divided([(place, GONE) for place in self._empty], watched)
+        self._others = _reads(other_plain, other_objects, other_empty)
+        self._reads = [*_reads(watched_plain, watched_objects, watched_empty), *self._others]
         self._seen_sizes = [*map(len, self._sizes)]
+        self._contents = _Containers(self._containers)
 
     def are_same(self, is_untouched: bool = False) -> bool:
         """Whether all places hold the same. Runs at every call.
@@ -188,7 +271,7 @@ class Places:
             return False
         if self._seen_sizes and [*map(len, self._sizes)] != self._seen_sizes:
             return False
-        return not self._containers or all(same(place.value(), seen) for place, seen in self._containers)
+        return not self._containers or self._contents.are_same()
 
     def changed(self) -> list[str]:
         """Returns the places that hold something else now, as a user writes them."""
@@ -210,11 +293,13 @@ class Places:
     def _held(self, kinds: _Kinds, first_plain: int, first_object: int) -> list[Any]:
         plain = zip(kinds.plain, self._seen_plain[first_plain:], strict=False)
         objects = zip(kinds.objects, self._seen_objects[first_object:], strict=False)
-        return [(place.path, value) for place, value in (*kinds.containers, *plain, *objects)]
+        empty = ((place, GONE) for place in kinds.empty)
+        return [(place.path, value) for place, value in (*kinds.containers, *plain, *objects, *empty)]
 
     def _pairs(self) -> list[tuple[Place, Any]]:
         plain = zip(self._plain, self._seen_plain, strict=True)
-        return [*self._containers, *plain, *zip(self._objects, self._seen_objects, strict=True)]
+        objects = zip(self._objects, self._seen_objects, strict=True)
+        return [*self._containers, *plain, *objects, *((place, GONE) for place in self._empty)]
 
     def _add(self, place: Place, kinds: _Kinds, depth: int) -> None:
         value = place.value()
@@ -225,9 +310,12 @@ class Places:
     def _put(self, place: Place, kinds: _Kinds) -> bool:
         """Adds a place without what is inside; returns whether settings may be inside."""
         key, value = (id(place.holder), place.name), place.value()
-        if key in self._known or value is GONE:
+        if key in self._known:
             return False
         self._known[key] = place
+        if value is GONE:
+            kinds.empty.append(place)
+            return False
         is_plain = has_plain_leaves(value) or isinstance(value, _EQUAL_IF_SAME)
         if is_plain and is_frozen(value):
             kinds.plain.append(place)
@@ -249,13 +337,21 @@ class Places:
             for key, item in items_of(value) if is_small(value) else ():
                 self._look_into(item, f"{path}[{key!r}]", depth - 1)
             return
+        if isinstance(value, functools.partial):
+            for name in ("args", "keywords"):
+                self._add(Place(value, name, f"{path}.{name}"), self._inside, depth - 1)
+            return
         if isinstance(value, _NO_SETTINGS) or is_foreign(type(value)):
             return
-        held = getattr(value, "__dict__", {})
+        held = getattr(value, "__dict__", None) or {}
         if len(held) > _MOST_SETTINGS:
             return
-        if held:
-            self._inside.sizes.append(held)
+        if hasattr(value, "__dict__"):
+            self._inside.sizes.append(value.__dict__)
+        for base in type(value).__mro__:
+            if not is_foreign(base) and id(base) not in self._classes:
+                self._classes.add(id(base))
+                self._inside.sizes.append(vars(base))
         for name in [name for name, inner in held.items() if self._counts(name) and _may_be_setting(inner)]:
             self._add(Place(held, name, f"{path}.{name}"), self._inside, depth - 1)
         for name in _settings_of_class(type(value)):
@@ -293,10 +389,16 @@ def _settings_of_class(cls: type) -> Iterator[str]:
                 yield name
 
 
-def _reads(plain: list[tuple[Place, Any]], objects: list[tuple[Place, Any]]) -> list[_Plain | _Objects]:
+def _reads(
+    plain: list[tuple[Place, Any]], objects: list[tuple[Place, Any]], empty: list[tuple[Place, Any]]
+) -> list[_Plain | _Objects | _Empty]:
     """Returns the reads of places; none for no places."""
-    reads: list[_Plain | _Objects] = [_Plain(plain)] if plain else []
-    return [*reads, _Objects(objects)] if objects else reads
+    reads: list[_Plain | _Objects | _Empty] = [_Plain(plain)] if plain else []
+    if objects:
+        reads.append(_Objects(objects))
+    if empty:
+        reads.append(_Empty([place for place, _ in empty]))
+    return reads
 
 
 def _divided(places: list[tuple[Place, Any]], dicts: Collection[int]) -> tuple[list, list]:

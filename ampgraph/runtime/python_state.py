@@ -80,7 +80,7 @@ class PythonState:
         # A capture replaces functions of torch for as long as it lasts.
         if not self._code.are_same() and not is_capturing_here():
             return False
-        if self._layouts is not None and not self._layouts.fits(args, kwargs):
+        if self._layouts is not None and not self._layouts.fits(args, kwargs, is_untouched):
             return False
         return self._autograd is None or self._autograd == _autograd(self._source, args, kwargs)
 
@@ -104,11 +104,15 @@ class PythonState:
 
 def _attributes(reads: Reads) -> list[Place]:
     """Returns the places of the attributes that forward read, in a module or its class."""
-    paths, found = reads.paths(), []
-    for key in reads.attributes:
-        if key not in reads.carried:
-            module = reads.modules[key[0]]
-            found.append(Place(vars(module) if key[1] in vars(module) else module, key[1], paths[key]))
+    found = []
+    for key, path in reads.paths().items():
+        if key in reads.carried:
+            continue
+        module = reads.modules[key[0]]
+        if key in reads.missing:
+            found += [Place(vars(module), key[1], path), Place(type(module), key[1], path)]
+        else:
+            found.append(Place(vars(module) if key[1] in vars(module) else module, key[1], path))
     return found
 
 
