@@ -32,6 +32,7 @@ from .policy.policy import Policy
 from .policy.rules import NODE_PREFIX, RuleBook
 from .proxy.all_parameters import all_parameters
 from .proxy.module_proxy import without_swapping
+from .proxy.wrappers import wraps
 from .report.converted import Converted
 from .runtime.captured_graph import CapturedGraph, Timing
 from .runtime.coverage import Coverage
@@ -164,6 +165,12 @@ class AmpModule(Converted):
         forward.__doc__ = self.source.forward.__doc__
         forward.__signature__ = inspect.signature(self.source.forward)  # type: ignore[attr-defined]
         return forward
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "forward" and wraps(value, self.__dict__["forward"]):
+            self.__dict__["forward"] = value  # Accelerate and others put a function around a model
+            return
+        super().__setattr__(name, value)
 
     def _run(self, args: tuple, kwargs: dict[str, Any]) -> Any:
         if not torch.compiler.is_dynamo_compiling() and is_plain_call() and not has_global_hooks():

@@ -9,6 +9,7 @@ from .explicit_casts import ExplicitCasts
 from .inline_regions import InlineRegions
 from .inline_transforms import InlineTransforms
 from .insert_casts import InsertCasts, is_inserted_cast
+from .keep_read import KeepRead, reads_of_written_memory
 from .lay_out_masks import LayOutMasks
 from .normalize import Normalize
 from .pipeline import default_pipeline, rewrite
@@ -33,6 +34,7 @@ __all__ = [
     "InlineRegions",
     "InlineTransforms",
     "InsertCasts",
+    "KeepRead",
     "LayOutMasks",
     "Normalize",
     "Pass",
@@ -51,6 +53,7 @@ __all__ = [
     "default_pipeline",
     "is_boundary",
     "is_inserted_cast",
+    "reads_of_written_memory",
     "rewrite",
     "run_passes",
     "workspace",

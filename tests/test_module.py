@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import io
 import pickle
@@ -554,3 +555,49 @@ def test_methods_patched_on_the_instance_are_used():
     assert amp.eval() == "patched later"
     del model.train, amp.eval
     assert amp.train().training
+
+
+def _in_a_closure(forward):
+    return lambda *args: 2 * forward(*args)
+
+
+def _decorated(forward):
+    @functools.wraps(forward)
+    def inner(*args):
+        return 2 * forward(*args)
+
+    return functools.partial(inner)
+
+
+class _Doubling:
+    def __init__(self, forward):
+        self.forward = forward
+
+    def __call__(self, *args):
+        return 2 * self.forward(*args)
+
+
+def _by_a_global(forward):
+    globals()["_wrapped_forward"] = forward
+    return lambda *args: 2 * _wrapped_forward(*args)  # noqa: F821
+
+
+@CAPTURES
+@pytest.mark.parametrize("wrap", [_in_a_closure, _decorated, _Doubling, _by_a_global])
+def test_a_function_around_forward_runs_around_the_converted_model(how, wrap):
+    model = Net().eval()
+    amp = convert(model, how, X)
+    alone = amp(X)
+    amp.forward = wrap(amp.forward)
+    assert torch.equal(amp(X), 2 * alone)
+    assert torch.equal(amp(X[:2]), 2 * alone[:2])
+    assert "forward" not in vars(model)
+
+
+def test_a_forward_of_the_source_that_calls_the_converted_model_is_an_error():
+    model = Net().eval()
+    amp = convert(model, "ahead of time", X)
+    calls = [amp]
+    model.forward = lambda *args: calls[0](*args)
+    with pytest.raises(ampgraph.CaptureError, match="calls the converted model"):
+        amp(X)

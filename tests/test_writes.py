@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -327,3 +329,124 @@ def test_as_strided_reads_past_the_view_it_is_given(just_in_time):
     model = Fn(function, layer=layer)
     amp = ampgraph.convert(model, None if just_in_time else (X,), policy=Policy(dtype=LOW))
     close(amp(X), model(X))
+
+
+class Reads(nn.Module):
+    """Reads a buffer, and writes it in one of several ways."""
+
+    def __init__(self, read, write, reads_first):
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
+        self.register_buffer("m", torch.ones(8))
+        self.read, self.write, self.reads_first = read, write, reads_first
+
+    def forward(self, x):
+        y = self.fc(x)
+        if self.reads_first:
+            y = self.read(y, self.m)
+        self.write(self, y)
+        return y if self.reads_first else self.read(y, self.m)
+
+
+def _assigned(model, y):
+    model.m = 0.9 * model.m + y.detach().mean(0)
+
+
+def _in_place(model, y):
+    model.m.mul_(2).add_(y.detach().mean(0))
+
+
+def _copied(model, y):
+    with torch.no_grad():
+        model.m.copy_(0.9 * model.m + y.mean(0))
+
+
+READS = {
+    "a sum": lambda y, m: y / (m + 4.0),
+    "itself": lambda y, m: y * m,
+    "a view": lambda y, m: y * m[None].exp(),
+    "a decision": lambda y, m: torch.where(m > 1.5, y, -y),
+}
+WRITES = {"assigned": _assigned, "in place": _in_place, "copied": _copied}
+
+
+@pytest.mark.parametrize(
+    "backend", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.exhaustive)]
+)
+@pytest.mark.parametrize("level", ["O0", "O2"])
+@pytest.mark.parametrize("reads_first", [True, False], ids=["reads first", "writes first"])
+@pytest.mark.parametrize("read", READS)
+@pytest.mark.parametrize("write", WRITES)
+def test_gradients_of_what_is_read_and_written(write, read, reads_first, level, backend):
+    source = Reads(READS[read], WRITES[write], reads_first)
+    is_error = write != "assigned" and reads_first and read in ("itself", "a view") and backend == "eager"
+    if is_error:
+        pytest.skip("autograd refuses it in the source, too")
+    twin = copy.deepcopy(source)
+    if write != "assigned" and reads_first:
+        twin.read = lambda y, m: source.read(y, m.clone())  # what autograd allows
+    amp = ampgraph.convert(source, (X,), policy=level, dtype=LOW, backend=backend)
+    for _ in range(3):
+        amp.zero_grad()
+        twin.zero_grad()
+        actual, expected = amp(X), twin(X)
+        actual.square().sum().backward()
+        expected.square().sum().backward()
+        close(actual, expected)
+        close(source.fc.weight.grad, twin.fc.weight.grad)
+        close(source.m, twin.m)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+@pytest.mark.parametrize("kept", ["itself", "a view", "in a list"])
+def test_what_a_buffer_was_before_an_assignment_is_an_output(kept, level, backend):
+    class Counts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(8, 8)
+            self.register_buffer("m", torch.ones(8))
+
+        def forward(self, x):
+            old = self.m
+            self.m = self.m + 1
+            kinds = {"itself": old, "a view": old[2:], "in a list": [old, self.m]}
+            return self.fc(x), kinds[kept]
+
+    source = Counts()
+    twin = copy.deepcopy(source)
+    amp = ampgraph.convert(source, (X,), policy=level, dtype=LOW, backend=backend)
+    for _ in range(3):
+        (_, actual), (_, expected) = amp(X), twin(X)
+        torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+        torch.testing.assert_close(source.m, twin.m, rtol=0, atol=0)
+
+
+LAYOUTS = {
+    "apart": lambda t: (t[:4], t[4:8]),
+    "the same": lambda t: (t[:4], t[:4].view(4, 8)),
+    "overlapping": lambda t: (t[:4], t[1:5]),
+    "none": lambda t: (t[:4].clone(), t[4:8].clone()),
+}
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("second", LAYOUTS)
+@pytest.mark.parametrize("first", LAYOUTS)
+def test_each_way_of_sharing_memory_has_its_graph(first, second, backend):
+    fc = nn.Linear(8, 8)
+
+    def function(a, b):
+        a.add_(1)
+        return fc(b), a * 1
+
+    amp = ampgraph.convert(
+        Fn(function, fc=fc), (X.clone(), X.clone()), policy="O2", dtype=LOW, backend=backend
+    )
+    for layout in (first, second):
+        mine, other = torch.ones(8, 8), torch.ones(8, 8)
+        for actual, expected in zip(
+            amp(*LAYOUTS[layout](mine)), function(*LAYOUTS[layout](other)), strict=True
+        ):
+            close(actual, expected)
+        torch.testing.assert_close(mine, other, rtol=0, atol=0)

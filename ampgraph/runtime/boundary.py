@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import fx
 
 from ..errors import warn_user
-from ..passes import Pass, SaveNorms, SaveSoftmax, ScaleLoss, WidenGradients
+from ..passes import (
+    KeepRead,
+    Pass,
+    SaveNorms,
+    SaveSoftmax,
+    ScaleLoss,
+    WidenGradients,
+    reads_of_written_memory,
+)
 from ..passes.analysis.alias import written_memory
 from ..passes.read_shadows import casts_of, is_cast_by_readers, is_laid_out_again
 from ..plan import Plan
@@ -62,9 +70,12 @@ def has_low(plan: Plan) -> bool:
     return any(d.dtype == plan.low_dtype for d in plan.decisions.values())
 
 
-def gradient_passes(plan: Plan) -> tuple[Pass, ...]:
-    """Returns the passes that give ops of the plan other gradients than autograd's, before all others."""
-    passes: list[Pass] = []
+def gradient_passes(plan: Plan, graph: fx.Graph, backend: str | Callable) -> tuple[Pass, ...]:
+    """Returns the passes for the gradients of a graph, before all others.
+
+    They give ops of the plan other gradients than autograd's, and keep values for the backward of a compiler.
+    """
+    passes: list[Pass] = [KeepRead()] if backend != "eager" and reads_of_written_memory(graph) else []
     if plan.wide_gradients:
         passes.append(WidenGradients(plan.wide_gradients))
     if plan.saved_low:

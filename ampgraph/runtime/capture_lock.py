@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from torch import nn
 
 from ..capture import is_capturing_here
+from ..errors import CaptureError
 
 
 class CaptureLock:
@@ -28,6 +29,7 @@ class CaptureLock:
         self._running = 0
         self._captures = 0
         self._is_captured = False
+        self._thread: int | None = None
 
     def __enter__(self) -> None:
         """Begins a call."""
@@ -48,15 +50,21 @@ class CaptureLock:
         if is_capturing_here():
             yield
             return
+        if self._thread == threading.get_ident():
+            raise CaptureError(
+                "forward of the source calls the converted model, whose forward is that of the source: "
+                "wrap the converted model, not a function that calls it."
+            )
         with self._changed:
             self._captures += 1
             while self._running or self._is_captured:
                 self._changed.wait()
-            self._is_captured = True
+            self._is_captured, self._thread = True, threading.get_ident()
         try:
             yield
         finally:
             with self._changed:
+                self._thread = None
                 self._captures -= 1
                 self._is_captured = False
                 self._changed.notify_all()

@@ -97,7 +97,9 @@ def make_backend(
         scales = scaler is not None and scaler.is_enabled() and has_low(plan) and torch.is_grad_enabled()
         casts_fuse = options.policy.objective == "fused" and torch.is_grad_enabled()
         masters = _masters(lowered, inputs, shadows, casts_fuse) if shadows is not None else {}
-        gradients = gradient_passes(plan) if torch.is_grad_enabled() else ()
+        gradients: tuple[Pass, ...] = ()
+        if torch.is_grad_enabled():
+            gradients = gradient_passes(plan, lowered.graph, options.backend)
         if not (scales or masters or gradients):
             return compile_next(lowered, inputs)
         bounded = fx.GraphModule(lowered, copy_graph(lowered.graph))

@@ -297,7 +297,8 @@ class GraphCache:
             captured = self._rewrite(graph_module, constants, call.signature, Timing(seconds, start))
             captured.sizes = sizes
         captured.state = PythonState(self._source, reads, call.args, call.kwargs)
-        captured.writes = writes_of(captured.graph_module, call.args, call.kwargs)
+        is_compiled = self._options.backend != "eager"
+        captured.writes = writes_of(captured.graph_module, call.args, call.kwargs, is_compiled)
         if self._options.policy.level == "O3":
             self._store_low(captured)
         if before is not None and self._siblings is not None:

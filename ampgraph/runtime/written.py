@@ -10,10 +10,10 @@ from torch import fx, nn
 from torch.utils._pytree import tree_leaves
 
 from .._compat import storage_key
-from ..passes.analysis.alias import written_memory
+from ..passes.analysis.alias import SOURCES, written_memory
 
-# For each tensor, the position of the first tensor that shares its memory.
-Sharing = tuple[int, ...]
+# For each tensor, the position of the first tensor that shares its memory; for a compiler also how.
+Sharing = tuple[object, ...]
 
 
 class Writes:
@@ -27,22 +27,26 @@ class Writes:
         targets: Paths of the attributes that it writes.
         args: The positional arguments that it was captured for.
         kwargs: The keyword arguments.
+        is_compiled: Whether the graph is compiled. AOTAutograd computes one argument from the memory of
+            another, and compiles in where it begins; it checks this in part (torch 2.13).
     """
 
-    def __init__(self, root: nn.Module, targets: list[str], args: tuple, kwargs: dict[str, Any]) -> None:
-        self._root, self._targets = root, targets
+    def __init__(
+        self, root: nn.Module, targets: list[str], args: tuple, kwargs: dict[str, Any], is_compiled: bool
+    ) -> None:
+        self._root, self._targets, self._is_compiled = root, targets, is_compiled
         self._attributes = attrgetter(*targets) if targets else None
         self._is_single = len(targets) == 1
         self._captured = self._sharing(args, kwargs)
 
     def of(self, root: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Writes:
         """Returns the same for another block of the same graph, captured for its arguments."""
-        return Writes(root, self._targets, args, kwargs)
+        return Writes(root, self._targets, args, kwargs, self._is_compiled)
 
     def allows(self, args: tuple, kwargs: dict[str, Any]) -> bool:
         """Whether these arguments share no memory, or share memory as at the capture."""
         sharing = self._sharing(args, kwargs)
-        return sharing == self._captured or len(set(sharing)) == len(sharing)
+        return sharing == self._captured or (not self._is_compiled and len(set(sharing)) == len(sharing))
 
     def _sharing(self, args: tuple, kwargs: dict[str, Any]) -> Sharing:
         values = tree_leaves((args, kwargs))
@@ -50,8 +54,12 @@ class Writes:
             held = self._attributes(self._root)
             values = [*values, held] if self._is_single else [*values, *held]
         first: dict[object, int] = {}
+        tensors = [(i, v) for i, v in enumerate(values) if isinstance(v, torch.Tensor)]
+        sharing = [first.setdefault(_memory(v), i) for i, v in tensors]
+        if not self._is_compiled or len(first) == len(sharing):
+            return tuple(sharing)
         return tuple(
-            [first.setdefault(_memory(v), i) for i, v in enumerate(values) if isinstance(v, torch.Tensor)]
+            [(j, _extent(v), _extent(values[j])) for j, (_, v) in zip(sharing, tensors, strict=True)]
         )
 
 
@@ -60,19 +68,27 @@ def _memory(tensor: torch.Tensor) -> object:
     return ("no storage", id(tensor)) if key is None else key
 
 
-def writes_of(graph_module: fx.GraphModule, args: tuple, kwargs: dict[str, Any]) -> Writes | None:
+def _extent(tensor: torch.Tensor) -> tuple[object, ...]:
+    is_strided = tensor.layout is torch.strided
+    return (tensor.storage_offset(), tuple(tensor.shape), tensor.stride()) if is_strided else ()
+
+
+def writes_of(
+    graph_module: fx.GraphModule, args: tuple, kwargs: dict[str, Any], is_compiled: bool = False
+) -> Writes | None:
     """Returns the caller's memory that a graph writes, captured for these arguments; None if it writes none.
 
     Integer counters are excluded: no plan casts an integer, so no cast holds an older value.
     """
     written = written_memory(graph_module.graph)
-    seen = [n for n in written if n.op in ("placeholder", "get_attr") and _is_floating(n)]
+    seen = [n for n in written if n.op in SOURCES and _counts(n, is_compiled)]
     if not seen:
         return None
     targets = sorted({str(n.target) for n in seen if n.op == "get_attr"})
-    return Writes(graph_module, targets, args, kwargs)
+    return Writes(graph_module, targets, args, kwargs, is_compiled)
 
 
-def _is_floating(node: fx.Node) -> bool:
+def _counts(node: fx.Node, is_compiled: bool) -> bool:
     value = node.meta.get("val")
-    return isinstance(value, torch.Tensor) and value.is_floating_point()
+    is_tensor = isinstance(value, torch.Tensor)
+    return is_tensor and (value.is_floating_point() or (is_compiled and node.op == "placeholder"))
