@@ -6,7 +6,7 @@ from .choose_saved import ChooseSaved
 from .classify import ClassifyOps
 from .clean_casts import CleanCasts
 from .explicit_casts import ExplicitCasts
-from .inline_regions import InlineRegions
+from .inline_regions import InlineRegions, has_writing_regions
 from .inline_transforms import InlineTransforms
 from .insert_casts import InsertCasts, is_inserted_cast
 from .keep_read import KeepRead, reads_of_written_memory
@@ -51,6 +51,7 @@ __all__ = [
     "WidenGradients",
     "Workspace",
     "default_pipeline",
+    "has_writing_regions",
     "is_boundary",
     "is_inserted_cast",
     "reads_of_written_memory",

@@ -44,24 +44,40 @@ class InlineRegions(Pass):
 
     Attributes:
         policy: The policy; its low dtype counts.
+        with_autocast: Whether autocast regions are inlined, too, and not grad-mode regions alone.
     """
 
     policy: Policy
+    with_autocast: bool = True
     name: ClassVar[str] = "inline_regions"
 
     def run(self, graph_module: GraphModule) -> bool:
         modified = False
-        while region := _next_region(graph_module.graph):
+        kinds = (_SET_GRAD, _AUTOCAST) if self.with_autocast else (_SET_GRAD,)
+        while region := _next_region(graph_module.graph, kinds):
             _inline(graph_module, region, self.policy.low_dtype)
             modified = True
+        if not self.with_autocast:
+            return modified
         return _autocast_calls_to_guards(graph_module.graph, self.policy.low_dtype) or modified
 
 
-def _next_region(graph: Graph) -> Node | None:
+def _next_region(graph: Graph, kinds: tuple[str, ...]) -> Node | None:
     for node in graph.nodes:
-        if node.op == "call_function" and _name(node) in (_SET_GRAD, _AUTOCAST):
+        if node.op == "call_function" and _name(node) in kinds:
             return node
     return None
+
+
+def has_writing_regions(graph_module: GraphModule) -> bool:
+    """Whether the graph has a grad-mode region that writes memory in place."""
+    regions = [n for n in graph_module.graph.nodes if n.op == "call_function" and _name(n) == _SET_GRAD]
+    bodies = [getattr(graph_module, str(_body(region).target)) for region in regions]
+    return any(written_args(node) for body in bodies for node in body.graph.nodes)
+
+
+def _body(region: Node) -> Node:
+    return next(a for a in region.args if isinstance(a, Node) and a.op == "get_attr")
 
 
 def _name(node: Node) -> str:
@@ -70,9 +86,8 @@ def _name(node: Node) -> str:
 
 def _inline(graph_module: GraphModule, region: Node, low_dtype: torch.dtype) -> None:
     graph = graph_module.graph
-    at = next(i for i, a in enumerate(region.args) if isinstance(a, Node) and a.op == "get_attr")
-    body_ref = region.args[at]
-    assert isinstance(body_ref, Node)
+    body_ref = _body(region)
+    at = region.args.index(body_ref)
     body = getattr(graph_module, str(body_ref.target))
     inputs = body.graph.find_nodes(op="placeholder")
     values: dict[Node, Any] = dict(zip(inputs, region.args[at + 1 :], strict=True))

@@ -16,7 +16,7 @@ from torch.fx import Graph, GraphModule, Node
 from ampgraph.training.kept_copy import kept_copy
 
 from .analysis.alias import SOURCES, AliasSets, viewed, written_args
-from .analysis.gradient_flow import differentiable_outputs, reached_by_gradients
+from .analysis.gradient_flow import matter_to_gradients
 from .base import Pass
 from .insert_casts import inherit_metadata
 
@@ -39,7 +39,7 @@ class KeepRead(Pass):
 
 
 def reads_of_written_memory(graph: Graph) -> list[tuple[Node, Node, int]]:
-    """Returns who reads memory of the caller that the graph writes: reader, node that it reads, writes so far.
+    """Returns the readers of the caller's memory that the graph writes: reader, node, writes so far.
 
     Only readers count whose result matters to a gradient.
     """
@@ -51,7 +51,7 @@ def reads_of_written_memory(graph: Graph) -> list[tuple[Node, Node, int]]:
     roots = {root for root in roots if any(n.op in SOURCES for n in aliases.members[root])}
     if not roots:
         return []
-    matters = _matter_to_gradients(graph)
+    matters = matter_to_gradients(graph)
     writes = dict.fromkeys(roots, 0)
     found: list[tuple[Node, Node, int]] = []
     for node in graph.nodes:
@@ -63,16 +63,6 @@ def reads_of_written_memory(graph: Graph) -> list[tuple[Node, Node, int]]:
         for n in own:
             if aliases.root(n) in roots:
                 writes[aliases.root(n)] += 1
-    return found
-
-
-def _matter_to_gradients(graph: Graph) -> set[Node]:
-    """Returns the calls that pass gradients, and those whose results such a call reads sooner or later."""
-    reached = reached_by_gradients(graph, differentiable_outputs(graph))
-    found: set[Node] = set()
-    for node in reversed(graph.nodes):
-        if node in reached or any(user in found for user in node.users):
-            found.add(node)
     return found
 
 

@@ -385,3 +385,64 @@ def test_a_decision_that_changes_what_the_next_call_computes_is_told():
         ampgraph.convert(Decides(doubles=True), (X,), **LOW)
     assert sum("state.last" in str(w.message) for w in told) == 1
     assert sum("reads kind and sets it" in str(w.message) for w in told) == 1
+
+
+TOTAL = torch.zeros(4)
+
+
+class WritesItsOwn(nn.Module):
+    """Writes in place to a tensor that is no buffer."""
+
+    def __init__(self, write):
+        super().__init__()
+        self.fc, self.write = nn.Linear(4, 4), write
+        self.total, self.held = torch.zeros(4), {"a": [torch.zeros(4)]}
+        self.steps = torch.tensor(0)
+
+    def forward(self, x):
+        y = self.fc(x)
+        return y + self.write(self)
+
+
+def _adds(model):
+    model.total += 1
+    return model.total
+
+
+def _adds_in_a_container(model):
+    return model.held["a"][0].add_(1)
+
+
+def _sets_an_item(model):
+    model.total[1] = model.total[0] + 2
+    return model.total
+
+
+def _writes_out(model):
+    return torch.add(model.total, 1, out=model.total)
+
+
+def _counts(model):
+    model.steps.add_(1)
+    return model.steps * 0.5
+
+
+def _adds_to_a_global(model):
+    return TOTAL.add_(1)
+
+
+OWN_WRITES = [_adds, _adds_in_a_container, _sets_an_item, _writes_out, _counts, _adds_to_a_global]
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+@pytest.mark.parametrize("write", OWN_WRITES)
+def test_a_capture_writes_to_no_tensor_of_the_user(write, level, backend):
+    source = WritesItsOwn(write)
+    twin, x = copy.deepcopy(source), torch.randn(3, 4)
+    TOTAL.zero_()
+    amp = ampgraph.convert(source, (x,), policy=level, dtype=torch.bfloat16, backend=backend)
+    actual = [amp(batch).detach() for batch in (x, x[:2], x)]
+    TOTAL.zero_()
+    for result, batch in zip(actual, (x, x[:2], x), strict=True):
+        close(result, twin(batch))

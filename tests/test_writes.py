@@ -364,7 +364,7 @@ def _copied(model, y):
 READS = {
     "a sum": lambda y, m: y / (m + 4.0),
     "itself": lambda y, m: y * m,
-    "a view": lambda y, m: y * m[None].exp(),
+    "a view": lambda y, m: y * m[None].tanh(),
     "a decision": lambda y, m: torch.where(m > 1.5, y, -y),
 }
 WRITES = {"assigned": _assigned, "in place": _in_place, "copied": _copied}

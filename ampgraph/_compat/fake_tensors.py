@@ -45,6 +45,8 @@ def evaluate(
         instead: Dtypes that replace the dtypes of some arguments.
     """
     args, kwargs = tree_map_only(Node, lambda n: _value(n, instead), (node.args, dict(node.kwargs)))
+    if getattr(getattr(node.target, "_schema", None), "is_mutable", False):
+        _forget_constants((args, kwargs))
     shape_env = mode.shape_env if mode else None
     fresh = shape_env.ignore_fresh_unbacked_symbols() if shape_env else contextlib.nullcontext()
     with (
@@ -59,6 +61,13 @@ def evaluate(
             args = (args[0].narrow(1 if batch_first else 0, 0, 1), *args[1:])
         result = node.target(*args, **kwargs)  # type: ignore[operator]
     return _with_true_statistics(node.target, (args, kwargs), result)
+
+
+def _forget_constants(arguments: Any) -> None:
+    """Takes the real tensors from fake ones: a fake op would write to them (torch 2.11 to 2.15)."""
+    for leaf in tree_leaves(arguments):
+        if isinstance(leaf, FakeTensor):
+            leaf.constant = None
 
 
 def _with_true_statistics(target: Any, arguments: Any, result: Any) -> Any:

@@ -45,6 +45,11 @@ def no_dispatch_modes() -> contextlib.AbstractContextManager[None]:
     return _without_modes(lambda mode: not mode.is_infra_mode())
 
 
+def no_modes() -> contextlib.AbstractContextManager[object]:
+    """Runs the code inside on real tensors, also in the middle of a trace (torch 2.11 to 2.15)."""
+    return _python_dispatch._disable_current_modes()
+
+
 def has_dispatch_modes() -> bool:
     """Whether any dispatch mode is active in this thread."""
     return bool(torch._C._len_torch_dispatch_stack())

@@ -37,6 +37,7 @@ from .kept_tensors import KeptTensors
 from .lost import LOST_KEY, noting_lost_backwards
 from .random_numbers import noting_random_numbers, values_named
 from .reads import Reads, recorded
+from .real_writes import RealWrites
 from .replaced import Replaced
 from .side_effects import noting_written_containers, without_new_state
 from .user_code import user_line
@@ -180,7 +181,7 @@ def _traced(
     gradients: bool,
     told: contextlib.AbstractContextManager[None],
 ) -> ExportedProgram:
-    replaced, kept = Replaced(model), KeptTensors(reads.code.places.values())
+    replaced, kept, real_writes = Replaced(model), KeptTensors(reads.code.places.values()), RealWrites()
     try:
         if isinstance(dynamic_shapes, ShapesCollection):  # it identifies tensors by object
             dynamic_shapes = dynamic_shapes.dynamic_shapes(model, args, kwargs)
@@ -201,7 +202,8 @@ def _traced(
             noting_set_attributes(model) as set_attributes,
             noting_written_containers(model) as written,
             noting_random_numbers(values_named(model, reads.code), is_capturing_here) as random_numbers,
-            WatchedCalls(reads, replaced, kept, lost, random_numbers),
+            real_writes.undone(),
+            WatchedCalls(reads, replaced, kept, lost, random_numbers, real_writes),
             recorded(reads, is_capturing_here),
             cheap_source_lines(),
         ):

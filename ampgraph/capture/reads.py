@@ -176,6 +176,11 @@ class Reads:
         own = set(self._paths(self._set_by_torch).values())
         self.only_set = {**{path: None for path in tensors if path not in own}, **in_objects}
 
+    def assigned_buffers(self) -> set[int]:
+        """Returns the ids of the buffers that forward assigned: ``self.mean = new``."""
+        held = ((self.modules[key]._buffers, name) for key, name in self._set)
+        return {id(buffers[name]) for buffers, name in held if buffers.get(name) is not None}
+
     def lost_paths(self) -> list[str]:
         """Returns what forward reads and sets for its next call, in the model and outside of it."""
         return [*self._paths(self.lost).values(), *(place.path for place in self.code.changed())]

@@ -12,6 +12,7 @@ from .kept_tensors import KeptTensors
 from .lost import LostBackwards
 from .random_numbers import RandomNumbers
 from .reads import STATE_READERS, Reads
+from .real_writes import RealWrites
 from .replaced import SET_DATA, Replaced
 
 _DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
@@ -34,10 +35,11 @@ class WatchedCalls(TorchFunctionMode):
         kept: KeptTensors,
         lost: LostBackwards,
         random_numbers: RandomNumbers,
+        real_writes: RealWrites,
     ) -> None:
         super().__init__()
         self._reads, self._replaced, self._kept = reads, replaced, kept
-        self._lost, self._random_numbers = lost, random_numbers
+        self._lost, self._random_numbers, self._real_writes = lost, random_numbers, real_writes
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -52,6 +54,7 @@ class WatchedCalls(TorchFunctionMode):
                 return args[0].detach()
             self._reads.note_call(func)
             self._replaced.note_call(func, args)
+        self._real_writes.note(func, args, kwargs)
         result = func(*args, **kwargs)
         self._kept.note(func, result, args, kwargs)
         return self._lost.watched(result) if is_watched and func == _GRAD_FN else result

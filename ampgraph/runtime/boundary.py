@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import fx
 
 from ..errors import warn_user
 from ..passes import (
+    InlineRegions,
     KeepRead,
     Pass,
     SaveNorms,
     SaveSoftmax,
     ScaleLoss,
     WidenGradients,
+    has_writing_regions,
     reads_of_written_memory,
 )
 from ..passes.analysis.alias import written_memory
@@ -70,12 +72,16 @@ def has_low(plan: Plan) -> bool:
     return any(d.dtype == plan.low_dtype for d in plan.decisions.values())
 
 
-def gradient_passes(plan: Plan, graph: fx.Graph, backend: str | Callable) -> tuple[Pass, ...]:
+def gradient_passes(plan: Plan, graph_module: fx.GraphModule, options: Options) -> tuple[Pass, ...]:
     """Returns the passes for the gradients of a graph, before all others.
 
     They give ops of the plan other gradients than autograd's, and keep values for the backward of a compiler.
     """
-    passes: list[Pass] = [KeepRead()] if backend != "eager" and reads_of_written_memory(graph) else []
+    passes: list[Pass] = []
+    if options.backend != "eager" and has_writing_regions(graph_module):
+        passes = [InlineRegions(options.policy, with_autocast=False), KeepRead()]
+    elif options.backend != "eager" and reads_of_written_memory(graph_module.graph):
+        passes = [KeepRead()]
     if plan.wide_gradients:
         passes.append(WidenGradients(plan.wide_gradients))
     if plan.saved_low:

@@ -291,10 +291,8 @@ class CapturedGraph:
             training: Whether gradients are enabled.
             shadowed: Whether the model's parameters are those that it has low copies of.
         """
-        graph = (self.family.planned if self.family else self.graph_module).graph
-        passes: list[Pass] = []
-        if training:
-            passes += gradient_passes(self.plan, graph, self.options.backend)
+        planned = self.family.planned if self.family else self.graph_module
+        passes: list[Pass] = [*gradient_passes(self.plan, planned, self.options)] if training else []
         if self.shadows is not None and shadowed:
             names = names_of_casts(training and self.options.policy.objective == "fused")
             masters = accepted(names, values, self.shadows)

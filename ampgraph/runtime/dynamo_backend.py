@@ -99,7 +99,7 @@ def make_backend(
         masters = _masters(lowered, inputs, shadows, casts_fuse) if shadows is not None else {}
         gradients: tuple[Pass, ...] = ()
         if torch.is_grad_enabled():
-            gradients = gradient_passes(plan, lowered.graph, options.backend)
+            gradients = gradient_passes(plan, lowered, options)
         if not (scales or masters or gradients):
             return compile_next(lowered, inputs)
         bounded = fx.GraphModule(lowered, copy_graph(lowered.graph))

@@ -11,7 +11,7 @@ import torch
 from torch import fx, nn
 
 from .._compat import no_dispatch_modes
-from ..capture import LOST_KEY, Code, Reads, capture_lock, is_capturing_here, unlift
+from ..capture import LOST_KEY, Code, Reads, capture_lock, is_capturing_here, keep_before_assignment, unlift
 from ..errors import CaptureError, NoGraphError, warn_user
 from ..passes.pipeline import rewrite
 from ..plan import Plan
@@ -292,6 +292,7 @@ class GraphCache:
             program, reads = export_call(call, graphs)
             seconds, start = time.perf_counter() - start, time.perf_counter()
             graph_module, constants = unlift(program, self._source)
+            keep_before_assignment(graph_module, reads.assigned_buffers())
             sizes = AcceptedSizes(graph_module, program.range_constraints, call.signature.shapes)
             before = Unplanned(graph_module, self._options) if self._siblings is not None else None
             captured = self._rewrite(graph_module, constants, call.signature, Timing(seconds, start))

@@ -90,5 +90,6 @@ def writes_of(
 
 def _counts(node: fx.Node, is_compiled: bool) -> bool:
     value = node.meta.get("val")
-    is_tensor = isinstance(value, torch.Tensor)
-    return is_tensor and (value.is_floating_point() or (is_compiled and node.op == "placeholder"))
+    if not isinstance(value, torch.Tensor):
+        return False
+    return value.is_floating_point() or (is_compiled and node.op == "placeholder")

@@ -95,6 +95,16 @@ def reached_by_gradients(graph: Graph, outputs: list[Node]) -> dict[Node, int]:
     return reached
 
 
+def matter_to_gradients(graph: Graph) -> set[Node]:
+    """Returns the calls that pass gradients, and those whose results such a call reads sooner or later."""
+    reached = reached_by_gradients(graph, differentiable_outputs(graph))
+    found: set[Node] = set()
+    for node in reversed(graph.nodes):
+        if node in reached or any(user in found for user in node.users):
+            found.add(node)
+    return found
+
+
 def _passing(graph: Graph) -> set[Node]:
     """Returns the calls that pass gradients, according to grad modes, dtypes of results and ``detach``.
 

@@ -1,0 +1,56 @@
+"""Keeps what a buffer held before forward assigned another tensor to it.
+
+In the source the old tensor stays as it is. torch.export copies the new values into it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from operator import attrgetter
+
+import torch
+from torch import fx
+
+from ..guards import FP32, set_guard
+from ..passes.analysis.alias import AliasSets, written_args
+from ..passes.analysis.gradient_flow import matter_to_gradients
+
+aten = torch.ops.aten
+
+
+def keep_before_assignment(graph_module: fx.GraphModule, assigned: Container[int]) -> None:
+    """Lets a graph read copies of assigned buffers, if an output or a gradient depends on the old values.
+
+    Args:
+        graph_module: A captured graph over live buffers; edited in place.
+        assigned: The ids of the buffers that forward assigned.
+    """
+    graph = graph_module.graph
+    buffers = [n for n in graph.find_nodes(op="get_attr") if id(_value(graph_module, n)) in assigned]
+    if not buffers:
+        return
+    aliases, matters = AliasSets(graph), matter_to_gradients(graph)
+    outputs = set(graph.output_node().all_input_nodes)
+    for buffer in buffers:
+        same = aliases.of(buffer)
+        writers = [n for n in graph.nodes if any(arg in same for arg in written_args(n))]
+        if len(writers) != 1 or writers[0].target is not aten.copy_.default:
+            continue  # written in place, too
+        readers = {user for n in same for user in n.users if user is not writers[0]}
+        if outputs.isdisjoint(same) and matters.isdisjoint(readers):
+            continue
+        _read_copy(graph, buffer, writers[0])
+    graph_module.recompile()
+
+
+def _read_copy(graph: fx.Graph, buffer: fx.Node, writer: fx.Node) -> None:
+    with graph.inserting_after(buffer):
+        old = graph.create_node("call_function", aten.clone.default, (buffer,), name=f"{buffer.name}_before")
+    old.meta.update({key: value for key, value in buffer.meta.items() if key != "val"})
+    old.meta["val"] = buffer.meta["val"].clone()
+    set_guard(old, FP32)
+    buffer.replace_all_uses_with(old, lambda user: user not in (old, writer))
+
+
+def _value(graph_module: fx.GraphModule, node: fx.Node) -> object:
+    return attrgetter(str(node.target))(graph_module)
