@@ -56,7 +56,13 @@ class ScaleLoss(Pass):
         scale, inverse, probe = self._state_nodes(graph)
         entrances = Entrances(graph)
         slots |= dict.fromkeys((n.name for n in inputs), self.size - 1)
-        for group in (*groups(parameters, reached), *groups(inputs, reached)):
+        swapped = {
+            new: n for n in (*parameters, *inputs) for new in _swapped(n) if new in reached and new.users
+        }
+        slots |= {new.name: slots[n.name] for new, n in swapped.items()}
+        kept = [[n for n in nodes if not all(map(_swaps, n.users))] for nodes in (parameters, inputs)]
+        alone = [[new] for new in swapped]
+        for group in (*groups(kept[0], reached), *groups(kept[1], reached), *alone):
             arguments = probe, inverse, _text(slots[n.name] for n in group)
             _wrap(graph, unscale_gradients, arguments, group, entrances.of(group))
         for node in outputs:  # one by one: a backward from one output must not run the branches of the others
@@ -81,6 +87,17 @@ class ScaleLoss(Pass):
             return nodes
 
 
+def _swaps(node: Node) -> bool:
+    """Whether a call gives its argument other memory: ``parameter.data = new``."""
+    return getattr(node.target, "overloadpacket", None) is torch.ops.aten.set_
+
+
+def _swapped(node: Node) -> list[Node]:
+    """Returns what stands for an input after each change of its memory, which must not reach a copy of it."""
+    found = [user for user in node.users if _swaps(user) and user.args[0] is node]
+    return [new for user in found for new in (user, *_swapped(user))]
+
+
 def _text(slots: Iterable[int]) -> str:
     return " ".join(map(str, slots))
 
@@ -92,7 +109,8 @@ def _wrap(graph: Graph, function: Callable, arguments: tuple, nodes: list[Node],
     """
     # A node that is also an output passes unchanged, because nothing was scaled on that path.
     is_output = at.op == "output"
-    users = {n: [at] if is_output else [u for u in n.users if u.op != "output"] for n in nodes}
+    inside = {n: [u for u in n.users if u.op != "output" and not _swaps(u)] for n in nodes}
+    users = {n: [at] if is_output else inside[n] for n in nodes}
     with graph.inserting_before(at):
         call = graph.call_function(function, (*arguments, *nodes))
         mark = BoundaryMark("scale" if function is scale_gradients else "unscale")

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import ampgraph
 from ampgraph import DynamicLossScale, NoLossScale, Policy
 
+from .helpers import close
 from .models import ReluNet
 
 pytestmark = pytest.mark.usefixtures("shared_captures")
@@ -475,3 +476,65 @@ def test_scale_may_change_before_the_backward(backend, just_in_time) -> None:
     loss.backward()
     reference(x).square().mean().backward()
     assert_close(gradients(amp), gradients(reference))
+
+
+class Constrained(nn.Linear):
+    """Keeps the norms of its rows below a bound, as EEGNet does."""
+
+    def forward(self, x):
+        self.weight.data = torch.renorm(self.weight.data, p=2, dim=0, maxnorm=0.5)
+        return super().forward(x)
+
+
+class Momentum(nn.Module):
+    """Moves a second encoder after the first, as MoCo does."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    @torch.no_grad()
+    def move(self):
+        for a, b in zip(self.first.parameters(), self.second.parameters(), strict=True):
+            b.data = b.data * 0.5 + a.data * 0.5
+
+    def forward(self, x):
+        y = self.first(x)
+        self.move()
+        return y * self.second(x).detach()
+
+
+class Centred(nn.Module):
+    """Replaces the data of a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x):
+        y = self.fc(x)
+        self.mean.data = 0.9 * self.mean + y.detach().mean(0).float()
+        return y - self.mean
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize(
+    "make", [lambda: Constrained(4, 4), Momentum, Centred], ids=["weight", "encoder", "buffer"]
+)
+def test_data_that_forward_replaces_reaches_the_parameter(make, backend):
+    torch.manual_seed(0)
+    source = make()
+    twin, x = copy.deepcopy(source), torch.randn(8, 4)
+    policy = ampgraph.Policy("O1", dtype=torch.float16, loss_scale=ampgraph.StaticLossScale(8.0))
+    amp = ampgraph.convert(source, policy=policy, backend=backend)
+    for model in (amp, twin):
+        optimizer = torch.optim.SGD(model.parameters(), 0.5)
+        if model is amp:
+            amp.scaler.attach(optimizer)
+        for _ in range(4):
+            optimizer.zero_grad()
+            (model(x) - 1).square().mean().backward()
+            optimizer.step()
+    for name, value in twin.state_dict().items():
+        close(source.state_dict()[name], value, 0.01)
