@@ -27,6 +27,7 @@ from ._compat import (
 )
 from .errors import AheadOfTimeError, AmpGraphError, CaptureError, PassError, did_you_mean, warn_user
 from .guards import is_capturing, keep_errors_out_of_log, warn_about_uncaptured_guards
+from .origin import module_names
 from .plan import Plan
 from .policy.policy import Policy
 from .policy.rules import NODE_PREFIX, RuleBook
@@ -365,7 +366,7 @@ class AmpModule(Converted):
             return
         self.__dict__["_rules_told"] = True
         names = [node.name for captured in self._graphs for node in captured.graph_module.graph.nodes]
-        modules = [name for name, _ in self.source.named_modules()]
+        modules = module_names(self.source)
         for pattern in RuleBook(self.policy.rules, modules).unmatched(names):
             name = self.options.named(type(self.source).__name__)
             near = did_you_mean(pattern, [NODE_PREFIX + name for name in names])
@@ -377,7 +378,7 @@ class AmpModule(Converted):
         from .runtime.dynamo_backend import make_backend
 
         keep_errors_out_of_log()
-        modules = tuple(name for name, _ in self.source.named_modules())
+        modules = module_names(self.source)
         graphs = self._graphs
         graphs.note_classes()
         backend = make_backend(self.options, modules, graphs.add, self.scaler, graphs.shadows)

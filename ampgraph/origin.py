@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch
+from torch import nn
 from torch.fx import Node
 
 from ._compat import OpOverload
@@ -29,6 +30,22 @@ def module_paths_of(node: Node) -> Iterator[str]:
     stack = node.meta.get("nn_module_stack") or {}
     for path, _ in reversed(list(stack.values())):
         yield clean_path(path)
+
+
+def module_names(model: nn.Module) -> tuple[tuple[str, ...], ...]:
+    """Returns the paths of each module, as in ``named_modules()``; a shared module has several."""
+    names: dict[int, list[str]] = {}
+    for path, module in _paths(model, "", ()):
+        names.setdefault(id(module), []).append(path)
+    return tuple(map(tuple, names.values()))
+
+
+def _paths(module: nn.Module, path: str, around: tuple[nn.Module, ...]) -> Iterator[tuple[str, nn.Module]]:
+    yield path, module
+    around = (*around, module)
+    for name, child in module._modules.items():
+        if child is not None and not any(child is outer for outer in around):
+            yield from _paths(child, f"{path}.{name}" if path else name, around)
 
 
 def module_path(node: Node) -> str:

@@ -24,6 +24,7 @@ from ampgraph.marks import (
 from ampgraph.ops.lists import OpClass
 from ampgraph.plan import Plan
 from ampgraph.policy.policy import Policy
+from ampgraph.policy.rules import ModulePaths
 
 from .analysis.facts import tensors
 from .analysis.precision import Precision
@@ -49,7 +50,7 @@ _WITH_BODIES = ("cond", "while_loop", "map_impl", "scan", "associative_scan", "i
 
 def default_pipeline(
     policy: Policy,
-    modules: tuple[str, ...] = (),
+    modules: tuple[ModulePaths, ...] = (),
     check_rules: bool = True,
     pins: Pins = (),
     edits: bool = True,
@@ -105,7 +106,7 @@ def _paused_collector() -> Iterator[None]:
 def rewrite(
     graph_module: fx.GraphModule,
     policy: Policy,
-    modules: Iterable[str] = (),
+    modules: Iterable[ModulePaths] = (),
     check_rules: bool = True,
     hook: Hook | None = None,
     pins: Pins = (),

@@ -22,7 +22,7 @@ from ampgraph.ops import kernels
 from ampgraph.ops.lists import OpClass
 from ampgraph.origin import module_paths_of
 from ampgraph.policy.policy import Policy
-from ampgraph.policy.rules import RuleBook
+from ampgraph.policy.rules import ModulePaths, RuleBook
 
 from .analysis.facts import OperandRule
 from .analysis.hazards import find_hazards
@@ -44,7 +44,7 @@ class PropagatePrecision(Pass):
     """
 
     policy: Policy
-    modules: tuple[str, ...] = ()
+    modules: tuple[ModulePaths, ...] = ()
     check_rules: bool = True
     pins: Pins = ()
     name: ClassVar[str] = "propagate"

@@ -259,19 +259,49 @@ def test_whole_model_by_star():
     assert linears(converted({"*": "fp32"})) == [FP32, FP32, FP32]
 
 
-def test_rule_on_a_shared_module():
-    shared = nn.Linear(8, 8)
+class Shared(nn.Module):
+    """One linear under three names, one of them in a list, and a module of which another method is called."""
 
-    class Twice(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a = shared
-            self.b = shared
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Linear(8, 8)
+        self.b = self.a
+        self.heads = nn.ModuleList([self.a])
+        self.code = Codes()
 
-        def forward(self, x):
-            return self.b(self.a(x))
+    def forward(self, x):
+        return self.code.encode(self.heads[0](self.b(self.a(x))))
 
-    assert FP32 in linears(converted({"a": "fp32"}, model=Twice()))
+
+class Codes(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def encode(self, x):
+        return self.inner(x)
+
+
+@pytest.mark.parametrize("how", CAPTURES)
+@pytest.mark.parametrize("name", ["a", "b", "heads.0", "heads.*"])
+def test_rule_on_a_shared_module(name, how):
+    assert linears(converted({name: "fp32"}, how, Shared())) == [FP32, FP32, FP32, BF16]
+
+
+def test_rules_for_two_names_of_one_module_contradict_each_other():
+    with pytest.raises(PolicyError, match="contradictory rules"):
+        converted({"a": "fp32", "b": "low"}, model=Shared())
+
+
+@pytest.mark.parametrize("how", CAPTURES)
+def test_rule_on_a_module_of_which_another_method_is_called(how):
+    assert linears(converted({"code": "fp32"}, how, Shared())) == [BF16, BF16, BF16, FP32]
+
+
+@pytest.mark.parametrize("how", CAPTURES)
+def test_rule_on_a_list_of_modules(how):
+    assert linears(converted({"blocks": "fp32"}, how)) == [FP32, FP32, BF16]
+    assert linears(converted({"blocks": "fp32", "blocks.1": "low"}, how)) == [FP32, BF16, BF16]
 
 
 class Twice(torch.nn.Module):

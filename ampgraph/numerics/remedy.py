@@ -17,7 +17,7 @@ from torch.fx import GraphModule, Node
 
 from ..plan import Plan
 from ..policy.policy import Policy
-from ..policy.rules import NODE_PREFIX
+from ..policy.rules import NODE_PREFIX, ModulePaths, RuleBook
 from ..runtime.run_graph import Draws
 from .neighbours import Neighbours, is_changeable
 from .observe import Observer, Place, Seen
@@ -194,17 +194,17 @@ def _is_origin(place: Place, trial: Trial, bad: set[Place]) -> bool:
 
 
 def merged(
-    policy: Policy, pins: Iterable[str], names: Iterable[str], modules: Iterable[str]
+    policy: Policy, pins: Iterable[str], names: Iterable[str], modules: Iterable[ModulePaths]
 ) -> dict[str, str]:
     """Returns the policy's rules and ``"fp32"`` for the pinned nodes.
 
     Where a glob over node names asks for low and matches a pinned node, the names that it matches take its
     place. Rules by module need not give way: a rule by name stands above them.
     """
-    pins, modules, rules = list(pins), ("", *modules), dict(policy.rules)
+    pins, paths, rules = list(pins), RuleBook({}, modules).modules, dict(policy.rules)
     for pattern, value in policy.rules.items():
         glob = pattern.removeprefix(NODE_PREFIX)
-        if glob == pattern and any(fnmatchcase(path, pattern) for path in modules):
+        if glob == pattern and any(fnmatchcase(path, pattern) for path in paths):
             continue
         if value == "low" and any(fnmatchcase(pin, glob) for pin in pins):
             del rules[pattern]

@@ -18,9 +18,11 @@ from .._compat import compiled_by_dynamo, no_ambient_autocast
 from ..errors import AmpGraphError
 from ..marks import META_KEY
 from ..module import AmpModule
+from ..origin import module_names
 from ..passes import Workspace
 from ..plan import Plan
 from ..policy.policy import Policy
+from ..policy.rules import ModulePaths
 from ..report.replan import Replanner
 from ..runtime.device import device_of
 from ..runtime.dynamo_backend import make_backend
@@ -41,7 +43,7 @@ class Part:
     index: int
     graph_module: GraphModule
     plan: Plan
-    modules: tuple[str, ...] = ()
+    modules: tuple[ModulePaths, ...] = ()
 
     @cached_property
     def _replanner(self) -> Replanner:
@@ -79,7 +81,7 @@ class ModelRunner:
         if not isinstance(amp, AmpModule):
             raise AmpGraphError(f"expected what ampgraph.convert returns; got a {type(amp).__name__}.")
         self.amp = amp
-        self.modules = tuple(name for name, _ in amp.source.named_modules())
+        self.modules = module_names(amp.source)
         self._parts: dict[int, Part] = {}
         self._run_part: RunPart | None = None
         self._has_run = False

@@ -17,7 +17,7 @@ from torch.fx import GraphModule, Node
 from .._compat import after_backward, compiled_by_dynamo
 from ..errors import AmpGraphError, NumericsError, PolicyError, did_you_mean
 from ..module import AmpModule
-from ..origin import module_path, op_name, user_line
+from ..origin import module_names, module_path, op_name, user_line
 from ..policy.loss_scale import DynamicLossScale
 from ..report.graph_view import dtype_of
 from ..runtime.dynamo_backend import make_backend
@@ -179,7 +179,7 @@ class Watch:
         """Compiles just in time with a backend that watches; what is compiled already stays for later."""
         amp = self._amp
         options = replace(amp.options, backend=self._take, mode=None)
-        modules = tuple(name for name, _ in amp.source.named_modules())
+        modules = module_names(amp.source)
         record = None if amp._graphs else amp._graphs.add
         backend = make_backend(options, modules, record, amp.scaler, amp._graphs.shadows)
         return compiled_by_dynamo(amp.source, backend)

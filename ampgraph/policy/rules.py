@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
 from ampgraph.errors import PolicyError, did_you_mean
 
 NODE_PREFIX = "node:"
+# The path of a module; of a module with several, all of them.
+ModulePaths = str | tuple[str, ...]
 
 
 class Match(NamedTuple):
@@ -26,12 +28,14 @@ class RuleBook:
     any module of the model. Otherwise it matches node names. It never matches both.
     """
 
-    def __init__(self, rules: Mapping[str, str], modules: Iterable[str]) -> None:
+    def __init__(self, rules: Mapping[str, str], modules: Iterable[ModulePaths]) -> None:
         """Args:
         rules: The rules of the policy, by pattern.
-        modules: The model's module paths; the root is always included.
+        modules: The model's module paths; of a module with several, all of them. The root is always included.
         """
-        self.modules = {"", *modules}
+        groups = [(paths,) if isinstance(paths, str) else paths for paths in modules]
+        self._same = {path: group for group in groups for path in group}
+        self.modules = {"", *self._same}
         self._of_nodes: dict[str, str] = {}  # glob over names -> pattern as the user wrote it
         self._of_modules: list[str] = []
         self._rules = rules
@@ -78,8 +82,9 @@ class RuleBook:
         found = [pattern for pattern, glob in self._of_nodes.items() if fnmatchcase(node, glob)]
         if found:
             return self._one(found, node, node)
-        for path in dict.fromkeys((*modules, "")) if self._of_modules else ():
-            if found := [pattern for pattern in self._of_modules if fnmatchcase(path, pattern)]:
+        for path in _outwards(modules) if self._of_modules else ():
+            same = self._same.get(path, (path,))
+            if found := [p for p in self._of_modules if any(fnmatchcase(name, p) for name in same)]:
                 return self._one(found, path, node)
         return None
 
@@ -88,3 +93,19 @@ class RuleBook:
         if len(set(matches.values())) > 1:
             raise PolicyError(f"contradictory rules for {name!r} (node {node!r}): {matches}")
         return Match(patterns[0], matches[patterns[0]], name)
+
+
+def _outwards(modules: Iterable[str]) -> Iterator[str]:
+    """Yields the paths of the modules around a call, with those that hold a module but are not called.
+
+    A ``ModuleList`` is not called, nor is a module of which forward calls another method.
+    """
+    called = [*modules, ""]
+    seen: set[str] = set()
+    for path in called:
+        while path not in seen:
+            seen.add(path)
+            yield path
+            path = path.rpartition(".")[0]
+            if path in called:
+                break

@@ -11,11 +11,12 @@ from torch.fx import GraphModule, Node
 from ..errors import AmpGraphError
 from ..marks import META_KEY, ClampMark, mark_of
 from ..ops.lists import OpLists
-from ..origin import beside_users, module_stack
+from ..origin import beside_users, module_names, module_stack
 from ..passes import Pins
 from ..passes.analysis.precision import Precision
 from ..plan import Cost, Plan
 from ..policy.policy import Policy
+from ..policy.rules import ModulePaths
 from ..runtime.coverage import Coverage
 from . import graph_view as view
 from .advice import advise
@@ -47,7 +48,7 @@ def source_of(amp: object) -> tuple[Source, str]:
         AmpGraphError: It is neither, or not captured yet.
     """
     if isinstance(amp, Converted):
-        modules = tuple(name for name, _ in amp.source.named_modules())
+        modules = module_names(amp.source)
         name, stores_low = view.graph_name(amp), _stores_low(amp)
         source = Source(amp.graph_module, amp.plan, amp.policy, name, modules, stores_low, amp.coverage)
         return source, _position(amp)
@@ -73,7 +74,7 @@ class Source:
     plan: Plan
     policy: Policy
     model: str
-    modules: tuple[str, ...] = ()
+    modules: tuple[ModulePaths, ...] = ()
     stores_low: bool = False
     coverage: Coverage | None = None
 

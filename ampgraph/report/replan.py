@@ -10,6 +10,7 @@ from ..passes import Pins, RemoveCasts, run_passes
 from ..passes.pipeline import rewrite
 from ..plan import Plan
 from ..policy.policy import Policy
+from ..policy.rules import ModulePaths
 from ..runtime.graph_copies import copy_graph
 from ..runtime.low_storage import read_low_alone, read_stored
 from .graph_view import with_bodies
@@ -19,7 +20,7 @@ def replanned(
     graph_module: GraphModule,
     plan: Plan,
     policy: Policy,
-    modules: Iterable[str] = (),
+    modules: Iterable[ModulePaths] = (),
     check_rules: bool = False,
     pins: Pins = (),
     stores_low: bool = False,
@@ -55,7 +56,7 @@ class Replanner:
         modules: Module paths that rules may name.
     """
 
-    def __init__(self, graph_module: GraphModule, plan: Plan, modules: Iterable[str] = ()) -> None:
+    def __init__(self, graph_module: GraphModule, plan: Plan, modules: Iterable[ModulePaths] = ()) -> None:
         self._low_dtype, self._modules = plan.low_dtype, tuple(modules)
         self.float32 = without_casts(graph_module, plan)
 

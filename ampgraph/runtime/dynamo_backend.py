@@ -30,7 +30,7 @@ from ..passes import Pass, ReadShadows, run_passes
 from ..passes.pipeline import rewrite
 from ..plan import Plan
 from ..policy.policy import LOW_DTYPES, Policy
-from ..policy.rules import NODE_PREFIX, RuleBook
+from ..policy.rules import NODE_PREFIX, ModulePaths, RuleBook
 from ..training.distributed import spread_error
 from ..training.gradient_boundary import traced_for_a_compiler
 from ..training.scale_state import STATE_NAMES
@@ -55,7 +55,7 @@ Record = Callable[[fx.GraphModule, Plan, AotGraphs, Timing, Sequence[Any]], None
 
 def make_backend(
     options: Options,
-    modules: tuple[str, ...] = (),
+    modules: tuple[ModulePaths, ...] = (),
     record: Record | None = None,
     scaler: LossScaler | None = None,
     shadows: ShadowWeights | None = None,
@@ -125,7 +125,7 @@ def make_backend(
     return backend
 
 
-def _check_rules(policy: Policy, modules: tuple[str, ...], graph_module: fx.GraphModule) -> None:
+def _check_rules(policy: Policy, modules: tuple[ModulePaths, ...], graph_module: fx.GraphModule) -> None:
     """Refuses a rule that matches no module; a node rule may match another graph of the model."""
     rules = {pattern: v for pattern, v in policy.rules.items() if not pattern.startswith(NODE_PREFIX)}
     RuleBook(rules, modules).check(node.name for node in graph_module.graph.nodes)

@@ -13,6 +13,7 @@ from torch import fx, nn
 from .._compat import no_dispatch_modes
 from ..capture import LOST_KEY, Code, Reads, capture_lock, is_capturing_here, keep_before_assignment, unlift
 from ..errors import CaptureError, NoGraphError, warn_user
+from ..origin import module_names
 from ..passes.pipeline import rewrite
 from ..plan import Plan
 from ..training.scaler import LossScaler
@@ -316,7 +317,7 @@ class GraphCache:
     ) -> CapturedGraph:
         """Rewrites; ``timing`` has the seconds of the capture and the time of its end."""
         options = self._options
-        modules = [name for name, _ in self._source.named_modules()]
+        modules = module_names(self._source)
         # A rule for a node that the first graph has may match none in another mode.
         plan = rewrite(graph_module, options.policy, modules, check_rules=not self._graphs)
         targets = targets_of(graph_module, plan, options.policy.rules, modules)

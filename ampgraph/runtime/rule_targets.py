@@ -10,14 +10,17 @@ from torch import fx
 from ..errors import warn_user
 from ..origin import module_path, op_name, user_line
 from ..plan import Plan
-from ..policy.rules import RuleBook
+from ..policy.rules import ModulePaths, RuleBook
 
 # For each pattern, how often it matches an op of a module at a line.
 Targets = dict[str, Counter[tuple[str, str, str]]]
 
 
 def targets_of(
-    graph_module: fx.GraphModule, plan: Plan, rules: Mapping[str, str], modules: Iterable[str]
+    graph_module: fx.GraphModule,
+    plan: Plan,
+    rules: Mapping[str, str],
+    modules: Iterable[ModulePaths],
 ) -> Targets:
     """Returns the ops that rules for node names match in a rewritten graph."""
     if not rules:

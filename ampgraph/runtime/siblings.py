@@ -21,6 +21,7 @@ from .._compat import storage_key
 from ..capture.containers import alike, is_plain
 from ..capture.reads import Reads
 from ..marks import META_KEY
+from ..origin import module_names
 from ..passes.analysis.magnitudes import values_that_count
 from ..passes.pipeline import rewrite
 from ..proxy.bound_proxy import class_behind
@@ -173,7 +174,7 @@ def _for_block(
         graph: Any = functools.partial(_planned_over, parts, constants, family.planned, meta)
     else:
         graph = _over(parts, constants, unplanned.graph, unplanned.meta)
-        modules = [name for name, _ in call.source.named_modules()]
+        modules = module_names(call.source)
         plan = rewrite(graph, call.options.policy, modules, check_rules=check_rules)
         family = sibling.families.of(graph, call.options)
     made = CapturedGraph(
