@@ -174,6 +174,37 @@ def test_a_module_with_nothing_to_convert_is_told_so(packages) -> None:
         trainer(framework, integration.AmpGraphPrecision()).fit(Bare(), data())
 
 
+class Coder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(4, 8), nn.Linear(8, 2)
+
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
+        return self.outer(self.inner(x).relu())
+
+
+@pytest.mark.parametrize("blocks", [None, "coder.*"])
+def test_a_network_of_which_other_methods_are_called_is_told(packages, blocks, recwarn) -> None:
+    framework, integration = packages
+
+    class Codes(framework.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.coder, self.head = Coder(), nn.Linear(2, 2)
+
+        def training_step(self, batch: list[torch.Tensor], index: int) -> torch.Tensor:
+            return (self.head(self.coder.encode(batch[0])) - batch[1]).square().mean()
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    plugin = integration.AmpGraphPrecision(dtype=torch.bfloat16, blocks=blocks and (blocks, "head"))
+    trainer(framework, plugin, max_steps=2).fit(Codes(), data())
+    told = [str(w.message) for w in recwarn if "ran in float32" in str(w.message)]
+    assert len(told) == (blocks is None)
+    assert all("coder ran in float32" in text and "blocks='coder.*'" in text for text in told)
+
+
 def test_a_training_step_that_returns_none_takes_no_step(packages) -> None:
     framework, integration = packages
     seen: list[list[torch.Tensor]] = []

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ..blocks import Blocks, Which, convert_blocks
-from ..errors import AmpGraphError, PolicyError
+from ..errors import AmpGraphError, PolicyError, warn_user
 from ..policy.policy import Policy
 from ..runtime.dynamo_backend import default_backend
 from ..training.scaler import LossScaler
@@ -45,6 +45,7 @@ class PrecisionMixin:
         self.policy, self.which, self.backend = Policy.of(policy, dtype), blocks, backend
         self.blocks = None
         self._state: dict[str, Any] = {}
+        self._is_checked = False
 
     @property
     def scaler(self) -> LossScaler:
@@ -80,7 +81,25 @@ class PrecisionMixin:
         closure = partial(self._wrap_closure, model, optimizer, closure)  # type: ignore[attr-defined]
         result = self.scaler.step(optimizer, closure=closure, **kwargs)
         self.scaler.update()
+        if not self._is_checked:
+            self._is_checked = True
+            self._warn_about_other_methods()
         return result
+
+    def _warn_about_other_methods(self) -> None:
+        """Warns about networks that have gradients, and that no call of their forward computed."""
+        assert self.blocks is not None
+        silent = [
+            name
+            for name, block in self.blocks.items()
+            if not block._graphs and any(p.grad is not None for p in block.parameters())
+        ]
+        if silent:
+            warn_user(
+                f"AmpGraphPrecision: {', '.join(silent)} ran in float32: training_step calls other methods "
+                "than forward. Pass blocks= with the paths of the modules inside that it does call "
+                f"(blocks='{silent[0]}.*'), or let training_step call self(x) and pass blocks=''."
+            )
 
     def teardown(self) -> None:
         """Puts the module's original forwards back."""
