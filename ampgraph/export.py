@@ -13,7 +13,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import ExportGraphSignature
 
 from ._compat import SET_GRAD_ENABLED, wrap_grad_modes
-from .capture import LOST_KEY, Reads, capture_program
+from .capture import LOST_KEY, Reads, capture_program, keep_before_assignment_in
 from .errors import CaptureError, PolicyError, warn_user
 from .marks import META_KEY, InputMark, drop_input_mark, set_input_mark
 from .module import AmpModule
@@ -30,7 +30,7 @@ from .runtime.options import check_keywords
 
 def export(
     model: nn.Module,
-    args: tuple,
+    args: tuple | torch.Tensor,
     kwargs: dict[str, Any] | None = None,
     *,
     policy: Policy | str | PathLike[str] | None = None,
@@ -44,7 +44,7 @@ def export(
 
     Args:
         model: The source model, or a converted model, which supplies source and policy. It does not change.
-        args: Example positional arguments.
+        args: Example positional arguments, or one tensor.
         kwargs: Example keyword arguments.
         policy: As for `ampgraph.convert`.
         dtype: The low dtype or its name, if the policy does not set one.
@@ -57,6 +57,10 @@ def export(
         CaptureError: The model cannot be captured.
         PolicyError: The policy or its rules do not fit this model, or its parameters are stored low.
     """
+    if not isinstance(model, (nn.Module, ExportedProgram)):
+        raise CaptureError(f"export takes an nn.Module, or what ampgraph.convert returns; got {model!r}.")
+    if isinstance(args, torch.Tensor):
+        args = (args,)
     if isinstance(model, AmpModule):
         policy = model.policy if policy is None else policy
         model = _source_of(model)
@@ -68,6 +72,7 @@ def export(
     chosen = Policy.of(policy, dtype)
     reads = Reads(model)
     program = capture_program(model, args, kwargs, dynamic_shapes, reads)
+    keep_before_assignment_in(program, model, reads.assigned_buffers())
     if set_by_forward := reads.set_by_forward():
         warn_user(
             f"{type(model).__name__}: forward sets {', '.join(set_by_forward)}. An exported program sets no "

@@ -9,7 +9,7 @@ from torch import nn
 
 from .convert import convert
 from .errors import AmpGraphError, PolicyError
-from .numerics.batches import Batch, arguments_of
+from .numerics.batches import Batch, arguments_of, listable
 from .numerics.calibration import Calibration
 from .policy.policy import Policy
 from .tuning.result_error import Metric, ResultError, checked_budget
@@ -87,7 +87,9 @@ def tuned(
         raise AmpGraphError(
             f"tune: calibration must be what ampgraph.calibrate returns, got {type(calibration).__name__}."
         )
-    arguments = [arguments_of(batch, number, "tune") for number, batch in enumerate(_listed(batches), 1)]
+    arguments = [
+        arguments_of(batch, number, "tune") for number, batch in enumerate([*listable(batches, "tune")], 1)
+    ]
     if not arguments:
         raise AmpGraphError("tune: batches is empty; expected at least one batch.")
     args, kwargs = arguments[0]
@@ -106,11 +108,3 @@ def check_level(policy: Policy) -> None:
             f"tune: level={policy.level!r}; legal: 'O1', 'O2', or a Policy of these. O0 changes nothing, and "
             "O3 stores the model's parameters low, so there is no float32 model to compare with."
         )
-
-
-def _listed(batches: Iterable[Batch]) -> list[Batch]:
-    if isinstance(batches, (torch.Tensor, dict, str)) or not isinstance(batches, Iterable):
-        raise AmpGraphError(
-            f"tune: batches is a {type(batches).__name__}; expected an iterable of batches, such as [(x,)]."
-        )
-    return list(batches)

@@ -450,3 +450,21 @@ def test_each_way_of_sharing_memory_has_its_graph(first, second, backend):
         ):
             close(actual, expected)
         torch.testing.assert_close(mine, other, rtol=0, atol=0)
+
+
+def test_an_exported_program_returns_what_a_buffer_was(tmp_path):
+    class Counts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(8, 8)
+            self.register_buffer("m", torch.ones(8))
+
+        def forward(self, x):
+            old = self.m
+            self.m = self.m + 1
+            return self.fc(x), old
+
+    program = ampgraph.export(Counts(), X, policy="O2", dtype=LOW)
+    torch.export.save(program, tmp_path / "counts.pt2")
+    module = torch.export.load(tmp_path / "counts.pt2").module()
+    assert [module(X)[1].unique().tolist() for _ in range(3)] == [[1.0], [2.0], [3.0]]

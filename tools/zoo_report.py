@@ -23,11 +23,12 @@ CAST_BYTES_BOUND = {"O1": 0.6, "O2": 0.45}
 REWRITE_BOUND = 0.25
 
 DEFINITIONS = """\
-- **cast bytes**: bytes read plus bytes written by the casts of activations in one forward (parameters
-  and buffers left out), float16, eval mode, outputs left in the dtype they were computed in, as autocast
-  leaves them. *autocast*: what torch's own CUDA autocast kernels cast, found by running the captured
-  graph through them on tensors without data (`tests/zoo/oracle.py`). O1 and O2: stamped on the casts in
-  the converted graph, divided by autocast's.
+- **cast bytes**: bytes read plus bytes written by the casts of activations that autocast or ampgraph adds
+  in one forward (parameters and buffers, and casts in the model's own code, left out on both sides),
+  float16, eval mode, outputs left in the dtype they were computed in, as autocast leaves them. *autocast*:
+  what torch's own CUDA autocast kernels cast, found by running the captured graph through them on tensors
+  without data (`tests/zoo/oracle.py`). O1 and O2: stamped on the casts in the converted graph, divided by
+  autocast's.
 - **io**: KiB that the default, `keep_io_dtypes=True`, casts more at O1, to return outputs as float32.
 - **traffic**: modelled bytes that all kernels and casts read and write in one forward, parameters' casts
   included; against float32, and against autocast's rule on autocast's lists. With two images or
@@ -169,8 +170,8 @@ def summary(records: list[Record]) -> str:
         f"- {len(evals)} models (timm, torchvision, transformers, four of our own), forward and backward, "
         f"train and eval, float16 and bfloat16 (O2 in training: bfloat16): {len(failed)} failures; refused "
         f"ahead of time, so that `convert` captures them just in time: {', '.join(refused) or 'none'}\n"
-        f"- bytes moved by casts of activations, outputs left as autocast leaves them, against torch's CUDA "
-        f"autocast (geometric mean): "
+        f"- bytes moved by added casts of activations, outputs left as autocast leaves them, against torch's "
+        f"CUDA autocast (geometric mean): "
         f"O1 {casts['O1']:.2f}, O2 {casts['O2']:.2f}\n"
         f"- models that cast more bytes than autocast: O1 {above['O1']}, O2 {above['O2']}; as many: "
         f"O1 {equal['O1']}, O2 {equal['O2']}\n"

@@ -1,7 +1,7 @@
 """Captures a model as the common IR: a pre-dispatch ATen graph with correct metadata on every node."""
 
 from .ahead_of_time import capture_lock, capture_program, is_capturing_here
-from .assigned import keep_before_assignment
+from .assigned import keep_before_assignment, keep_before_assignment_in
 from .code import Code
 from .distinct import distinct
 from .just_in_time import lower_dynamo_graph
@@ -18,6 +18,7 @@ __all__ = [
     "distinct",
     "is_capturing_here",
     "keep_before_assignment",
+    "keep_before_assignment_in",
     "lower_dynamo_graph",
     "unlift",
 ]

@@ -9,7 +9,8 @@ from collections.abc import Container
 from operator import attrgetter
 
 import torch
-from torch import fx
+from torch import fx, nn
+from torch.export import ExportedProgram
 
 from ..guards import FP32, set_guard
 from ..passes.analysis.alias import AliasSets, written_args
@@ -25,8 +26,25 @@ def keep_before_assignment(graph_module: fx.GraphModule, assigned: Container[int
         graph_module: A captured graph over live buffers; edited in place.
         assigned: The ids of the buffers that forward assigned.
     """
+    attributes = graph_module.graph.find_nodes(op="get_attr")
+    _keep(graph_module, [n for n in attributes if id(attrgetter(str(n.target))(graph_module)) in assigned])
+
+
+def keep_before_assignment_in(program: ExportedProgram, source: nn.Module, assigned: Container[int]) -> None:
+    """Does the same for a program, whose buffers are inputs of its graph.
+
+    Args:
+        program: A captured program of ``source``; edited in place.
+        source: The model.
+        assigned: The ids of the buffers that forward assigned.
+    """
+    paths = program.graph_signature.inputs_to_buffers
+    inputs = [n for n in program.graph.find_nodes(op="placeholder") if n.name in paths]
+    _keep(program.graph_module, [n for n in inputs if id(attrgetter(paths[n.name])(source)) in assigned])
+
+
+def _keep(graph_module: fx.GraphModule, buffers: list[fx.Node]) -> None:
     graph = graph_module.graph
-    buffers = [n for n in graph.find_nodes(op="get_attr") if id(_value(graph_module, n)) in assigned]
     if not buffers:
         return
     aliases, matters = AliasSets(graph), matter_to_gradients(graph)
@@ -44,13 +62,10 @@ def keep_before_assignment(graph_module: fx.GraphModule, assigned: Container[int
 
 
 def _read_copy(graph: fx.Graph, buffer: fx.Node, writer: fx.Node) -> None:
-    with graph.inserting_after(buffer):
+    last = graph.find_nodes(op="placeholder")[-1] if buffer.op == "placeholder" else buffer
+    with graph.inserting_after(last):
         old = graph.create_node("call_function", aten.clone.default, (buffer,), name=f"{buffer.name}_before")
     old.meta.update({key: value for key, value in buffer.meta.items() if key != "val"})
     old.meta["val"] = buffer.meta["val"].clone()
     set_guard(old, FP32)
     buffer.replace_all_uses_with(old, lambda user: user not in (old, writer))
-
-
-def _value(graph_module: fx.GraphModule, node: fx.Node) -> object:
-    return attrgetter(str(node.target))(graph_module)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -10,6 +10,20 @@ from torch import Tensor
 from ..errors import AmpGraphError
 
 Batch = tuple | Mapping[str, Any] | Tensor
+
+
+def listable(batches: Iterable[Batch], caller: str) -> Iterable[Batch]:
+    """Returns the batches.
+
+    Raises:
+        AmpGraphError: They are one batch, or not iterable; the message names the caller.
+    """
+    if isinstance(batches, (Tensor, Mapping, str)) or not isinstance(batches, Iterable):
+        raise AmpGraphError(
+            f"{caller}: batches is a {type(batches).__name__}; expected an iterable of batches, "
+            "such as [(x,)]."
+        )
+    return batches
 
 
 def arguments_of(batch: object, number: int, caller: str) -> tuple[tuple, dict[str, Any]]:

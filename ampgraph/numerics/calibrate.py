@@ -15,7 +15,7 @@ from ..module import AmpModule
 from ..passes.analysis.fingerprint import fingerprint
 from ..report import graph_view as view
 from ..runtime.run_graph import GraphRun, floats
-from .batches import Batch, arguments_of
+from .batches import Batch, arguments_of, listable
 from .calibration import Calibration, GraphStatistics
 from .progress import with_progress
 from .run_model import ModelRunner, Part
@@ -61,7 +61,7 @@ def calibrate(
     found = Calibration(view.graph_name(amp), amp.options.low_dtype, scale)
     runner: ModelRunner | None = None
     is_told = False
-    for batch in with_progress(batches, "calibrating", progress):
+    for batch in with_progress(listable(batches, "calibrate"), "calibrating", progress):
         args, kwargs = arguments_of(batch, found.batches + 1, "calibrate")
         if runner is None:
             runner = ModelRunner(amp, args, kwargs)

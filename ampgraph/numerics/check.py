@@ -81,6 +81,10 @@ def _checked_loss(loss: Callable[[Any], Tensor]) -> Callable[[Any], Tensor]:
         if not isinstance(value, Tensor) or value.dim() != 0:
             what = f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
             raise AmpGraphError(f"check_numerics: loss must return a 0-dim tensor; got one {what}.")
+        if torch.is_grad_enabled() and not value.requires_grad:
+            raise AmpGraphError(
+                "check_numerics: loss returned a constant; expected one number that depends on the result."
+            )
         return value
 
     return checked

@@ -32,6 +32,9 @@ class ExplanationData:
         keeps_low_copies: Whether a converted model casts its parameters once per update (shadow weights). The
             totals count these casts in every forward.
         coverage: Share of the model inside its graphs, just in time; None ahead of time.
+        own_casts: Casts of the model's code that change a dtype in this graph. In float32 many do nothing
+            (``x.to(torch.float32)`` in a norm). They are ops, in the traffic and not among the casts.
+        own_cast_bytes: Bytes that these read and write.
     """
 
     model: str
@@ -48,6 +51,8 @@ class ExplanationData:
     advice: tuple[Advice, ...] = ()
     keeps_low_copies: bool = False
     coverage: Coverage | None = None
+    own_casts: int = 0
+    own_cast_bytes: int = 0
 
     @property
     def optimal(self) -> bool:

@@ -19,7 +19,7 @@ from ..origin import op_name as op_name
 from ..origin import user_line as user_line
 from ..passes import Workspace, is_inserted_cast
 from ..passes.analysis.arguments import tensor_arguments
-from ..passes.analysis.facts import tensors
+from ..passes.analysis.facts import is_cast, tensors
 from ..passes.insert_casts import is_inserted
 from ..plan import Plan
 from .converted import Converted
@@ -88,6 +88,12 @@ def kind_of(node: Node) -> str:
 def inserted_casts(graph_module: GraphModule) -> list[Node]:
     """Returns the inserted casts that remain in the graph, in graph order."""
     return [node for node in graph_module.graph.nodes if is_inserted_cast(node)]
+
+
+def own_casts(graph_module: GraphModule) -> list[Node]:
+    """Returns the casts of the model's own code that change a dtype in this graph."""
+    casts = [node for node in graph_module.graph.nodes if is_cast(node) and not is_inserted(node)]
+    return [node for node in casts if dtype_of(node) != dtype_of(node.args[0])]  # type: ignore[arg-type]
 
 
 def cast_source(node: Node) -> Node:

@@ -149,6 +149,7 @@ class Source:
         modules = _modules(graph_module)
         casts = tuple(_cast_row(node, plan, modules[node]) for node in view.inserted_casts(graph_module))
         widened = _widened(graph_module, plan)
+        own_casts = view.own_casts(graph_module)
         nodes = tuple(
             _node_row(node, plan, tuple(widened.get(node.name, ())), modules[node])
             for node in graph_module.graph.nodes
@@ -169,6 +170,8 @@ class Source:
             advice=advise(graph_module, plan),
             keeps_low_copies=self.policy.keeps_low_copies,
             coverage=self.coverage,
+            own_casts=len(own_casts),
+            own_cast_bytes=sum(map(view.cast_bytes, own_casts)),
         )
 
 

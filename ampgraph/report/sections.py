@@ -223,6 +223,12 @@ def totals_section(explanation: ExplanationData, peers: Mapping[str, Totals]) ->
         f"widened inside kernels, without a cast: {explanation.widened}",
         f"placement: {_proof(explanation.gap)}",
     )
+    if explanation.own_casts:
+        moved = human_bytes(explanation.own_cast_bytes)
+        notes += (
+            f"casts in the model's own code that change a dtype here: {explanation.own_casts} ({moved}); "
+            "they are in the traffic, not among the casts",
+        )
     if explanation.keeps_low_copies and explanation.totals.parameter_casts:
         notes += ("casts of parameters: once per update, into low copies; counted here for every forward",)
     return Section("Totals", TOTALS, [_total_cells(name, total) for name, total in rows], notes)
