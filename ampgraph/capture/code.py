@@ -118,7 +118,8 @@ class Code:
         self._looked_up: dict[int, set[str]] = {}
         self.follow(*roots)
         values = {key: place.value() for key, place in self.places.items()}
-        self._before = {key: copied(value) for key, value in values.items() if has_plain_leaves(value)}
+        settled = {key: v for key, v in values.items() if v is GONE or has_plain_leaves(v)}
+        self._before = {key: copied(value) for key, value in settled.items()}
 
     def follow(self, *roots: Any) -> None:
         """Reads the code of more modules, functions and callable objects."""
