@@ -15,7 +15,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from ampgraph.training.kept_copy import kept_copy
 
-from .analysis.alias import SOURCES, AliasSets, viewed, written_args
+from .analysis.alias import SOURCES, AliasSets, written_args
 from .analysis.gradient_flow import matter_to_gradients
 from .base import Pass
 from .insert_casts import inherit_metadata
@@ -58,7 +58,10 @@ def reads_of_written_memory(graph: Graph) -> list[tuple[Node, Node, int]]:
         own = written_args(node)
         for source in node.all_input_nodes if node.op == "call_function" and node in matters else ():
             root = aliases.root(source)
-            if root in roots and source not in own and source not in viewed(node) and _is_tensor(source):
+            is_same_memory = (
+                source in own or aliases.root(node) == root
+            )  # a view, or a cast that does nothing
+            if root in roots and not is_same_memory and _is_tensor(source):
                 found.append((node, source, writes[root]))
         for n in own:
             if aliases.root(n) in roots:

@@ -24,6 +24,7 @@ from ampgraph.origin import module_paths_of
 from ampgraph.policy.policy import Policy
 from ampgraph.policy.rules import ModulePaths, RuleBook
 
+from .analysis.carried import find_carried
 from .analysis.facts import OperandRule
 from .analysis.hazards import find_hazards
 from .analysis.precision import Precision
@@ -85,6 +86,7 @@ class PropagatePrecision(Pass):
             return {}
         labels = {node: v.pinned for node, v in fixed.items() if v.pinned is not None}
         exact = find_hazards(graph_module, values.facts, labels, self.policy.low_dtype)
+        exact |= find_carried(graph_module.graph, values.facts)
         if self.policy.level == "O3":
             return exact
         return find_range_hazards(values, labels, self.policy.level == "O1") | exact

@@ -49,7 +49,10 @@ class Replaced:
                 self._sources.items(), calls.pop(), self._state(), strict=True
             ):
                 names = {**old, **new}
-                self._add(path, [n for n in names if _is_lost(old.get(n), new.get(n), is_set(module, n))])
+                lost = [n for n in names if _is_lost(old.get(n), new.get(n), is_set(module, n))]
+                self._add(path, lost)
+                for name in [n for n in names if n not in lost and old.get(n) is not new.get(n)]:
+                    _copy(module, name, old.get(name), new[name])
 
         before = self._model.register_forward_pre_hook(enter, prepend=True)
         after = self._model.register_forward_hook(leave)
@@ -78,6 +81,16 @@ class Replaced:
     def _state(self) -> list[dict[str, Any]]:
         tables = [[vars(m).get(name, {}) for name in _TABLES] for m in self._sources.values()]
         return [{k: v for table in of_one for k, v in table.items()} for of_one in tables]
+
+
+def _copy(module: nn.Module, name: str, old: Any, new: Any) -> None:
+    """Writes what forward assigned to a buffer into the buffer, as a part of the graph.
+
+    torch.export does so for buffers of the root alone, and drops assignments in modules inside (torch 2.13).
+    """
+    if name in module._buffers:
+        old.copy_(new)
+        module._buffers[name] = old
 
 
 def _is_lost(old: Any, new: Any, is_set: bool) -> bool:

@@ -33,7 +33,7 @@ from .rule_targets import Targets, targets_of, warn_of_others
 from .shadow_weights import ShadowWeights
 from .siblings import Call, Siblings, Unplanned
 from .signature import Likeness, Signature, signature_of
-from .written import writes_of
+from .written import lost_by_compilers, writes_of
 
 log = logging.getLogger("ampgraph")
 
@@ -300,6 +300,11 @@ class GraphCache:
             captured.sizes = sizes
         captured.state = PythonState(self._source, reads, call.args, call.kwargs)
         is_compiled = self._options.backend != "eager"
+        if is_compiled and (lost := lost_by_compilers(captured.graph_module)):
+            warn_user(
+                f"{self._options.named(self._name)}: torch.compile loses what forward writes to "
+                f"{', '.join(lost)}, 0-dim float64 on a CPU. Store float32 values, or values of shape (1,)."
+            )
         captured.writes = writes_of(captured.graph_module, call.args, call.kwargs, is_compiled)
         if self._options.policy.level == "O3":
             self._store_low(captured)

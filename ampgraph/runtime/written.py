@@ -73,6 +73,20 @@ def _extent(tensor: torch.Tensor) -> tuple[object, ...]:
     return (tensor.storage_offset(), tuple(tensor.shape), tensor.stride()) if is_strided else ()
 
 
+def lost_by_compilers(graph_module: fx.GraphModule) -> list[str]:
+    """Returns the 0-dim float64 tensors of the caller on a CPU that a graph writes.
+
+    Dynamo takes such a tensor for a number of Python, and loses the write (torch 2.11 to 2.15).
+    """
+    written = [n for n in written_memory(graph_module.graph) if n.op in SOURCES]
+    values = [(n, n.meta.get("val")) for n in written]
+    return [str(n.target) for n, v in values if isinstance(v, torch.Tensor) and _is_like_a_number(v)]
+
+
+def _is_like_a_number(tensor: torch.Tensor) -> bool:
+    return tensor.dim() == 0 and tensor.dtype is torch.float64 and tensor.device.type == "cpu"
+
+
 def writes_of(
     graph_module: fx.GraphModule, args: tuple, kwargs: dict[str, Any], is_compiled: bool = False
 ) -> Writes | None:
