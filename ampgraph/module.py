@@ -173,6 +173,12 @@ class AmpModule(Converted):
             return
         super().__setattr__(name, value)
 
+    def __delattr__(self, name: str) -> None:
+        if name == "forward" and name not in vars(self.source):  # what was put around it
+            self.__dict__["forward"] = self._make_forward()
+            return
+        super().__delattr__(name)
+
     def _run(self, args: tuple, kwargs: dict[str, Any]) -> Any:
         if not torch.compiler.is_dynamo_compiling() and is_plain_call() and not has_global_hooks():
             return self._call_outside(args, kwargs)

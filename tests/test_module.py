@@ -592,6 +592,8 @@ def test_a_function_around_forward_runs_around_the_converted_model(how, wrap):
     assert torch.equal(amp(X), 2 * alone)
     assert torch.equal(amp(X[:2]), 2 * alone[:2])
     assert "forward" not in vars(model)
+    del amp.forward
+    assert torch.equal(amp(X), alone)
 
 
 def test_a_forward_of_the_source_that_calls_the_converted_model_is_an_error():

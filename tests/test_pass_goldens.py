@@ -28,6 +28,7 @@ from ampgraph.passes import (
     CleanCasts,
     InlineRegions,
     InsertCasts,
+    KeepRead,
     LayOutMasks,
     Normalize,
     Pass,
@@ -732,6 +733,50 @@ getitem = getitem(shadow_weights, 0) bf16
 linear_default = linear(to_dtype, getitem) bf16
 to_dtype_2 = to.dtype(linear_default, f32) f32
 return [to_dtype_2]""",
+    )
+
+
+def test_keep_read() -> None:
+    """A buffer that the graph writes is read through a copy that the backward of a compiler keeps."""
+
+    class Centred(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(4, 4)
+            self.register_buffer("mean", torch.zeros(4))
+
+        def forward(self, x):
+            y = self.fc(x) * (self.mean + 1)
+            self.mean.add_(y.detach().mean(0))
+            return y
+
+    assert_expected_inline(
+        change(captured(Centred(), torch.randn(2, 4)), KeepRead()),
+        """\
+fc_weight f32
+fc_bias f32
+mean_1 f32
+x f32
+linear = linear(x, fc_weight, fc_bias) f32
+add = add.Tensor(mean_1, 1) f32
+mul = mul.Tensor(linear, add) f32
+detach = detach(mul) f32
+mean = mean.dim(detach, [0]) f32
+add_ = add_.Tensor(mean_1, mean) f32
+return [mul]
+--- keep_read
+fc_weight f32
+fc_bias f32
+mean_1 f32
+x f32
+linear = linear(x, fc_weight, fc_bias) f32
+kept_copy_default = ampgraph.kept_copy(mean_1) f32
+add = add.Tensor(kept_copy_default, 1) f32
+mul = mul.Tensor(linear, add) f32
+detach = detach(mul) f32
+mean = mean.dim(detach, [0]) f32
+add_ = add_.Tensor(mean_1, mean) f32
+return [mul]""",
     )
 
 

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import random
+import sys
 import threading
 import types
 from dataclasses import dataclass, field
@@ -111,6 +112,9 @@ class Layer(nn.Module):
     def forward(self):
         return self.scale
 
+    def scaled(self):
+        return 2.0
+
 
 class Factor:
     """An object whose special methods read a global."""
@@ -120,6 +124,12 @@ class Factor:
 
     def __getitem__(self, key):
         return GLOBAL_FACTOR
+
+
+def _by_import(model):
+    import ampgraph_test_settings
+
+    return ampgraph_test_settings.scale
 
 
 def marked():
@@ -135,6 +145,7 @@ marked.factor = 2.0
 settings = Settings()
 plain_module = types.ModuleType("settings")
 plain_module.scale = 2.0
+sys.modules["ampgraph_test_settings"] = plain_module
 HELD = [Layer()]
 
 
@@ -182,6 +193,15 @@ ELSEWHERE = {
     "an argument of a partial": (lambda m: m.some["d"](), lambda m: m.some["d"].keywords.update(factor=5.0)),
     "read by a call": (lambda m: m.some["e"](), lambda m: globals().update(GLOBAL_FACTOR=5.0)),
     "read by an index": (lambda m: m.some["e"][0], lambda m: globals().update(GLOBAL_FACTOR=5.0)),
+    "a method that an attribute hides": (
+        lambda m: m.some["c"][0].scaled(),
+        lambda m: setattr(m.some["c"][0], "scaled", lambda: 5.0),
+    ),
+    "a module that forward imports": (_by_import, lambda m: setattr(plain_module, "scale", 5.0)),
+    "what a function gains": (
+        lambda m: getattr(marked, "gained", 2.0),
+        lambda m: setattr(marked, "gained", 5.0),
+    ),
     "another operator": (
         lambda m: m.some["e"][0],
         lambda m: setattr(Factor, "__getitem__", lambda f, key: 9.0),
@@ -202,6 +222,7 @@ def all_put_back():
     globals()["GLOBAL_FACTOR"], marked.factor, plain_module.scale = 2.0, 2.0, 2.0
     by_default.__defaults__[0][0], HELD[0].scale = 2.0, 2.0
     vars(plain_module).pop("late", None)
+    vars(marked).pop("gained", None)
     vars(settings).clear()
     for holder, attributes in zip(holders, before, strict=True):
         for name in [name for name in vars(holder) if name not in attributes]:

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.nn.modules import module as module_hooks
 from torch.nn.utils import prune
+from torch.utils._pytree import tree_leaves
 
 import ampgraph
 from tests.helpers import close
@@ -446,3 +447,74 @@ def test_a_capture_writes_to_no_tensor_of_the_user(write, level, backend):
     TOTAL.zero_()
     for result, batch in zip(actual, (x, x[:2], x), strict=True):
         close(result, twin(batch))
+
+
+HELD = {"list": [torch.ones(4)], "deep": {"a": [torch.ones(4), torch.zeros(4)]}}
+
+
+class Keeper:
+    def __init__(self):
+        self.values = [torch.ones(4)]
+
+
+class Replaces(nn.Module):
+    """Replaces tensors that are neither parameters nor buffers."""
+
+    def __init__(self, replace):
+        super().__init__()
+        self.fc, self.replace = nn.Linear(4, 4), replace
+        self.table, self.keeper = torch.ones(4), Keeper()
+
+    def forward(self, x):
+        return self.fc(x) + self.replace(self)
+
+
+def _item_of_a_global(model):
+    HELD["list"][0] = HELD["list"][0] * 2
+    return HELD["list"][0]
+
+
+def _item_deep_inside(model):
+    HELD["deep"]["a"][1] = HELD["deep"]["a"][1] + 1
+    return HELD["deep"]["a"][1]
+
+
+def _item_of_an_object(model):
+    model.keeper.values[0] = model.keeper.values[0] * 2
+    return model.keeper.values[0]
+
+
+def _data(model):
+    model.table.data = model.table.data * 2
+    return model.table
+
+
+def _gradient(model):
+    model.table.grad = torch.ones(4)
+    return model.table * 2
+
+
+def _seed(model):
+    torch.manual_seed(3)
+    return torch.rand(4)
+
+
+REPLACES = [_item_of_a_global, _item_deep_inside, _item_of_an_object, _data, _gradient, _seed]
+
+
+@pytest.mark.parametrize("capture", ["auto", "ahead of time"])
+@pytest.mark.parametrize("replace", REPLACES)
+def test_a_capture_leaves_the_users_tensors_as_they_are(replace, capture):
+    model = Replaces(replace)
+    before = copy.deepcopy((HELD, vars(model.keeper), model.table))
+    x = torch.randn(2, 4)
+    drawn = torch.get_rng_state()
+    try:
+        ampgraph.convert(model, (x,), capture=capture, policy="O0")
+    except ampgraph.CaptureError:
+        assert capture == "ahead of time"
+    held = HELD, vars(model.keeper), model.table
+    for actual, expected in zip(tree_leaves(held), tree_leaves(before), strict=True):
+        assert torch.equal(actual, expected)
+    assert model.table.grad is None
+    assert torch.equal(torch.get_rng_state(), drawn)

@@ -158,7 +158,10 @@ def test_max_autotune_keeps_the_cast_for_its_own_kernels() -> None:
     made = {
         mode: ampgraph.convert(Net(), (X,), policy=POLICY, backend="inductor", mode=mode) for mode in modes
     }
-    kinds = {mode: [step.name for step in gradient_passes(amp.plan)] for mode, amp in made.items()}
+    kinds = {
+        mode: [step.name for step in gradient_passes(amp.plan, amp.graph_module, amp.options)]
+        for mode, amp in made.items()
+    }
     assert [*kinds.values()] == [["widen_gradients"], ["widen_gradients"], []]
     told = {mode: ampgraph.explain(amp).why("linear") for mode, amp in made.items()}
     assert ["gradient of the weight in float32" in words for words in told.values()] == [True, True, False]

@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 import ampgraph
 from ampgraph import NoLossScale, Policy, fp16_guard
@@ -468,3 +469,121 @@ def test_an_exported_program_returns_what_a_buffer_was(tmp_path):
     torch.export.save(program, tmp_path / "counts.pt2")
     module = torch.export.load(tmp_path / "counts.pt2").module()
     assert [module(X)[1].unique().tolist() for _ in range(3)] == [[1.0], [2.0], [3.0]]
+
+
+class Assigns(nn.Module):
+    """Assigns buffers in one of several ways."""
+
+    def __init__(self, step):
+        super().__init__()
+        self.step = step
+        self.register_buffer("a", torch.ones(8))
+        self.register_buffer("b", torch.ones(3, 8))
+
+    def forward(self, y):
+        return self.step(self, y, y.detach().mean(0))
+
+
+def _adds_and_assigns(m, y, mean):
+    m.a += mean
+    return y * m.a
+
+
+def _view_of_another(m, y, mean):
+    m.a = m.b[0]
+    m.b = m.b * 0.9 + mean
+    return y * m.a
+
+
+def _exchanges(m, y, mean):
+    m.a, m.b = m.b[0] + mean, m.a.expand(3, 8) * 2
+    return y + m.a + m.b.sum(0)
+
+
+def _both_the_same(m, y, mean):
+    old = m.a
+    m.a = old + mean
+    m.b = m.a.expand(3, 8)
+    return y * old, old
+
+
+def _twice(m, y, mean):
+    first = m.a
+    m.a = first + mean
+    second = m.a
+    m.a = second * 2
+    return y * second, first, second, m.a
+
+
+ASSIGNMENTS = [_adds_and_assigns, _view_of_another, _exchanges, _both_the_same, _twice]
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("level", ["O0", "O2"])
+@pytest.mark.parametrize("is_inside", [False, True], ids=["the model", "a module inside"])
+@pytest.mark.parametrize("step", ASSIGNMENTS)
+def test_assigned_buffers(step, is_inside, level, backend):
+    torch.manual_seed(0)
+    fc = nn.Linear(8, 8)
+    alone = Assigns(lambda m, y, mean: step(m, y * 1.5, mean))
+    source = nn.Sequential(fc, Assigns(step)) if is_inside else alone
+    twin = copy.deepcopy(source)
+    amp = ampgraph.convert(source, (X,), policy=level, dtype=LOW, backend=backend)
+    assert not amp.is_just_in_time
+    for _ in range(3):
+        inputs = [X.clone().requires_grad_() for _ in range(2)]
+        for model, x in zip((amp, twin), inputs, strict=True):
+            result = model(x)
+            (result[0] if isinstance(result, tuple) else result).sum().backward()
+        for actual, expected in zip(tree_leaves(amp(X)), tree_leaves(twin(X)), strict=True):
+            close(actual, expected)
+        close(inputs[0].grad, inputs[1].grad)
+        for actual, expected in zip(source.buffers(), twin.buffers(), strict=True):
+            close(actual, expected, 0.01)
+
+
+def _moves_by_assignment(m, y):
+    m.mean = 0.999 * m.mean + 0.001 * y
+
+
+def _moves_by_copy(m, y):
+    m.mean.copy_(0.999 * m.mean + 0.001 * y)
+
+
+def _moves_a_slice(m, y):
+    m.mean[:] = m.mean + 0.001 * (y - m.mean)
+
+
+def _moves_in_place(m, y):
+    m.mean.lerp_(y.float(), 0.001)
+
+
+class Moves(nn.Module):
+    """Keeps a running mean."""
+
+    def __init__(self, move):
+        super().__init__()
+        self.fc, self.move = nn.Linear(8, 8), move
+        self.register_buffer("mean", torch.zeros(8))
+
+    def forward(self, x):
+        y = self.fc(x)
+        self.move(self, y.detach().mean(0))
+        return y - self.mean
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("just_in_time", [False, True])
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+@pytest.mark.parametrize("move", [_moves_by_assignment, _moves_by_copy, _moves_a_slice, _moves_in_place])
+def test_a_state_that_moves_slowly_moves(move, level, just_in_time, backend):
+    torch.manual_seed(0)
+    source = Moves(move).eval()
+    twin = copy.deepcopy(source)
+    args = None if just_in_time else (X,)
+    amp = ampgraph.convert(source, args, policy=level, dtype=LOW, backend=backend)
+    with torch.no_grad():
+        for _ in range(100):
+            amp(X)
+            twin(X)
+    close(source.mean, twin.mean, 0.01)

@@ -21,7 +21,7 @@ from .dynamo import (
     returns_no_argument,
     with_own_code,
 )
-from .exporting import sizes_written_as_numbers, telling_no_export
+from .exporting import no_copies_into_buffers, sizes_written_as_numbers, telling_no_export
 from .fake_tensors import (
     accept_real_constants,
     dtypes_of,
@@ -152,6 +152,7 @@ __all__ = [
     "native_apply",
     "never_log_raised_errors",
     "no_ambient_autocast",
+    "no_copies_into_buffers",
     "no_dispatch_modes",
     "no_global_hooks",
     "no_modes",

@@ -6,10 +6,13 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterator
 from types import FrameType
+from typing import Any
 
 import torch
+from torch import nn
 
 _ANSWER = "_answer_of_ampgraph"
+_HOOK = "register_buffer_assignment_hook"
 # They print the names of symbols.
 _PRINTS_NAMES = ("torch", "sympy", "logging")
 
@@ -77,6 +80,33 @@ def sizes_written_as_numbers(is_here: Callable[[], bool]) -> Iterator[None]:
             del torch.SymInt.__str__
         else:
             torch.SymInt.__str__ = outer  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def no_copies_into_buffers(is_here: Callable[[], bool]) -> Iterator[None]:
+    """Keeps torch.export from copying what forward assigns to a buffer of the root into the buffer.
+
+    It copies once more after ``self.mean += x``, takes a wrong index if another buffer is None, and leaves
+    out the modules inside. One thread at a time may enter. Tried on torch 2.13 and 2.15.
+
+    Args:
+        is_here: Whether this thread captures.
+    """
+    from torch.export import _trace  # imports Dynamo
+
+    register = getattr(_trace, _HOOK, None)
+    if register is None:
+        yield
+        return
+
+    def register_unless_here(root: nn.Module, assigned: dict[str, str]) -> Any:
+        return register(root, {} if is_here() else assigned)
+
+    setattr(_trace, _HOOK, register_unless_here)
+    try:
+        yield
+    finally:
+        setattr(_trace, _HOOK, register)
 
 
 def _module(frame: FrameType) -> str:

@@ -20,6 +20,7 @@ from .._compat import (
     errors_raised_not_logged,
     is_untraced_generator,
     no_ambient_autocast,
+    no_copies_into_buffers,
     no_global_hooks,
     no_saved_tensor_hooks,
     quiet_export,
@@ -181,7 +182,8 @@ def _traced(
     gradients: bool,
     told: contextlib.AbstractContextManager[None],
 ) -> ExportedProgram:
-    replaced, kept, real_writes = Replaced(model), KeptTensors(reads.code.places.values()), RealWrites()
+    replaced, real_writes = Replaced(model), RealWrites()
+    kept = KeptTensors([*reads.code.places.values(), *reads.held()])
     try:
         if isinstance(dynamic_shapes, ShapesCollection):  # it identifies tensors by object
             dynamic_shapes = dynamic_shapes.dynamic_shapes(model, args, kwargs)
@@ -189,8 +191,10 @@ def _traced(
         watching, quiet = noting_lost_backwards(model, is_capturing_here), quiet_export(is_capturing_here)
         with (
             capturing(gradients),
+            real_writes.undone(),
             told,
             sizes_written_as_numbers(is_capturing_here),
+            no_copies_into_buffers(is_capturing_here),
             kept.aging(),
             quiet as set_tensors,
             traced_as_no_grad(is_capturing_here),
@@ -202,7 +206,6 @@ def _traced(
             noting_set_attributes(model) as set_attributes,
             noting_written_containers(model) as written,
             noting_random_numbers(values_named(model, reads.code), is_capturing_here) as random_numbers,
-            real_writes.undone(),
             WatchedCalls(reads, replaced, kept, lost, random_numbers, real_writes),
             recorded(reads, is_capturing_here),
             cheap_source_lines(),

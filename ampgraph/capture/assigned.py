@@ -69,3 +69,4 @@ def _read_copy(graph: fx.Graph, buffer: fx.Node, writer: fx.Node) -> None:
     old.meta["val"] = buffer.meta["val"].clone()
     set_guard(old, FP32)
     buffer.replace_all_uses_with(old, lambda user: user not in (old, writer))
+    writer.replace_all_uses_with(old)  # an output that is the old tensor

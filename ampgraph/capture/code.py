@@ -168,8 +168,12 @@ class Code:
             if name in known or name not in _BUILTINS:  # a name that is not there may come
                 self._add(known, name, f"{module}.{name}")
         for path, name in _asked_for(function.__code__):
-            if (held := _holder(_found(known, path))) is not None:
+            value = _found(known, path)
+            held = (vars(value), value.__qualname__) if isinstance(value, FunctionType) else _holder(value)
+            if held is not None:
                 self._add(held[0], name, f"{held[1]}.{name}")
+        for name in _imported(function.__code__):
+            self._follow(sys.modules.get(name))
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             self._add(cell, "cell_contents", f"{function.__qualname__}.{name}")
         if vars(function):
@@ -307,6 +311,13 @@ def _asked_for(code: CodeType) -> tuple[tuple[tuple[str, ...], str], ...]:
                     found.append(((*path,), step.argval))
                 is_asking = False
     return (*found,)
+
+
+@functools.lru_cache(maxsize=4096)
+def _imported(code: CodeType) -> tuple[str, ...]:
+    """Returns the Python modules that code imports when it runs."""
+    steps = (step for own in _codes(code) for step in dis.get_instructions(own))
+    return tuple(str(step.argval) for step in steps if step.opname == "IMPORT_NAME")
 
 
 def _found(known: dict[str, Any], path: tuple[str, ...]) -> Any:

@@ -6,6 +6,7 @@ They hold no data. Left where they are, they would reach the next call of the mo
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import gc
 import itertools
@@ -24,6 +25,8 @@ from .code import GONE, Place, is_foreign
 from .held_objects import objects_inside
 
 _CONTAINERS = (dict, list, deque, set, tuple)
+_RESTORABLE = (dict, list, deque)
+_MOST_ITEMS = 10_000
 _RANDOM = frozenset(
     f
     for name in ("rand", "randn", "randint", "randperm", "normal", "multinomial", "bernoulli")
@@ -57,6 +60,11 @@ class KeptTensors:
             (path, held, dict(held))
             for place, value in self._places
             for path, held in objects_inside(value, place.path, seen)
+        ]
+        values = [(place.path, value) for place, value in self._places]
+        values += [(f"{path}.{name}", v) for path, _, held in self._objects for name, v in held.items()]
+        self._containers = [
+            (path, held, copy.copy(held)) for path, value in values for held in _containers_in(value)
         ]
         self._new: set[int] = set()
 
@@ -129,7 +137,11 @@ class KeptTensors:
         return all(self._is_constant(leaf) for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
 
     def _put_back(self, of_capture: set[int]) -> Iterator[tuple[str, object]]:
-        """Yields the name and the value of each variable and attribute that it restores."""
+        """Yields the name and the value of each variable, attribute and container that it restores."""
+        for path, container, before in self._containers:
+            if _holds(container, of_capture):
+                yield path, copy.copy(container)
+                _restore(container, before)
         for place, before in self._places:
             value = place.value()
             if value is not before and _holds(value, of_capture):
@@ -144,6 +156,21 @@ class KeptTensors:
                 else:
                     del held[name]
                 yield f"{path}.{name}", value
+
+
+def _containers_in(value: Any, depth: int = _DEPTH) -> Iterator[Any]:
+    """Yields a list or dict, unless it is long, and those inside it."""
+    if not isinstance(value, _CONTAINERS) or len(value) > _MOST_ITEMS or not depth:
+        return
+    if type(value) in _RESTORABLE:
+        yield value
+    for item in value.values() if isinstance(value, dict) else value:
+        yield from _containers_in(item, depth - 1)
+
+
+def _restore(container: Any, before: Any) -> None:
+    container.clear()
+    (container.update if isinstance(container, dict) else container.extend)(before)
 
 
 def _is_frozen_by_user() -> bool:

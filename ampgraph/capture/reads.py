@@ -9,9 +9,10 @@ import contextlib
 import copy
 import functools
 import sys
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from types import FrameType
+from types import FrameType, MethodType
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from torch.export import ExportedProgram
 
 from .._compat import HigherOrderOperator, OpOverload
 from ..proxy.module_proxy import source_of
-from .code import Code, Place, is_pythons
+from .code import Code, Place, is_foreign, is_pythons
 from .containers import copied, has_plain_leaves, is_container, same
 from .held_objects import Change
 
@@ -102,6 +103,8 @@ class Reads:
         is_settled = has_plain_leaves(value)
         if is_settled or name in vars(module):  # not methods, nor what is computed from other attributes
             self.attributes[key] = copied(value) if is_settled else value
+        elif name != "forward" and _is_own_method(value, module):
+            self.note_missing(module, name)  # an attribute of this name would hide the method
 
     def _is_watched(self, module: nn.Module) -> bool:
         """Whether a module is the model's, or the user's elsewhere: in a plain list, a global."""
@@ -127,11 +130,18 @@ class Reads:
 
     def records(self) -> tuple[object, ...]:
         """Returns the containers that hold recorded values."""
-        return self.attributes, self.lost, self.only_set
+        return self.attributes, self.lost, self.only_set, self.code.places
 
     def was_set(self, module: nn.Module, name: str) -> bool:
         """Whether forward assigned an attribute: ``module.name = value``."""
         return (id(module), name) in self._set
+
+    def held(self) -> Iterator[Place]:
+        """Yields where the model holds objects of the user's classes, which may keep values of a call."""
+        for path, module in self._source.named_modules():
+            attributes = vars(source_of(module))
+            for name in [name for name, value in attributes.items() if _may_keep(value)]:
+                yield Place(attributes, name, f"{path}.{name}".lstrip("."))
 
     def note_itself(self) -> bool:
         """Records that the model's code asks for the dict of a module, or its hash (a table by modules).
@@ -263,6 +273,19 @@ def _is_of_user(cls: type) -> bool:
     if cls is nn.Module:  # torch.export makes such
         return False
     return rest.startswith("nn.") if root == "torch" else root != "ampgraph"
+
+
+def _may_keep(value: object) -> bool:
+    is_of_user = not is_foreign(type(value)) and type(value) not in weakref.ProxyTypes
+    return is_of_user and not isinstance(value, (nn.Module, torch.Tensor)) and hasattr(value, "__dict__")
+
+
+def _is_own_method(value: object, module: nn.Module) -> bool:
+    """Whether a value is a method of a module that is not written in torch."""
+    if not isinstance(value, MethodType) or value.__self__ is not module:
+        return False
+    code = getattr(value.__func__, "__code__", None)
+    return code is not None and not code.co_filename.startswith(_TORCH)
 
 
 def _is_set_by_torch(frame: FrameType) -> bool:

@@ -16,15 +16,22 @@ from torch.utils._pytree import tree_leaves
 
 from .._compat import FakeTensor, no_modes
 
+# The setters of a tensor's attributes, with what reads the attribute.
+_SETTERS = {getattr(Tensor, name).__set__: getattr(Tensor, name).__get__ for name in ("data", "grad")}
+
 
 class RealWrites:
     """The tensors of the user that forward writes, with their values before."""
 
     def __init__(self) -> None:
         self._before: dict[int, tuple[Tensor, Tensor]] = {}
+        self._held: dict[tuple[Callable, int], tuple[Tensor, Tensor | None]] = {}
 
     def note(self, function: Callable, args: tuple, kwargs: dict[str, Any]) -> None:
         """Records the values that a call is about to write over."""
+        if function in _SETTERS:
+            self._note_set(function, args[0])
+            return
         if not _writes(function) and "out" not in kwargs:
             return
         written = [leaf for leaf in tree_leaves((args[:1], kwargs.get("out"))) if isinstance(leaf, Tensor)]
@@ -33,12 +40,21 @@ class RealWrites:
                 with no_modes():
                     self._before[id(tensor)] = tensor, tensor.detach().clone()
 
+    def _note_set(self, setter: Callable, tensor: Tensor) -> None:
+        if not isinstance(tensor, FakeTensor) and (setter, id(tensor)) not in self._held:
+            with no_modes():
+                self._held[setter, id(tensor)] = tensor, _SETTERS[setter](tensor)
+
     @contextlib.contextmanager
     def undone(self) -> Iterator[None]:
-        """Afterwards the tensors have their values again."""
+        """Afterwards the tensors, and torch's generator for the CPU, are as they were."""
+        drawn = torch.get_rng_state()
         try:
             yield
         finally:
+            torch.set_rng_state(drawn)
+            for (setter, _), (tensor, before) in self._held.items():
+                setter(tensor, before)
             with torch.no_grad():
                 for tensor, before in reversed(self._before.values()):  # a view may come after its base
                     tensor.detach().copy_(before)

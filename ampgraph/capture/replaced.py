@@ -5,23 +5,33 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from operator import is_not
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from .._compat import storage_key
 from ..proxy.module_proxy import source_of
 
 _TABLES = ("_parameters", "_buffers", "_modules")  # a TorchScript module has others
 SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 
+class _Assigned(NamedTuple):
+    """A buffer to which forward has assigned another tensor."""
+
+    module: nn.Module
+    name: str
+    old: torch.Tensor
+    new: torch.Tensor
+
+
 class Replaced:
     """Collects what forward replaces in a model while it is captured.
 
-    ``torch.export`` copies a tensor that forward assigns to a buffer (``self.mean = new``) into that buffer,
-    which is right if shape, dtype and device are the buffer's. It loses other changes, or writes the copy to
-    another input of the graph: after ``register_buffer``, for a buffer that was None, for another size.
+    A tensor that forward assigns to a buffer (``self.mean = new``) is copied into the buffer at the end of
+    forward, as a part of the graph, if shape, dtype and device are the buffer's. A graph cannot follow other
+    changes.
 
     Attributes:
         paths: What forward replaces, as paths from the model.
@@ -45,14 +55,16 @@ class Replaced:
             calls.append(self._state())
 
         def leave(*_: object) -> None:
+            assigned: list[_Assigned] = []
             for (path, module), old, new in zip(
                 self._sources.items(), calls.pop(), self._state(), strict=True
             ):
                 names = {**old, **new}
                 lost = [n for n in names if _is_lost(old.get(n), new.get(n), is_set(module, n))]
                 self._add(path, lost)
-                for name in [n for n in names if n not in lost and old.get(n) is not new.get(n)]:
-                    _copy(module, name, old.get(name), new[name])
+                others = [n for n in names if n not in lost and old.get(n) is not new.get(n)]
+                assigned += [_Assigned(module, n, old[n], new[n]) for n in others if n in module._buffers]
+            _copy_into_buffers(assigned)
 
         before = self._model.register_forward_pre_hook(enter, prepend=True)
         after = self._model.register_forward_hook(leave)
@@ -83,14 +95,21 @@ class Replaced:
         return [{k: v for table in of_one for k, v in table.items()} for of_one in tables]
 
 
-def _copy(module: nn.Module, name: str, old: Any, new: Any) -> None:
-    """Writes what forward assigned to a buffer into the buffer, as a part of the graph.
-
-    torch.export does so for buffers of the root alone, and drops assignments in modules inside (torch 2.13).
-    """
-    if name in module._buffers:
-        old.copy_(new)
+def _copy_into_buffers(assigned: list[_Assigned]) -> None:
+    """Writes what forward assigned to buffers into the buffers, as a part of the graph."""
+    memory = {storage_key(old) for _, _, old, _ in assigned}
+    # Copies first: forward may exchange two buffers.
+    values = [new.clone() if storage_key(new) in memory else new for _, _, _, new in assigned]
+    for (module, name, old, new), value in zip(assigned, values, strict=True):
+        if not _is_same_memory(old, new):
+            old.copy_(value)
         module._buffers[name] = old
+
+
+def _is_same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether ``b`` is ``a`` after a write in place: ``self.mean += x``."""
+    is_same = storage_key(a) == storage_key(b) and a.stride() == b.stride()
+    return is_same and a.storage_offset() == b.storage_offset()
 
 
 def _is_lost(old: Any, new: Any, is_set: bool) -> bool:
