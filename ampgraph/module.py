@@ -86,7 +86,7 @@ class AmpModule(Converted):
         self.__dict__["scaler"] = scaler
         self.__dict__["_stored"] = stored
         self.__dict__["_graphs"] = GraphCache(source, options, scaler, stored, siblings)
-        self.__dict__["forward"] = self._make_forward()
+        self.__dict__["forward"] = self.__dict__["_own_forward"] = self._make_forward()
         if options.just_in_time:
             self.__dict__["_compiled"] = self._compile_just_in_time()
 
@@ -168,14 +168,14 @@ class AmpModule(Converted):
         return forward
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name == "forward" and wraps(value, self.__dict__["forward"]):
+        if name == "forward" and any(wraps(value, self.__dict__[k]) for k in ("forward", "_own_forward")):
             self.__dict__["forward"] = value  # Accelerate and others put a function around a model
             return
         super().__setattr__(name, value)
 
     def __delattr__(self, name: str) -> None:
         if name == "forward" and name not in vars(self.source):  # what was put around it
-            self.__dict__["forward"] = self._make_forward()
+            self.__dict__["forward"] = self.__dict__["_own_forward"]
             return
         super().__delattr__(name)
 
