@@ -169,15 +169,28 @@ class AmpModule(Converted):
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "forward" and any(wraps(value, self.__dict__[k]) for k in ("forward", "_own_forward")):
+            if value is self.__dict__["_own_forward"]:
+                self._put_forward_back()
             self.__dict__["forward"] = value  # Accelerate and others put a function around a model
             return
+        if name == "forward":
+            self.__dict__.setdefault("_forward_of_source", vars(self.source).get("forward"))
         super().__setattr__(name, value)
 
     def __delattr__(self, name: str) -> None:
-        if name == "forward" and name not in vars(self.source):  # what was put around it
-            self.__dict__["forward"] = self.__dict__["_own_forward"]
+        if name != "forward":
+            super().__delattr__(name)
             return
-        super().__delattr__(name)
+        self._put_forward_back()
+        self.__dict__["forward"] = self.__dict__["_own_forward"]
+
+    def _put_forward_back(self) -> None:
+        """Takes back what was set as the source's forward through this model."""
+        if "_forward_of_source" not in self.__dict__:
+            return
+        vars(self.source).pop("forward", None)
+        if (before := self.__dict__.pop("_forward_of_source")) is not None:
+            self.source.forward = before
 
     def _run(self, args: tuple, kwargs: dict[str, Any]) -> Any:
         if not torch.compiler.is_dynamo_compiling() and is_plain_call() and not has_global_hooks():

@@ -7,6 +7,7 @@ import functools
 import inspect
 import io
 import pickle
+from unittest import mock
 
 import pytest
 import torch
@@ -603,3 +604,18 @@ def test_a_forward_of_the_source_that_calls_the_converted_model_is_an_error():
     model.forward = lambda *args: calls[0](*args)
     with pytest.raises(ampgraph.CaptureError, match="calls the converted model"):
         amp(X)
+
+
+@CAPTURES
+def test_another_forward_is_captured_and_can_be_taken_back(how):
+    model = Net().eval()
+    amp = convert(model, how, X)
+    alone, saved = amp(X), amp.forward
+    amp.forward = lambda x: model.fc(x) * 3
+    close(amp(X), model.fc(X) * 3)
+    amp.forward = saved
+    assert torch.equal(amp(X), alone)
+    with mock.patch.object(amp, "forward", lambda x: model.fc(x) * 5):
+        close(amp(X), model.fc(X) * 5)
+    assert torch.equal(amp(X), alone)
+    assert "forward" not in vars(model)
