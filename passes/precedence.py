@@ -284,7 +284,8 @@ ABOVE_HAZARDS = (
 )
 
 HAZARD = Rule(
-    "positions, angles and decisions that rounding would spoil, values that may leave the low range",
+    "positions, angles and decisions that rounding would spoil, state that a graph keeps for its next call, "
+    "values that may leave the low range",
     "hazard",
     "the source's",
     _by_hazard,

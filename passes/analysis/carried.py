@@ -65,9 +65,10 @@ def _is_like(node: Node, buffer: Node) -> bool:
 
 
 def _computed_from(memory: set[Node], facts: Facts) -> set[Node]:
-    """Returns the nodes of some memory, and what is computed from it without a matrix product."""
+    """Returns the nodes of some memory, and what is computed from it without a matrix product or a norm."""
     found = set(memory)
     for node, fact in facts.items():
-        if fact.op_class is not OpClass.WHITE and not found.isdisjoint(values_read(node)):
+        is_led_through = fact.op_class is not OpClass.WHITE and isinstance(node.meta.get("val"), torch.Tensor)
+        if is_led_through and not found.isdisjoint(values_read(node)):
             found.add(node)
     return found
