@@ -49,12 +49,15 @@ def noting_random_numbers(
     generators = [*_generators(), *(_Generator.of(value, name) for value, name in held)]
     before = [(each, each.get()) for each in generators if each is not None]
     seeded = torch.random.default_generator
-    torch.random.default_generator = _WatchedSeeds(seeded, note)  # type: ignore[assignment]
+    watched = _WatchedSeeds(seeded, note, is_capturing)
+    torch.random.default_generator = watched  # type: ignore[assignment]
     names = {id(value): name for value, name in reversed(held)}
     try:
         yield RandomNumbers(found, names, note)
     finally:
         torch.random.default_generator = seeded
+        if watched.before is not None:
+            seeded.set_state(watched.before)
         for generator, state in before:
             if generator.get() != state:
                 note(f"draws from {generator.name}")
@@ -150,13 +153,22 @@ class RandomNumbers:
 
 
 class _WatchedSeeds:
-    """torch's generator; records that the model's code seeds it."""
+    """torch's generator; records that the model's code seeds it.
 
-    def __init__(self, generator: torch.Generator, note: Callable[[str], None]) -> None:
-        self._generator, self._note = generator, note
+    Attributes:
+        before: Its state before the first seed in a thread that captures; None without one.
+    """
+
+    def __init__(
+        self, generator: torch.Generator, note: Callable[[str], None], is_capturing: Callable[[], bool]
+    ) -> None:
+        self._generator, self._note, self._is_capturing = generator, note, is_capturing
+        self.before: torch.Tensor | None = None
 
     def __getattr__(self, name: str) -> Any:
         if name in _SEEDS and (line := _line(frames())):
+            if self._is_capturing() and self.before is None:
+                self.before = self._generator.get_state()
             self._note(f"seeds torch's generator ({line.removeprefix(', ')})")
         return getattr(self._generator, name)
 

@@ -47,12 +47,10 @@ class RealWrites:
 
     @contextlib.contextmanager
     def undone(self) -> Iterator[None]:
-        """Afterwards the tensors, and torch's generator for the CPU, are as they were."""
-        drawn = torch.get_rng_state()
+        """Afterwards the tensors are as they were."""
         try:
             yield
         finally:
-            torch.set_rng_state(drawn)
             for (setter, _), (tensor, before) in self._held.items():
                 setter(tensor, before)
             with torch.no_grad():
