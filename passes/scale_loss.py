@@ -10,7 +10,9 @@ from typing import ClassVar
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from ampgraph._compat import OpOverload
 from ampgraph.marks import BoundaryMark, mark_of, set_mark
+from ampgraph.ops import kernels
 from ampgraph.training.gradient_boundary import scale_gradients, unscale_gradients
 
 from .analysis.gradient_flow import (
@@ -21,6 +23,8 @@ from .analysis.gradient_flow import (
     reached_by_gradients,
 )
 from .base import Pass
+
+_SWAPS = ("aten.set_", "aten.shallow_copy_data_")  # the second on torch 2.15
 
 
 @dataclass(frozen=True)
@@ -89,7 +93,7 @@ class ScaleLoss(Pass):
 
 def _swaps(node: Node) -> bool:
     """Whether a call gives its argument other memory: ``parameter.data = new``."""
-    return getattr(node.target, "overloadpacket", None) is torch.ops.aten.set_
+    return isinstance(node.target, OpOverload) and kernels.packet_name(node.target) in _SWAPS
 
 
 def _swapped(node: Node) -> list[Node]:
