@@ -88,7 +88,7 @@ def tuned(
             f"tune: calibration must be what ampgraph.calibrate returns, got {type(calibration).__name__}."
         )
     arguments = [
-        arguments_of(batch, number, "tune") for number, batch in enumerate([*listable(batches, "tune")], 1)
+        arguments_of(batch, number, "tune") for number, batch in enumerate(listable(batches, "tune"), 1)
     ]
     if not arguments:
         raise AmpGraphError("tune: batches is empty; expected at least one batch.")

@@ -1,7 +1,7 @@
 """Keeps the values that ops read of memory which the graph also writes, for the backward of a compiler.
 
 AOTAutograd saves an input of the forward for the backward, or computes from it again, although the forward
-writes to it (torch 2.11 to 2.15; gradients are wrong in silence). So ops read such memory through a copy that
+writes to it: gradients are wrong in silence (seen in torch 2.13). So ops read such memory through a copy that
 no partitioner computes again.
 """
 

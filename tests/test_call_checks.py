@@ -115,7 +115,7 @@ def test_a_call_with_tensors_and_constants_is_like_itself():
 
 
 class AsksForTheContainer(nn.Module):
-    """Adds a number of its own for each kind of container."""
+    """Adds another number for each kind of container."""
 
     def __init__(self):
         super().__init__()

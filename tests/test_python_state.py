@@ -99,7 +99,7 @@ def _by_name_of_a_global(model):
 
 
 class Settings:
-    """Settings without attributes of its own."""
+    """Settings that have no attributes at first."""
 
 
 class Layer(nn.Module):

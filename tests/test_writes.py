@@ -398,23 +398,26 @@ def test_gradients_of_what_is_read_and_written(write, read, reads_first, level, 
         close(source.m, twin.m)
 
 
+class Counts(nn.Module):
+    """Counts its calls in a buffer, and returns the buffer from before the call."""
+
+    def __init__(self, kept):
+        super().__init__()
+        self.fc, self.kept = nn.Linear(8, 8), kept
+        self.register_buffer("m", torch.ones(8))
+
+    def forward(self, x):
+        old = self.m
+        self.m = self.m + 1
+        kinds = {"itself": old, "a view": old[2:], "in a list": [old, self.m]}
+        return self.fc(x), kinds[self.kept]
+
+
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("level", ["O0", "O1", "O2"])
 @pytest.mark.parametrize("kept", ["itself", "a view", "in a list"])
 def test_what_a_buffer_was_before_an_assignment_is_an_output(kept, level, backend):
-    class Counts(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.fc = nn.Linear(8, 8)
-            self.register_buffer("m", torch.ones(8))
-
-        def forward(self, x):
-            old = self.m
-            self.m = self.m + 1
-            kinds = {"itself": old, "a view": old[2:], "in a list": [old, self.m]}
-            return self.fc(x), kinds[kept]
-
-    source = Counts()
+    source = Counts(kept)
     twin = copy.deepcopy(source)
     amp = ampgraph.convert(source, (X,), policy=level, dtype=LOW, backend=backend)
     for _ in range(3):
@@ -454,18 +457,7 @@ def test_each_way_of_sharing_memory_has_its_graph(first, second, backend):
 
 
 def test_an_exported_program_returns_what_a_buffer_was(tmp_path):
-    class Counts(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.fc = nn.Linear(8, 8)
-            self.register_buffer("m", torch.ones(8))
-
-        def forward(self, x):
-            old = self.m
-            self.m = self.m + 1
-            return self.fc(x), old
-
-    program = ampgraph.export(Counts(), X, policy="O2", dtype=LOW)
+    program = ampgraph.export(Counts("itself"), X, policy="O2", dtype=LOW)
     torch.export.save(program, tmp_path / "counts.pt2")
     module = torch.export.load(tmp_path / "counts.pt2").module()
     assert [module(X)[1].unique().tolist() for _ in range(3)] == [[1.0], [2.0], [3.0]]

@@ -64,7 +64,7 @@ def evaluate(
 
 
 def _forget_constants(arguments: Any) -> None:
-    """Takes the real tensors from fake ones: a fake op would write to them (torch 2.11 to 2.15)."""
+    """Takes the real tensors from fake ones: a fake op would write to them (seen in torch 2.13)."""
     for leaf in tree_leaves(arguments):
         if isinstance(leaf, FakeTensor):
             leaf.constant = None

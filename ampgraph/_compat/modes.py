@@ -46,7 +46,7 @@ def no_dispatch_modes() -> contextlib.AbstractContextManager[None]:
 
 
 def no_modes() -> contextlib.AbstractContextManager[object]:
-    """Runs the code inside on real tensors, also in the middle of a trace (torch 2.11 to 2.15)."""
+    """Runs the code inside on real tensors, also in the middle of a trace (tried on torch 2.13 and 2.15)."""
     return _python_dispatch._disable_current_modes()
 
 

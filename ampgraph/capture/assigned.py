@@ -1,6 +1,6 @@
 """Keeps what a buffer held before forward assigned another tensor to it.
 
-In the source the old tensor stays as it is. torch.export copies the new values into it.
+In the source the old tensor stays as it is. A graph copies the new values into it.
 """
 
 from __future__ import annotations

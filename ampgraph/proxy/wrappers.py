@@ -9,20 +9,26 @@ from typing import Any
 
 from torch import nn
 
-_DEEPEST = 8
+_MOST = 1_000
 
 
-def wraps(function: Any, inner: Callable, depth: int = _DEEPEST) -> bool:
+def wraps(function: Any, inner: Callable) -> bool:
     """Whether a function is ``inner``, or calls it as decorators do.
 
     Args:
         function: A function, bound method, ``functools.partial`` or callable object.
-        inner: The function to look for.
-        depth: How many wrappers to look through.
+        inner: The function to look for. The search ends after 1,000 callables.
     """
-    if function is inner or (isinstance(function, FunctionType) and _names(function, inner)):
-        return True
-    return depth > 0 and any(wraps(held, inner, depth - 1) for held in _held(function) if callable(held))
+    seen: set[int] = set()
+    waiting = [function]
+    while waiting and len(seen) < _MOST:
+        held = waiting.pop(0)
+        if held is inner or (isinstance(held, FunctionType) and _names(held, inner)):
+            return True
+        if id(held) not in seen:
+            seen.add(id(held))
+            waiting += [other for other in _held(held) if callable(other)]
+    return False
 
 
 def _names(function: FunctionType, inner: Callable) -> bool:

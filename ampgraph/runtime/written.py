@@ -76,7 +76,7 @@ def _extent(tensor: torch.Tensor) -> tuple[object, ...]:
 def lost_by_compilers(graph_module: fx.GraphModule) -> list[str]:
     """Returns the 0-dim float64 tensors of the caller on a CPU that a graph writes.
 
-    Dynamo takes such a tensor for a number of Python, and loses the write (torch 2.11 to 2.15).
+    Dynamo takes such a tensor for a number of Python, and loses the write (seen in torch 2.13).
     """
     written = [n for n in written_memory(graph_module.graph) if n.op in SOURCES]
     values = [(n, n.meta.get("val")) for n in written]
