@@ -316,6 +316,7 @@ def test_a_capture_that_fails_in_a_region_leaves_torch_as_it_was(region):
         raise KeyError(module.temp)
 
     model = Inside(refuses, REGIONS[region])
+    torch.compile(nn.Identity(), backend="eager")(X)  # Dynamo's first use patches nn.Module for good
     before = dict(vars(nn.Module)), torch.is_grad_enabled
     with pytest.raises(ampgraph.CaptureError):
         capture_program(model, (X,), reads=Reads(model))

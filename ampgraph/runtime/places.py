@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
-from operator import attrgetter, is_, itemgetter
 from types import BuiltinFunctionType, FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any
 
@@ -17,23 +15,18 @@ from torch.utils._pytree import tree_leaves
 from ..capture.code import GONE, Place, is_foreign
 from ..capture.containers import (
     copied,
-    equal,
     has_plain_leaves,
     is_container,
     is_frozen,
     is_small,
     items_of,
-    same,
 )
+from .place_reads import ContainerReads, is_still, reads_of
 
 _DEPTH = 3  # of objects inside objects: model.config.rope.base
 _MOST_SETTINGS = 256
 _EQUAL_IF_SAME = (FunctionType, BuiltinFunctionType, MethodType, ModuleType, type)
 _NO_SETTINGS = (torch.Tensor, nn.Module)
-_BUILT_IN = (dict, list, tuple, set, frozenset)
-_COLUMN = 4  # so many holders of one name are read by name, fewer by holder
-# A getter; its holder, or its holders; the values that it returned.
-_Read = tuple[Callable[[Any], Any], Any, Any]
 
 
 @dataclass
@@ -68,119 +61,6 @@ class _Inside(_Kinds):
     def __len__(self) -> int:
         places = len(self.plain) + len(self.objects) + len(self.containers) + len(self.empty)
         return places + len(self.sizes)
-
-
-class _Plain:
-    """Reads of plain values, which are compared in a few calls of C functions.
-
-    Args:
-        places: The places, with the values.
-    """
-
-    def __init__(self, places: list[tuple[Place, Any]]) -> None:
-        self._columns, rest = _columns(places)
-        self._rows = _rows(rest)
-        self._seen = [*chain.from_iterable(seen for _, _, seen in self._rows)]
-
-    def are_same(self) -> bool:
-        """Whether all places hold the same; may raise what a place raises that has gone."""
-        rows = [get(held) for get, held, _ in self._rows]
-        if not _are_still([*chain.from_iterable(rows)], self._seen):
-            return False
-        return all(_are_still([*map(get, holders)], seen) for get, holders, seen in self._columns)
-
-
-class _Objects:
-    """Reads of objects that must stay the same, likewise.
-
-    Args:
-        places: The places, with the objects.
-    """
-
-    def __init__(self, places: list[tuple[Place, Any]]) -> None:
-        self._columns, rest = _columns(places)
-        self._rows = _rows(rest)
-
-    def are_same(self) -> bool:
-        """Whether all places hold the same; may raise what a place raises that has gone."""
-        for get, held, seen in self._rows:
-            if not all(map(is_, get(held), seen)):
-                return False
-        return all(all(map(is_, map(get, holders), seen)) for get, holders, seen in self._columns)
-
-
-class _Empty:
-    """Places that must stay empty: code asked whether an attribute or a global is there.
-
-    Args:
-        places: The places.
-    """
-
-    def __init__(self, places: list[Place]) -> None:
-        in_dicts = [place for place in places if isinstance(place.holder, dict)]
-        self._dicts = [place.holder for place in in_dicts]
-        self._keys = [place.name for place in in_dicts]
-        self._others = [place for place in places if not isinstance(place.holder, dict)]
-
-    def are_same(self) -> bool:
-        """Whether nothing is there yet."""
-        if any(map(dict.__contains__, self._dicts, self._keys)):
-            return False
-        return all(place.value() is GONE for place in self._others)
-
-
-class _Containers:
-    """Reads of containers, whose content is compared by object first, in a few calls of C functions.
-
-    Args:
-        places: The places, with copies of what the containers held.
-    """
-
-    def __init__(self, places: list[tuple[Place, Any]]) -> None:
-        self._places = places
-        self._note()
-
-    def are_same(self) -> bool:
-        """Whether all containers hold the same; may raise what a place raises that has gone."""
-        if self._are_untouched():
-            return True
-        self._note()  # first: another thread may write now
-        if all(same(place.value(), seen) for place, seen in self._places):
-            return True
-        self._sizes = [-1]  # what was noted is not what was seen
-        return False
-
-    def _note(self) -> None:
-        held: dict[int, Any] = {}
-        self._odd = [pair for pair in self._places if not _note_parts(pair[0].value(), held)]
-        odd = {id(place) for place, _ in self._odd}
-        self._given = _Objects([(p, p.value()) for p, _ in self._places if id(p) not in odd])
-        parts = held.values()
-        self._dicts = [part for part in parts if isinstance(part, dict)]
-        self._parts = [*parts]
-        self._sizes = [*map(len, self._parts)]
-        self._content = [*self._items()]
-
-    def _items(self) -> Iterator[Any]:
-        return chain(chain.from_iterable(self._parts), chain.from_iterable(map(dict.values, self._dicts)))
-
-    def _are_untouched(self) -> bool:
-        if [*map(len, self._parts)] != self._sizes or not self._given.are_same():
-            return False
-        if not all(map(is_, self._items(), self._content)):
-            return False
-        return all(same(place.value(), seen) for place, seen in self._odd)
-
-
-def _note_parts(value: Any, held: dict[int, Any]) -> bool:
-    """Adds a container and those inside it to ``held``; False if one is of a class of the user's."""
-    if not is_container(value):
-        return True
-    if type(value) not in _BUILT_IN:
-        return False
-    held[id(value)] = value
-    are_built_in = [_note_parts(item, held) for _, item in items_of(value)]
-    return all(are_built_in)
 
 
 class Places:
@@ -249,10 +129,10 @@ class Places:
         watched_objects, other_objects = _divided(objects, watched)
         self._empty = [*given.empty, *inside.empty]
         watched_empty, other_empty = _divided([(place, GONE) for place in self._empty], watched)
-        self._others = _reads(other_plain, other_objects, other_empty)
-        self._reads = [*_reads(watched_plain, watched_objects, watched_empty), *self._others]
+        self._others = reads_of(other_plain, other_objects, other_empty)
+        self._reads = [*reads_of(watched_plain, watched_objects, watched_empty), *self._others]
         self._seen_sizes = [*map(len, self._sizes)]
-        self._contents = _Containers(self._containers)
+        self._contents = ContainerReads(self._containers)
 
     def are_same(self, is_untouched: bool = False) -> bool:
         """Whether all places hold the same. Runs at every call.
@@ -267,7 +147,7 @@ class Places:
         # Gone, or an array now, which compares item by item; ValueError is an empty cell's as well.
         except (KeyError, AttributeError, ValueError, RuntimeError):
             return False
-        if self._computed and not all(_is_still(place.value(), seen) for place, seen in self._computed):
+        if self._computed and not all(is_still(place.value(), seen) for place, seen in self._computed):
             return False
         if self._seen_sizes and [*map(len, self._sizes)] != self._seen_sizes:
             return False
@@ -275,7 +155,7 @@ class Places:
 
     def changed(self) -> list[str]:
         """Returns the places that hold something else now, as a user writes them."""
-        return [place.path for place, seen in self._pairs() if not _is_still(place.value(), seen)]
+        return [place.path for place, seen in self._pairs() if not is_still(place.value(), seen)]
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """Yields the tensors, except parameters, that must stay the same objects."""
@@ -362,15 +242,6 @@ class Places:
         return self._names is None or name in self._names
 
 
-def _are_still(values: list[Any], seen: list[Any]) -> bool:
-    return all(map(is_, values, seen)) or all(map(_is_still, values, seen))
-
-
-def _is_still(value: Any, seen: Any) -> bool:
-    """Whether a value is what it was, of the same type."""
-    return value is seen or (same(value, seen) if is_container(seen) else equal(value, seen))
-
-
 def _may_be_setting(value: object) -> bool:
     return has_plain_leaves(value) or is_container(value) or hasattr(value, "__dict__") or _has_slots(value)
 
@@ -389,53 +260,9 @@ def _settings_of_class(cls: type) -> Iterator[str]:
                 yield name
 
 
-def _reads(
-    plain: list[tuple[Place, Any]], objects: list[tuple[Place, Any]], empty: list[tuple[Place, Any]]
-) -> list[_Plain | _Objects | _Empty]:
-    """Returns the reads of places; none for no places."""
-    reads: list[_Plain | _Objects | _Empty] = [_Plain(plain)] if plain else []
-    if objects:
-        reads.append(_Objects(objects))
-    if empty:
-        reads.append(_Empty([place for place, _ in empty]))
-    return reads
-
-
 def _divided(places: list[tuple[Place, Any]], dicts: Collection[int]) -> tuple[list, list]:
     """Returns the places in dicts with these ids, and the others."""
     found: tuple[list, list] = [], []
     for place, seen in places:
         found[id(place.holder) not in dicts].append((place, seen))
     return found
-
-
-def _columns(places: list[tuple[Place, Any]]) -> tuple[list[_Read], list[tuple[Place, Any]]]:
-    """Returns reads of one name from many holders, and the places that are left."""
-    named: dict[tuple[bool, str], list[tuple[Place, Any]]] = {}
-    for place, value in places:
-        named.setdefault((isinstance(place.holder, dict), place.name), []).append((place, value))
-    columns: list[_Read] = []
-    rest: list[tuple[Place, Any]] = []
-    for (is_dict, name), pairs in named.items():
-        if len(pairs) < _COLUMN:
-            rest += pairs
-            continue
-        get = (itemgetter if is_dict else attrgetter)(name)
-        columns.append((get, [place.holder for place, _ in pairs], [value for _, value in pairs]))
-    return columns, rest
-
-
-def _rows(pairs: list[tuple[Place, Any]]) -> list[_Read]:
-    """Returns reads of all names from one holder, each as a tuple of at least two values."""
-    held: dict[int, list[tuple[Place, Any]]] = {}
-    for place, value in pairs:
-        held.setdefault(id(place.holder), []).append((place, value))
-    rows: list[_Read] = []
-    for of_one in held.values():
-        holder = of_one[0][0].holder
-        if len(of_one) == 1:
-            of_one *= 2
-        get = (itemgetter if isinstance(holder, dict) else attrgetter)(*[place.name for place, _ in of_one])
-        values = tuple(value for _, value in of_one)
-        rows.append((get, holder, values))
-    return rows
