@@ -128,6 +128,19 @@ def test_dynamic_shapes_without_examples():
     assert len(amp.graph_modules) == 1
 
 
+def test_the_mask_that_causal_attention_makes_has_any_size(recwarn):
+    layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.1, batch_first=True)
+    amp = ampgraph.convert(layer, policy="O2", dtype=torch.bfloat16, capture="just in time")
+    for length in (8, 8, 5, 3):
+        x, mask = torch.randn(2, length, 16), nn.Transformer.generate_square_subsequent_mask(length)
+        torch.manual_seed(0)
+        expected = layer(x, src_mask=mask, is_causal=True)
+        torch.manual_seed(0)
+        got = amp(x, src_mask=mask, is_causal=True)
+        assert 0 < (got - expected).norm() < 0.02 * expected.norm()  # low, not run as it was
+    assert not [w for w in recwarn if "ampgraph" in str(w.message)]
+
+
 def test_just_in_time_with_examples_captures_at_the_first_call():
     amp = ampgraph.convert(nn.Linear(8, 8), (X,), capture="just in time")
     assert not amp.graph_modules

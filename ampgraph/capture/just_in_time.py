@@ -143,7 +143,8 @@ class _Lowering(fx.Interpreter):
     def call_method(self, target: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         if self._is_of_numbers(target, args, kwargs):
             return self._computed(partial(super().call_method, target, args, kwargs))
-        return super().call_method(target, args, kwargs)
+        with self._mode_for(args, kwargs):
+            return super().call_method(target, args, kwargs)
 
     def _is_of_numbers(self, name: str, *arguments: Any) -> bool:
         """Whether a tensor op reads only numbers: ``torch.div(64, 8, rounding_mode="trunc")``.
@@ -172,13 +173,21 @@ class _Lowering(fx.Interpreter):
         return outer
 
     def _mode_for(self, *arguments: Any) -> contextlib.AbstractContextManager:
-        """Makes ``torch.arange`` of a dynamic size fake; without a fake operand it would run for one value.
+        """Makes tensors of a dynamic size fake: ``torch.arange(n)``, the mask that causal attention makes inside.
 
-        Constants (``torch.tensor(1.0)``) have to stay real.
+        Without the mode they would be made for one value of the size, or not at all. Constants
+        (``torch.tensor(1.0)``) have to stay real.
         """
-        if self._mode and any(isinstance(leaf, py_sym_types) for leaf in tree_leaves(arguments)):
+        if self._mode and any(map(_is_dynamic, tree_leaves(arguments))):
             return self._mode
         return contextlib.nullcontext()
+
+
+def _is_dynamic(value: object) -> bool:
+    """Whether a value is a symbol, or a tensor with one among its sizes."""
+    if isinstance(value, torch.Tensor):
+        return any(isinstance(size, torch.SymInt) for size in value.shape)
+    return isinstance(value, py_sym_types)
 
 
 def _use_one_fake_mode(graph_module: fx.GraphModule, mode: FakeTensorMode | None) -> None:
