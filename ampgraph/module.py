@@ -27,7 +27,7 @@ from ._compat import (
 )
 from .errors import AheadOfTimeError, AmpGraphError, CaptureError, PassError, did_you_mean, warn_user
 from .guards import is_capturing, keep_errors_out_of_log, warn_about_uncaptured_guards
-from .origin import module_names
+from .origin import module_names, names_of
 from .plan import Plan
 from .policy.policy import Policy
 from .policy.rules import NODE_PREFIX, RuleBook
@@ -42,6 +42,7 @@ from .runtime.graph_cache import GraphCache
 from .runtime.low_storage import LowStorage
 from .runtime.options import AUTO, JUST_IN_TIME, Options
 from .runtime.own_error import own_error
+from .runtime.rule_targets import warn_of_idle
 from .runtime.siblings import Siblings
 from .training.distributed import is_distributed, sharded_error
 from .training.fsdp1 import MANAGED, refuse_fsdp1
@@ -380,18 +381,20 @@ class AmpModule(Converted):
         )
 
     def _warn_about_rules(self) -> None:
-        """Warns once about node rules that match no node in the graphs of the first call."""
+        """Warns once about rules that match no op in the graphs of the first call or decide nothing."""
         if "_rules_told" in self.__dict__ or not self._graphs:
             return
         self.__dict__["_rules_told"] = True
-        names = [node.name for captured in self._graphs for node in captured.graph_module.graph.nodes]
+        names = [name for captured in self._graphs for name in names_of(captured.graph_module.graph)[0]]
         modules = module_names(self.source)
         for pattern in RuleBook(self.policy.rules, modules).unmatched(names):
             name = self.options.named(type(self.source).__name__)
             near = did_you_mean(pattern, [NODE_PREFIX + name for name in names])
             warn_user(
-                f"{name}: rule {pattern!r} matches no node of its {len(self.graph_modules)} graphs.{near}"
+                f"{name}: rule {pattern!r} matches no op of its {len(self.graph_modules)} graphs.{near}"
             )
+        graphs = [(captured.graph_module, captured.plan) for captured in self._graphs]
+        warn_of_idle(self.options.named(type(self.source).__name__), graphs, self.policy, modules)
 
     def _compile_just_in_time(self) -> Callable:
         from .runtime.dynamo_backend import make_backend

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 import torch
 from torch import nn
-from torch.fx import Node
+from torch.fx import Graph, Node
 
 from ._compat import OpOverload
 
@@ -116,6 +116,12 @@ def op_name(node: Node) -> str:
     if not isinstance(node.target, OpOverload):
         return getattr(node.target, "__name__", str(node.target))
     return str(node.target).removesuffix(".default")
+
+
+def names_of(graph: Graph) -> tuple[list[str], list[str]]:
+    """Returns the names of a graph's ops, and those of its other nodes."""
+    ops = [node.name for node in graph.nodes if node.op == "call_function"]
+    return ops, [node.name for node in graph.nodes if node.op != "call_function"]
 
 
 def label_of(node: Node) -> str:

@@ -20,7 +20,7 @@ from torch.fx import GraphModule, Node
 from ampgraph._compat import OpOverload
 from ampgraph.ops import kernels
 from ampgraph.ops.lists import OpClass
-from ampgraph.origin import module_paths_of
+from ampgraph.origin import module_paths_of, names_of
 from ampgraph.policy.policy import Policy
 from ampgraph.policy.rules import ModulePaths, RuleBook
 
@@ -54,7 +54,7 @@ class PropagatePrecision(Pass):
     def requires(self, graph_module: GraphModule) -> None:
         if not self.check_rules:
             return
-        self._rules(graph_module).check(n.name for n in graph_module.graph.nodes)
+        self._rules(graph_module).check(*names_of(graph_module.graph))
 
     def run(self, graph_module: GraphModule) -> bool:
         space = workspace(graph_module)

@@ -331,7 +331,7 @@ def test_a_rule_for_a_node_of_one_of_several_graphs():
 def test_a_rule_for_a_node_of_no_graph_warns_just_in_time():
     policy = ampgraph.Policy(rules={"node:linaer": "fp32"})
     amp = ampgraph.convert(Twice(), policy=policy, backend="eager")
-    with pytest.warns(UserWarning, match="'node:linaer' matches no node of its 2 graphs.*'node:linear'"):
+    with pytest.warns(UserWarning, match="'node:linaer' matches no op of its 2 graphs.*'node:linear'"):
         amp(torch.randn(2, 8))
 
 
@@ -341,3 +341,46 @@ def test_a_rule_for_a_node_that_another_mode_has_not():
     amp = ampgraph.convert(model, (x,), policy=policy, backend="eager", capture="ahead of time")
     amp.eval()(x)
     assert len(amp.graph_modules) == 2
+
+
+class Decided(nn.Module):
+    """Decides more than rules may."""
+
+    def __init__(self):
+        super().__init__()
+        self.rnn, self.exact = nn.LSTM(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        x = self.rnn(x)[0]
+        with ampgraph.fp32_guard():
+            x = self.exact(x)
+        return x, x.argmax(-1)
+
+
+@pytest.mark.parametrize(
+    ("rules", "why"),
+    [
+        ({"exact": "low"}, "linear is float32 (guard"),
+        ({"node:linear": "low"}, "linear is float32 (guard"),
+        ({"getitem": "fp32"}, "It is an element of lstm: name that op"),
+        ({"argmax": "low"}, "argmax is of a dtype that stays"),
+    ],
+)
+@pytest.mark.parametrize("how", CAPTURES)
+def test_a_rule_that_decides_nothing_is_told(rules, why, how):
+    with pytest.warns(UserWarning, match="decides nothing") as told:
+        converted(rules, how, Decided())
+    assert [why in str(warning.message) for warning in told] == [True]
+
+
+@pytest.mark.parametrize("rules", [{"exact": "fp32"}, {"rnn": "fp32"}, {"node:lstm": "low"}, {"*": "low"}])
+@pytest.mark.parametrize("how", CAPTURES)
+def test_a_rule_that_agrees_with_a_guard_is_no_reason_to_warn(rules, how, recwarn):
+    converted(rules, how, Decided())
+    assert not list(recwarn)
+
+
+@pytest.mark.parametrize("name", ["x", "node:head_weight", "output"])
+def test_a_rule_for_what_is_no_op(name):
+    with pytest.raises(PolicyError, match="rules decide the dtypes of ops"):
+        converted({name: "low"})

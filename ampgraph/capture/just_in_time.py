@@ -173,7 +173,7 @@ class _Lowering(fx.Interpreter):
         return outer
 
     def _mode_for(self, *arguments: Any) -> contextlib.AbstractContextManager:
-        """Makes tensors of a dynamic size fake: ``torch.arange(n)``, the mask that causal attention makes inside.
+        """Makes tensors of a dynamic size fake: ``torch.arange(n)``, the mask inside causal attention.
 
         Without the mode they would be made for one value of the size, or not at all. Constants
         (``torch.tensor(1.0)``) have to stay real.

@@ -47,10 +47,22 @@ class RuleBook:
             else:
                 self._of_nodes[pattern] = pattern
 
-    def check(self, nodes: Iterable[str]) -> None:
-        """Raises `PolicyError` for a rule that matches no module and none of the nodes."""
-        names = list(nodes) if self._of_nodes else []
+    def check(self, ops: Iterable[str], others: Iterable[str] = ()) -> None:
+        """Raises `PolicyError` for a rule that matches no module and no op.
+
+        Args:
+            ops: The names of the ops of a graph.
+            others: The names of its inputs, parameters, buffers and outputs, for the error.
+        """
+        names = list(ops) if self._of_nodes else []
         for pattern in self.unmatched(names):
+            glob = self._of_nodes[pattern]
+            if same := next((name for name in others if fnmatchcase(name, glob)), None):
+                raise PolicyError(
+                    f"rule {pattern!r} matches {same!r}, which is an input, a parameter, a buffer or the "
+                    "output of the graph: rules decide the dtypes of ops. Name an op that reads or makes it, "
+                    "or a module."
+                )
             if pattern.startswith(NODE_PREFIX):
                 near = did_you_mean(pattern, [NODE_PREFIX + name for name in names])
                 raise PolicyError(f"rule {pattern!r} matches no node of the model.{near}")

@@ -26,6 +26,7 @@ from ..capture.just_in_time import lower_dynamo_graph
 from ..capture.split import compile_around_custom_functions
 from ..errors import CaptureError, PassError, PolicyError, did_you_mean, warn_user
 from ..marks import BoundaryMark, set_mark
+from ..origin import names_of
 from ..passes import Pass, ReadShadows, run_passes
 from ..passes.pipeline import rewrite
 from ..plan import Plan
@@ -128,7 +129,7 @@ def make_backend(
 def _check_rules(policy: Policy, modules: tuple[ModulePaths, ...], graph_module: fx.GraphModule) -> None:
     """Refuses a rule that matches no module; a node rule may match another graph of the model."""
     rules = {pattern: v for pattern, v in policy.rules.items() if not pattern.startswith(NODE_PREFIX)}
-    RuleBook(rules, modules).check(node.name for node in graph_module.graph.nodes)
+    RuleBook(rules, modules).check(*names_of(graph_module.graph))
 
 
 @dataclass(frozen=True)

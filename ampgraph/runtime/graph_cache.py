@@ -29,7 +29,7 @@ from .module_structure import Flags, Structure
 from .options import Options
 from .places import Places
 from .python_state import PythonState
-from .rule_targets import Targets, targets_of, warn_of_others
+from .rule_targets import Targets, targets_of, warn_of_idle, warn_of_others
 from .shadow_weights import ShadowWeights
 from .siblings import Call, Siblings, Unplanned
 from .signature import Likeness, Signature, signature_of
@@ -328,6 +328,7 @@ class GraphCache:
         targets = targets_of(graph_module, plan, options.policy.rules, modules)
         if self._rule_targets is None:
             self._rule_targets = targets
+            warn_of_idle(options.named(self._name), [(graph_module, plan)], options.policy, modules)
         warn_of_others(options.named(self._name), self._rule_targets, targets, self._source.training)
         timing = Timing(timing.capture, time.perf_counter() - timing.rewrite)
         return CapturedGraph(

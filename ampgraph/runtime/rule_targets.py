@@ -1,15 +1,17 @@
-"""Whether rules for node names mean the same ops in every graph of a model: names belong to one graph."""
+"""Whether rules decide anything, and whether those for node names mean the same ops in every graph."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
+import torch
 from torch import fx
 
 from ..errors import warn_user
-from ..origin import module_path, op_name, user_line
-from ..plan import Plan
+from ..origin import is_item, module_path, module_paths_of, op_name, user_line
+from ..plan import Decision, Plan
+from ..policy.policy import Policy
 from ..policy.rules import ModulePaths, RuleBook
 
 # For each pattern, how often it matches an op of a module at a line.
@@ -45,6 +47,35 @@ def warn_of_others(model: str, first: Targets, here: Targets, training: bool) ->
             f"{_words(first[pattern])} in the first. Node names belong to one graph: write {instead}, or "
             "convert the model in this mode with rules for its names."
         )
+
+
+def warn_of_idle(
+    model: str,
+    graphs: Iterable[tuple[fx.GraphModule, Plan]],
+    policy: Policy,
+    modules: Iterable[ModulePaths],
+) -> None:
+    """Warns of rules of which no node takes the dtype: facts and guards decide before rules do."""
+    if not policy.rules or policy.level == "O0":
+        return
+    book = RuleBook(policy.rules, modules)
+    matched: dict[str, list[tuple[fx.Node, Decision]]] = {}
+    for graph_module, plan in graphs:
+        for node in graph_module.graph.nodes:
+            decision = plan.decisions.get(node.name) if node.op == "call_function" else None
+            if decision and (match := book.match(node.name, module_paths_of(node))):
+                matched.setdefault(match.pattern, []).append((node, decision))
+    for pattern, found in matched.items():
+        asked = policy.low_dtype if policy.rules[pattern] == "low" else torch.float32
+        if all(decision.by != "rule" and decision.dtype is not asked for _, decision in found):
+            warn_user(f"{model}: rule {pattern!r} ({policy.rules[pattern]}) decides nothing: {_why(found)}")
+
+
+def _why(found: list[tuple[fx.Node, Decision]]) -> str:
+    node, decision = next((pair for pair in found if pair[1].dtype is not None), found[0])
+    dtype = str(decision.dtype).removeprefix("torch.") if decision.dtype else "of a dtype that stays"
+    instead = f" It is an element of {node.args[0]!s}: name that op." if is_item(node) else ""
+    return f"{node.name} is {dtype} ({decision.by}: {decision.reason}).{instead}"
 
 
 def _words(targets: Counter[tuple[str, str, str]]) -> str:
