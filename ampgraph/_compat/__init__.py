@@ -19,6 +19,7 @@ from .dynamo import (
     known_backends,
     mark_as_input,
     returns_no_argument,
+    run_by_autograd,
     with_own_code,
 )
 from .exporting import no_copies_into_buffers, sizes_written_as_numbers, telling_no_export
@@ -165,6 +166,7 @@ __all__ = [
     "quiet_export",
     "result_dtypes",
     "returns_no_argument",
+    "run_by_autograd",
     "set_calling_convention",
     "size_conditions",
     "size_expression",

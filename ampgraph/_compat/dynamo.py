@@ -8,9 +8,10 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from types import FunctionType, MethodType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule, Node
 from torch.nn import Module, RNNBase
@@ -21,6 +22,7 @@ from .version import VERSION
 # Past the limit Dynamo silently runs code unconverted, in float32. Layers behind graph breaks share their
 # code, and each generated class (parametrizations create one) counts; torch's default is 8.
 RECOMPILE_LIMIT = 64
+_F = TypeVar("_F", bound=FunctionType)
 
 
 def compiled_by_dynamo(model: Module, backend: str | Callable, **given: Any) -> Callable:
@@ -258,9 +260,21 @@ def _first_line(reason: str) -> str:
 
 def keep_dynamo_out(function: Callable) -> None:
     """Lets Dynamo inline ``function`` into a capture, but never compile it as a separate frame."""
-    from torch._dynamo.eval_frame import skip_code
+    _skip(function, _FrameAction.DEFAULT)
 
-    skip_code(function.__code__)
+
+def run_by_autograd(function: _F) -> _F:
+    """Keeps Dynamo out of a backward function or hook, and of all that it calls; it may still inline it.
+
+    Autograd calls such functions in the thread of ``torch.autograd.grad``. If a model that Dynamo captures
+    calls that in its forward, Dynamo would compile them as if they were parts of the model.
+    """
+    _skip(function, _FrameAction.SKIP)
+    return function
+
+
+def _skip(function: Callable, calls: _FrameAction) -> None:
+    set_code_exec_strategy(function.__code__, _FrameExecStrategy(_FrameAction.SKIP, calls))
 
 
 def apart_from_dynamo(function: Callable) -> Callable:

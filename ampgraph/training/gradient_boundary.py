@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.fx import traceback as fx_traceback
 
-from .._compat import is_batched, native_apply, returns_no_argument
+from .._compat import is_batched, native_apply, returns_no_argument, run_by_autograd
 from ..guards import is_capturing
 from ..marks import BoundaryRole
 from .local_switch import LocalSwitch
@@ -65,6 +65,7 @@ class ScaleGradients(Function):
         return views
 
     @staticmethod
+    @run_by_autograd
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         with _role("scale"):
             return None, *(None if g is None else scaled(g, ctx.scale) for g in grads)
@@ -90,6 +91,7 @@ class UnscaleGradients(Function):
         return views
 
     @staticmethod
+    @run_by_autograd
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         given = [g for g in grads if g is not None]
         if not given:
@@ -121,6 +123,7 @@ class _Times(Function):
         return tuple((t * factor).to(t.dtype) for t in tensors)
 
     @staticmethod
+    @run_by_autograd
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         return None, *grads
 
@@ -240,6 +243,7 @@ class ShadowWeights(Function):
         return views
 
     @staticmethod
+    @run_by_autograd
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         # Autograd casts a gradient to the dtype of its input, faster than a call of `to` for each.
         return None, *grads

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from .._compat import run_by_autograd
+
 
 class NormGradient(Function):
     """Returns the result of a norm that ran without gradients, and gives its inputs their gradients.
@@ -40,6 +42,7 @@ class NormGradient(Function):
         return result.detach(), low, inverse
 
     @staticmethod
+    @run_by_autograd
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         weight, normalized, inverse = ctx.saved_tensors
         by_x, by_weight, by_bias = ctx.needs_input_grad[:3]

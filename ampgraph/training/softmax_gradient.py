@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from .._compat import run_by_autograd
+
 
 class SoftmaxGradient(Function):
     """Returns the result of a softmax that ran without gradients, and gives its input the gradient.
@@ -30,6 +32,7 @@ class SoftmaxGradient(Function):
         return result.detach(), low
 
     @staticmethod
+    @run_by_autograd
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         (low,) = ctx.saved_tensors
         given = [grad for grad in grads if grad is not None]
