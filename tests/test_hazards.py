@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 from collections.abc import Callable
@@ -443,7 +444,62 @@ def test_the_reason_names_the_node_that_needs_it():
     assert amp.plan["mul"].reason == "'to' makes int64 of it, and no low op feeds it"
 
 
+# -- exact values that others join: y is float32, but a low op feeds it ---------------------------------------
+
+JOINS = {
+    "beside": lambda z, y: torch.cat([z, y]),
+    "in order": lambda z, y: torch.cat([z, y.detach()]).sort(0)[0],
+    "one of both": lambda z, y: torch.where(y > 0.06, z, y),
+    "the larger": torch.maximum,
+    "bounds": lambda z, y: z.clamp(min=y),
+    "a row of it": lambda z, y: z.clone().index_copy(0, torch.tensor([1]), y[:1]),
+    "written into it": lambda z, y: _written(z.clone(), y),
+    "picked by it": lambda z, y: z.gather(0, y.argsort(0)),
+    "an offset": lambda z, y: z + y,
+    "an offset of low dtype": lambda z, y: z + F.linear(y, torch.eye(WIDTH)),
+}
+READERS = {
+    "cells": lambda t: (t * 128).floor().long().remainder(1024).sum(-1),
+    "angles": lambda t: (t * 128).sin(),
+}
+
+
+def _written(z: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    z[1:] = y[1:]
+    return z
+
+
+def joined(self, y, z, join, reader):
+    t = JOINS[join](z, y.softmax(-1))
+    read = READERS[reader](drawn_out(t))
+    return y + (F.embedding(read, self.table) if read.dtype is torch.long else read)[: len(y)]
+
+
+@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize("join", JOINS)
+def test_what_joins_exact_values_does_not_round_them(join, reader):
+    model = Model(functools.partial(joined, join=join, reader=reader))
+    inputs = torch.randn(8, WIDTH), 40 * torch.rand(8, WIDTH)
+    for dtype in DTYPES:
+        amp = ampgraph.convert(model, inputs, policy=policy_of("O2", dtype), backend="eager")
+        names = [node.name for node in amp.graph_module.graph.nodes]
+        first = names.index("softmax") + 1
+        read = [name for name in names[first:] if amp.plan.decisions.get(name)]
+        between = read[: next(i for i, name in enumerate(read) if name.startswith(("floor", "sin")))]
+        rounded = [n for n in between if amp.plan[n].dtype is dtype and not n.startswith("linear")]
+        assert not rounded, amp.plan[rounded[0]]
+
+
+def test_the_reason_says_that_exact_values_are_part():
+    def model(x, z):
+        return (torch.cat([z, (x @ x.T).softmax(-1)]) * 99.7).round().long()
+
+    amp = ampgraph.convert(Fn(model), (X := torch.randn(4, 4), X), policy=policy_of("O2", torch.bfloat16))
+    assert amp.plan["cat"].reason == "'to' makes int64 of it, and exact values are part of it"
+
+
 NOTHING_TO_PIN = {
+    "a factor": lambda x: ((x @ x.T).softmax(-1) * x[:, :4] * 1.7 + 0.5).sin() @ x,
     "mask": lambda x: (x @ x.T) + (1 - torch.ones(4, 4).tril()) * -1e4,
     "padding": lambda x: (x @ x.T).masked_fill(torch.arange(4)[:, None] > torch.arange(4), -1e4).softmax(-1),
     "normalised": lambda x: ((x - 0.5) / 0.25) @ x.T,

@@ -1,7 +1,9 @@
 """Finds exact values that rounding would spoil.
 
 Analysis only. A node is *exact* if it does not depend on any op that the autocast rule moves to another
-dtype, through floats, integers or memory. These exact nodes must stay exact:
+dtype, through floats, integers or memory. One that the rule keeps in the source's dtype counts too if exact
+values are part of it: depths of which a network made some, an anchor plus a low offset. These exact nodes must
+stay exact:
 
 - *positions*: arithmetic on values computed only from integers, buffers and constants. The position 2,047
   is 2,048 in bfloat16, and its angles are wrong. Short matrix products of positions count (angles by
@@ -30,7 +32,7 @@ from ampgraph.ops.lists import OpClass
 from .alias import SOURCES, AliasSets, written_args
 from .arguments import argument
 from .facts import Facts, NodeFacts, is_cast, tensors
-from .graph_walk import values_read
+from .graph_walk import kind, values_read
 from .precision import FP32, LOW, Precision
 from .problem import Hazard
 from .products import terms
@@ -40,6 +42,7 @@ from .ranges import is_table
 MOST_TERMS = 8
 
 _DETACH = torch.ops.aten.detach_.default  # it does not write a value
+_SCALES = frozenset(("mul", "div"))
 _FILLS = frozenset(("zeros", "ones", "full", "scalar_tensor", "empty", "empty_strided"))
 
 
@@ -51,12 +54,25 @@ class Trace(NamedTuple):
         counted: It depends on integers.
         few: It has few distinct values, and rounding moves each as a whole: masks, single numbers.
         moved: The autocast rule moves it, or a node that it depends on, to another dtype.
+        joined: Although it is moved, it has exact values among its own or below them, in the source's dtype:
+            depths of which some are inputs, an anchor plus a low offset.
     """
 
     measured: bool = False
     counted: bool = False
     few: bool = True
     moved: bool = False
+    joined: bool = False
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether rounding would spoil it."""
+        return not self.moved or self.joined
+
+    @property
+    def why_exact(self) -> str:
+        """Why `is_exact` holds, as the end of a sentence."""
+        return "exact values are part of it" if self.moved else "no low op feeds it"
 
     def __or__(self, other: Trace) -> Trace:
         return Trace(
@@ -64,6 +80,7 @@ class Trace(NamedTuple):
             self.counted or other.counted,
             self.few and other.few,
             self.moved or other.moved,
+            self.joined or other.joined,
         )
 
 
@@ -87,7 +104,7 @@ def find_hazards(
     while waiting:
         node, hazard = waiting.pop()
         node = facts[node].dtype_source
-        if node in needed or node.op in SOURCES or traces[node].moved:
+        if node in needed or node.op in SOURCES or not traces[node].is_exact:
             continue
         needed[node] = hazard
         waiting += [(n, Hazard(hazard.reason, hazard.because or node)) for n in _floats_read(node, facts)]
@@ -146,12 +163,20 @@ class _Tracer:
             trace.counted or (not read and _holds_integers(values)),
             self._takes_few_values(node, fact, trace, read, values),
             trace.moved,
+            trace.joined,
         )
         if fact.dtype is None:
             return trace
         label = self.labels[node] = self._label(node, fact, trace)
-        is_moved = label is not Precision.of(fact.dtype, self.low_dtype)
-        return trace._replace(moved=True) if is_moved and not trace.moved else trace
+        if label is not Precision.of(fact.dtype, self.low_dtype):
+            return trace._replace(moved=True, joined=False)
+        return trace._replace(joined=trace.moved and self._joins(node, read))
+
+    def _joins(self, node: Node, read: list[Node]) -> bool:
+        """Whether an op whose inputs are not all exact passes exact values on; the factors of a product are not."""
+        if kind(node) in _SCALES:
+            return any(self._read(n).joined for n in read)
+        return any(self._read(n).is_exact and not self._read(n).few for n in read if self.facts[n].dtype)
 
     def _read(self, node: Node) -> Trace:
         trace = self.traces[node]
@@ -215,15 +240,15 @@ def is_position_product(node: Node, trace: Trace) -> bool:
 def _starts(facts: Facts, traces: Traces) -> Iterator[tuple[Node, Hazard]]:
     """Yields computed positions, and the inputs of decisions and periodic functions."""
     for node, fact in facts.items():
-        if traces[node].moved or node.op in (*SOURCES, "output"):
+        if not traces[node].is_exact or node.op in (*SOURCES, "output"):
             continue
         if fact.dtype is None:
-            yield from _decided_by(node, facts)
+            yield from _decided_by(node, facts, traces)
             continue
         if not isinstance(node.target, OpOverload):
             continue
         if why := _own_hazard(node):
-            yield node, Hazard(why)
+            yield node, Hazard(f"{why}, and {traces[node].why_exact}")
         elif _computes_positions(node, fact, traces[node]):
             yield node, Hazard("computed from positions and tables alone: exact until a low op reads it")
 
@@ -238,16 +263,16 @@ def _own_hazard(node: Node) -> str:
     """Returns the reason why the node's inputs must be exact; empty if they need not."""
     assert isinstance(node.target, OpOverload)
     if kernels.is_step(node.target) or argument(node, "rounding_mode"):
-        return "its result jumps, and no low op feeds it"
-    return "a function of angles, and no low op feeds it" if kernels.is_periodic(node.target) else ""
+        return "its result jumps"
+    return "a function of angles" if kernels.is_periodic(node.target) else ""
 
 
-def _decided_by(node: Node, facts: Facts) -> Iterator[tuple[Node, Hazard]]:
+def _decided_by(node: Node, facts: Facts, traces: Traces) -> Iterator[tuple[Node, Hazard]]:
     """Yields the floats from which a node computes integers, booleans or unmanaged floats."""
     picked = node.target is operator.getitem and node.users
     if not (picked or isinstance(node.target, OpOverload)):
         return
     kinds = ", ".join(dict.fromkeys(str(v.dtype).removeprefix("torch.") for v in tensors(node)))
-    hazard = Hazard(f"{node.name!r} makes {kinds or 'a number'} of it, and no low op feeds it", node)
+    made = f"{node.name!r} makes {kinds or 'a number'} of it"
     for read in _floats_read(node, facts):
-        yield read, hazard
+        yield read, Hazard(f"{made}, and {traces[read].why_exact}", node)
