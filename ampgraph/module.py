@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -36,6 +37,7 @@ from .proxy.module_proxy import without_swapping
 from .proxy.wrappers import wraps
 from .report.converted import Converted
 from .runtime.captured_graph import CapturedGraph, Timing
+from .runtime.compiled_by_hooks import CompiledByHooks
 from .runtime.coverage import Coverage
 from .runtime.device import CPU, device_of
 from .runtime.graph_cache import GraphCache
@@ -375,9 +377,9 @@ class AmpModule(Converted):
             return
         self.__dict__["_told"] = True
         name = self.options.named(type(self.source).__name__)
+        see = "" if self._graphs.watch.is_told else ' convert(..., capture="ahead of time") shows the reason.'
         warn_user(
-            f"{name} ran unconverted, in the source's dtypes: torch.compile captured no graph of it. "
-            'ampgraph.convert(..., capture="ahead of time") shows the reason.'
+            f"{name} ran unconverted, in the source's dtypes: torch.compile captured no graph of it.{see}"
         )
 
     def _warn_about_rules(self) -> None:
@@ -404,7 +406,10 @@ class AmpModule(Converted):
         graphs = self._graphs
         graphs.note_classes()
         backend = make_backend(self.options, modules, graphs.add, self.scaler, graphs.shadows)
-        return compiled_by_dynamo(self.source, backend)
+        compile_source = functools.partial(compiled_by_dynamo, self.source, backend)
+        return CompiledByHooks(
+            self.source, compile_source, graphs, self.options.named(type(self.source).__name__)
+        )
 
     # -- being a module --------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import ampgraph
-from ampgraph import DynamicLossScale, NoLossScale, Policy
+from ampgraph import DynamicLossScale, NoLossScale, Policy, StaticLossScale
 
 from .helpers import close
 from .models import ReluNet
@@ -397,6 +397,35 @@ def test_second_derivatives() -> None:
         (grad.norm() - 1).square().backward()
         found.append([*gradients(model), x.grad])
     assert_close(*found, tolerance=2e-2)
+
+
+class Force(nn.Module):
+    """The gradient of an energy, inside forward; Dynamo stops there, and autograd runs in its thread."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 16), nn.Softplus(), nn.Linear(16, 1))
+
+    def forward(self, x):
+        energy = self.layers(x).sum()
+        return torch.autograd.grad(energy, x, create_graph=True)[0]
+
+
+@pytest.mark.filterwarnings("ignore:.*captured in parts")
+@pytest.mark.parametrize("scale", [1.0, 1024.0])
+def test_gradients_taken_inside_forward_are_scaled_once(scale):
+    def gradients(model, x):
+        (model(x) - 1).square().mean().backward()
+        return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+    source, x = Force(), torch.randn(8, 4, requires_grad=True)
+    expected = gradients(copy.deepcopy(source), x)
+    policy = Policy(dtype=torch.float16, loss_scale=StaticLossScale(scale))
+    amp = ampgraph.convert(source, policy=policy, backend="eager")
+    for got, want in zip(gradients(amp, x), expected, strict=True):
+        torch.testing.assert_close(got, want, rtol=0.02, atol=0.002)
+    assert amp.graph_modules
+    assert not [each for each in ampgraph.explain(amp).coverage.breaks if "ampgraph" in each.where]
 
 
 def test_second_derivatives_of_a_compiled_model_are_an_error() -> None:

@@ -105,6 +105,9 @@ class GraphCache:
         """Yields all graphs so far; with graph breaks, one call runs several."""
         return (captured for graphs in list(self._graphs.values()) for captured in graphs)
 
+    def __len__(self) -> int:
+        return sum(map(len, self._graphs.values()))
+
     def __bool__(self) -> bool:
         return bool(self._graphs)
 

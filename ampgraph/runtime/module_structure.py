@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from .._compat import dict_versions, hooks_registered
+from .compiled_by_hooks import HOOKS
 from .held_tensors import HeldTensors, Kinds
 
 _PARTS = ("_parameters", "_buffers", "_modules")
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 # The training mode of every module, because a model may run other code in another mode; and the kinds of
 # its tensors.
@@ -49,11 +49,11 @@ class Structure:
         own = [vars(m) for m in self.modules]
         self._own_forward = [held for held in own if "forward" in held]
         self._no_forward = [held for held in own if "forward" not in held]
-        hooks = [held for o in own for name in _HOOKS if (held := o.get(name)) is not None]
+        hooks = [held for o in own for name in HOOKS if (held := o.get(name)) is not None]
         self._unhooked = [held for held in hooks if not held]
         self._hooked = [held for held in hooks if held]
         # Code may give a module another dict: ``module._forward_hooks = OrderedDict()``.
-        places = [(o, name, o[name]) for o in own for name in (*_PARTS, *_HOOKS) if o.get(name)]
+        places = [(o, name, o[name]) for o in own for name in (*_PARTS, *HOOKS) if o.get(name)]
         self._owners = [owner for owner, _, _ in places]
         self._names = [name for _, name, _ in places]
         self._dicts = [held for _, _, held in places]

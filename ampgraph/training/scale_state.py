@@ -65,7 +65,8 @@ class ScaleState(nn.Module):
         object.__setattr__(self, "_tell", tell)
         if hook := self.__dict__.get("_hook"):
             hook.remove()
-        hook = self.probe.register_post_accumulate_grad_hook(run_by_autograd(lambda probe: tell(_taken(probe))))
+        after = run_by_autograd(lambda probe: tell(_taken(probe)))
+        hook = self.probe.register_post_accumulate_grad_hook(after)
         object.__setattr__(self, "_hook", hook)
 
     def note(self, flags: Tensor) -> None:

@@ -1,0 +1,74 @@
+"""`CompiledByHooks`: what ``torch.compile`` makes of a model, apart for each set of hooks on its modules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sized
+from typing import Any
+
+from torch import nn
+
+from .._compat import hooks_registered
+from ..errors import warn_user
+
+HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_MOST = 8  # sets of hooks whose code is kept
+_Key = tuple[tuple[str, str, tuple[Hashable, ...]], ...]
+
+
+class CompiledByHooks:
+    """Runs a model's compiled code for the hooks that its modules have now.
+
+    Dynamo does not try code again on which it gave up, because of a hook that prints for example. With a
+    form for each set of hooks, such a hook leaves no trace when it is removed.
+
+    Args:
+        source: The model.
+        compile_source: Compiles it anew.
+        graphs: What grows with each graph that is captured.
+        name: The model's name, for the warning.
+    """
+
+    def __init__(
+        self, source: nn.Module, compile_source: Callable[[], Callable], graphs: Sized, name: str
+    ) -> None:
+        self._source, self._compile, self._graphs, self._name = source, compile_source, graphs, name
+        self._count = -1
+        self._held: list[dict[int, Any]] = []
+        self._ids: list[tuple[int, ...]] = []
+        self._key: _Key = ()
+        self._forms: dict[_Key, Callable] = {(): compile_source()}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        key = self._current_key()
+        if form := self._forms.get(key):
+            return form(*args, **kwargs)
+        if len(self._forms) > _MOST:
+            del self._forms[[*self._forms][1]]  # the oldest one with hooks
+        form = self._forms[key] = self._compile()
+        before = len(self._graphs)
+        result = form(*args, **kwargs)
+        if before and len(self._graphs) == before:
+            hooked = ", ".join(dict.fromkeys(path or "the root" for path, _, _ in key))
+            warn_user(
+                f"{self._name} runs unconverted, in the source's dtypes, as long as these modules have their "
+                f"hooks: {hooked}. torch.compile captured no graph with them."
+            )
+        return result
+
+    def _current_key(self) -> _Key:
+        """Returns the hooks by module and code; reads only known ones as long as none was registered."""
+        count = hooks_registered()
+        if count == self._count and [*map(tuple, self._held)] == self._ids:
+            return self._key
+        modules = self._source.named_modules()
+        found = [(path, name, vars(module).get(name)) for path, module in modules for name in HOOKS]
+        held = [(path, name, hooks) for path, name, hooks in found if hooks]
+        self._key = tuple((path, name, tuple(map(_code_of, hooks.values()))) for path, name, hooks in held)
+        self._held = [hooks for _, _, hooks in held]
+        self._ids = [*map(tuple, self._held)]
+        self._count = count
+        return self._key
+
+
+def _code_of(hook: Callable) -> Hashable:
+    return getattr(hook, "__code__", type(hook))
