@@ -45,14 +45,15 @@ class InsertCasts(Pass):
         graph = graph_module.graph
         nodes = {n.name: n for n in graph.nodes}
         order = {n.name: i for i, n in enumerate(graph.nodes)}
-        # A cast shared across grad modes must use the grad mode of its producer.
-        beside_producer = any(n.target is SET_GRAD_ENABLED for n in graph.nodes)
+        # A cast that is shared across grad modes, or returned, must use the grad mode of its producer.
+        has_modes = any(n.target is SET_GRAD_ENABLED for n in graph.nodes)
         edited: set[Node] = set()
         for cast in plan.casts:
             uses = sorted(cast.uses, key=lambda use: order[use.node])
             users = [nodes[use.node] for use in uses]
             tensor = nodes[cast.tensor]
-            at = after(graph, tensor) if beside_producer and len(users) > 1 else users[0]
+            beside_producer = has_modes and (len(users) > 1 or users[0].op == "output")
+            at = after(graph, tensor) if beside_producer else users[0]
             node = insert_cast(graph, tensor, cast, at, users[0], self.name)
             for use, user in zip(uses, users, strict=True):
                 set_argument(user, use.path, node)

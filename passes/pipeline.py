@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 
 from torch import fx
 
-from ampgraph._compat import HigherOrderOperator, OpOverload
+from ampgraph._compat import HigherOrderOperator, OpOverload, without_new_guards
 from ampgraph.errors import PassError
 from ampgraph.guards import FP16, guard_of
 from ampgraph.marks import (
@@ -139,7 +139,8 @@ def rewrite(
         rewrite(body, inside, modules, check_rules=False)
     graph_module.meta[META_KEY] = Workspace()
     edits = any(asked is Precision.LOW for _, asked in pins) or may_go_low(graph_module.graph, policy)
-    run_passes(graph_module, default_pipeline(policy, modules, check_rules, pins, edits), hook)
+    with without_new_guards(graph_module.graph):
+        run_passes(graph_module, default_pipeline(policy, modules, check_rules, pins, edits), hook)
     space = workspace(graph_module)
     if space.plan is None:
         raise PassError("the pipeline ended without a plan.")

@@ -12,6 +12,7 @@ from torch.export import Dim
 from torch.nn import functional as F
 
 import ampgraph
+from ampgraph._compat import is_same_shape, without_new_guards
 
 
 class Applies(nn.Module):
@@ -178,3 +179,17 @@ def test_state_that_only_some_sizes_set_is_told() -> None:
         amp(x_of(20))
     with pytest.warns(UserWarning, match="reads seen_long and sets it for the next call"):
         amp(x_of(60))
+
+
+def test_questions_of_the_analysis_bind_no_size() -> None:
+    lengths = {0: Dim("rows"), 1: Dim("length")}
+    module = torch.export.export(nn.ReLU(), (torch.randn(6, 6),), dynamic_shapes=(lengths,)).module()
+    (x,) = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
+    environment = x.fake_mode.shape_env
+    guards = [guard.expr for guard in environment.guards]
+    assert is_same_shape(x, x.relu()) and not is_same_shape(x, x.t())  # both are 6 by 6 here
+    with without_new_guards(module.graph):
+        assert x.shape[0] == x.shape[1]
+    assert [guard.expr for guard in environment.guards] == guards
+    assert x.shape[0] == x.shape[1]
+    assert len(environment.guards) > len(guards)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -126,6 +127,28 @@ def test_dynamic_shapes_without_examples():
     amp(X)
     amp(X[:2])
     assert len(amp.graph_modules) == 1
+
+
+class Identity(nn.Module):
+    """As in PointNet: the size of an array of numbers is a symbol that no input has."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 9)
+
+    def forward(self, x):
+        x = self.last(self.norm(self.first(x)))
+        identity = torch.from_numpy(np.eye(3).astype(np.float32).flatten())
+        return x + torch.autograd.Variable(identity).view(1, 9).repeat(len(x), 1)
+
+
+@pytest.mark.filterwarnings("ignore:.*captured in parts", "ignore:.*skipped")
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_sizes_of_arrays_bind_no_capture(backend):
+    model, x = Identity().eval(), torch.randn(4, 8)
+    amp = ampgraph.convert(model, dtype=torch.bfloat16, capture="just in time", backend=backend)
+    for rows in (4, 2, 3):
+        torch.testing.assert_close(amp(x[:rows]), model(x[:rows]), rtol=0.05, atol=0.05)
 
 
 def test_the_mask_that_causal_attention_makes_has_any_size(recwarn):

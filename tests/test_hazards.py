@@ -444,7 +444,7 @@ def test_the_reason_names_the_node_that_needs_it():
     assert amp.plan["mul"].reason == "'to' makes int64 of it, and no low op feeds it"
 
 
-# -- exact values that others join: y is float32, but a low op feeds it ---------------------------------------
+# -- exact values that others join: y is float32, but a low op feeds it ------------------------------------
 
 JOINS = {
     "beside": lambda z, y: torch.cat([z, y]),

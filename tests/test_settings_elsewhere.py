@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 import types
@@ -89,6 +90,21 @@ def decorated(function):
     return instead
 
 
+@contextlib.contextmanager
+def nothing():
+    yield
+
+
+@contextlib.contextmanager
+def factor():
+    yield FACTOR
+
+
+def in_context(x):
+    with factor() as by:
+        return x * by
+
+
 class Reads(Base):
     def __init__(self, read):
         super().__init__()
@@ -154,6 +170,19 @@ CASES = {
     "a function": (lambda m, x: helper(x), set_on(HERE, "helper", lambda x: x * 5)),
     "a function in a function": (lambda m, x: outer(x), set_on(HERE, "helper", lambda x: x * 5)),
     "decorated": (decorated(lambda m, x: helper(x)), set_on(HERE, "helper", lambda x: x * 5)),
+    "decorated by torch": (
+        torch.autocast("cpu", enabled=False)(lambda m, x: helper(x)),
+        set_on(HERE, "helper", lambda x: x * 5),
+    ),
+    "decorated by Python": (
+        nothing()(lambda m, x: helper(x)),
+        set_on(HERE, "helper", lambda x: x * 5),
+    ),
+    "decorated by a guard": (
+        ampgraph.fp16_guard()(lambda m, x: x * FACTOR),
+        set_on(HERE, "FACTOR", 5.0),
+    ),
+    "in a context": (lambda m, x: in_context(x), set_on(HERE, "FACTOR", 5.0)),
     "a partial function": (
         functools.partial(lambda y, m, x: outer(x), 1),
         set_on(HERE, "helper", lambda x: x * 5),

@@ -37,6 +37,7 @@ from .graphs import (
     all_op_names,
     flat_inputs,
     graph_being_traced,
+    is_same_shape,
     is_untraced_generator,
     outside_tracing,
     set_calling_convention,
@@ -45,6 +46,7 @@ from .graphs import (
     size_hint,
     storage_key,
     whole_grad_regions,
+    without_new_guards,
     wrap_grad_modes,
 )
 from .modes import (
@@ -142,6 +144,7 @@ __all__ = [
     "is_in_backward",
     "is_module_tensor",
     "is_plain_call",
+    "is_same_shape",
     "is_scaled_by_grad_scaler",
     "is_untraced_generator",
     "keep_dynamo_out",
@@ -182,6 +185,7 @@ __all__ = [
     "whole_grad_regions",
     "with_dtypes",
     "with_own_code",
+    "without_new_guards",
     "without_wait",
     "without_wrappers",
     "wrap_grad_modes",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch.fx._pytree import tree_flatten_spec
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_proxy_mode
 from torch.fx.graph import _PyTreeCodeGen, _PyTreeInfo
 
+from .fake_tensors import fake_mode_of
 from .modes import SET_GRAD_ENABLED
 
 
@@ -31,6 +32,18 @@ def size_expression(size: int | torch.SymInt) -> int | str:
         return size
     expression = size.node.expr  # with what the capture knows by now: a symbol may be a number
     return int(expression) if expression.is_number else _python(expression)
+
+
+def is_same_shape(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors have the same shape for all sizes that a capture allows; it binds none."""
+    return [*map(size_expression, a.shape)] == [*map(size_expression, b.shape)]
+
+
+def without_new_guards(graph: Graph) -> AbstractContextManager:
+    """While active, a question about a symbolic size of the graph does not bind the capture to the answer."""
+    mode = fake_mode_of(graph)
+    environment = mode.shape_env if mode else None
+    return environment.suppress_guards() if environment else nullcontext()
 
 
 def size_conditions(sizes: Iterable[int | torch.SymInt], ranges: Mapping[Any, Any]) -> list[str]:

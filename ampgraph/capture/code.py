@@ -7,6 +7,7 @@ replaced counts, too: another ``forward`` of a class, another ``torch.nn.functio
 from __future__ import annotations
 
 import builtins
+import contextlib
 import dis
 import functools
 import sys
@@ -238,6 +239,9 @@ class Code:
         if isinstance(value, FunctionType):
             if _is_read(value.__code__.co_filename):
                 self._functions.append(value)
+                return
+            for inner in _wrapped_in(value):
+                self._follow(inner)
         elif isinstance(value, (ModuleType, type)):
             if (held := _holder(value)) is not None:
                 self._holders[id(value)] = held
@@ -276,6 +280,17 @@ def _inside(value: Any) -> Iterator[Any]:
         yield wrapped
     elif not isinstance(value, nn.Module):
         yield type(value)
+
+
+def _wrapped_in(wrapper: FunctionType) -> Iterator[Any]:
+    """Yields the functions that a wrapper calls: ``torch.no_grad()`` around forward, ``contextmanager``."""
+    yield vars(wrapper).get("__wrapped__")
+    for name, cell in zip(wrapper.__code__.co_freevars, wrapper.__closure__ or (), strict=True):
+        held = Place(cell, "cell_contents", name).value()
+        if isinstance(held, (FunctionType, MethodType, functools.partial)):
+            yield held
+        elif isinstance(held, contextlib.ContextDecorator):
+            yield from (getattr(held, "func", None), type(held))
 
 
 def _codes(code: CodeType) -> Iterator[CodeType]:

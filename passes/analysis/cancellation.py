@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch.fx import Node
 
+from ampgraph._compat import size_expression
 from ampgraph.ops.lists import OpClass
 
 from .arguments import argument
@@ -189,7 +190,7 @@ def _shows_every_row(parts: list[Node], node: Node, sizes: Sizes) -> bool:
 
 def _keeps_size(node: Node) -> bool:
     """Whether the last dimension of a view or a copy has the size that it had."""
-    before, after = (tensors(n)[0].shape[-1:] for n in (operand(node), node))
+    before, after = ([*map(size_expression, tensors(n)[0].shape[-1:])] for n in (operand(node), node))
     return before == after
 
 

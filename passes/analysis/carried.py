@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import torch
 from torch.fx import Graph, Node
 
+from ampgraph._compat import is_same_shape
 from ampgraph.marks import input_mark
 from ampgraph.ops.lists import OpClass
 
@@ -61,7 +62,7 @@ def _returned(graph: Graph, facts: Facts) -> Iterator[tuple[Node, set[Node], lis
 
 def _is_like(node: Node, buffer: Node) -> bool:
     value, held = node.meta.get("val"), buffer.meta["val"]
-    return isinstance(value, torch.Tensor) and value.shape == held.shape and value.dtype == held.dtype
+    return isinstance(value, torch.Tensor) and value.dtype == held.dtype and is_same_shape(value, held)
 
 
 def _computed_from(memory: set[Node], facts: Facts) -> set[Node]:

@@ -2,8 +2,8 @@
 
 Analysis only. A node is *exact* if it does not depend on any op that the autocast rule moves to another
 dtype, through floats, integers or memory. One that the rule keeps in the source's dtype counts too if exact
-values are part of it: depths of which a network made some, an anchor plus a low offset. These exact nodes must
-stay exact:
+values are part of it: depths of which a network made some, an anchor plus a low offset. These must stay
+exact:
 
 - *positions*: arithmetic on values computed only from integers, buffers and constants. The position 2,047
   is 2,048 in bfloat16, and its angles are wrong. Short matrix products of positions count (angles by
@@ -173,7 +173,7 @@ class _Tracer:
         return trace._replace(joined=trace.moved and self._joins(node, read))
 
     def _joins(self, node: Node, read: list[Node]) -> bool:
-        """Whether an op whose inputs are not all exact passes exact values on; the factors of a product are not."""
+        """Whether an op of which some inputs are not exact passes exact values on; a product does not."""
         if kind(node) in _SCALES:
             return any(self._read(n).joined for n in read)
         return any(self._read(n).is_exact and not self._read(n).few for n in read if self.facts[n].dtype)

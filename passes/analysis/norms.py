@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Node
 
+from ampgraph._compat import is_same_shape
+
 from .arguments import argument
 from .facts import tensors
 
@@ -61,7 +63,7 @@ def norm_at(node: Node) -> Norm | None:
     if len(set(sources)) < len(sources):  # compilers take each input of an autograd function once
         return None
     # A larger weight would repeat the normalized values.
-    return found if node.meta["val"].shape == found.x.meta["val"].shape else None
+    return found if is_same_shape(node.meta["val"], found.x.meta["val"]) else None
 
 
 def _values(norm: Norm) -> Iterator[Node]:
