@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from functools import cache
 
 import torch
-from torch.fx import Node
+from torch.fx import Graph, GraphModule, Node
 from torch.fx import traceback as fx_traceback
 
 from ._compat import is_exporting, keep_dynamo_out, never_log_raised_errors
@@ -20,6 +20,7 @@ from .errors import warn_user
 
 GUARD_KEY = "ampgraph_guard"
 FP16, FP32, LISTS = "fp16", "fp32", "lists"
+_MODEL_KEY = "ampgraph_guarded_model"
 
 # Set while a just-in-time model runs. A guard that Python enters then was not captured.
 _running = threading.local()
@@ -67,6 +68,22 @@ def guard_of(node: Node) -> str | None:
 def set_guard(node: Node, guard: str) -> None:
     """Marks ``node`` and replaces an earlier mark."""
     node.meta["custom"] = {**(node.meta.get("custom") or {}), GUARD_KEY: guard}
+
+
+def has_guarded_region(graph_module: GraphModule) -> bool:
+    """Whether a graph, or a body inside it, has nodes inside an `fp16_guard`."""
+    graphs = [m.graph for m in graph_module.modules() if isinstance(m, GraphModule)]
+    return any(guard_of(node) == FP16 for graph in graphs for node in graph.nodes)
+
+
+def mark_guarded_model(graph: Graph) -> None:
+    """Marks a graph as one of a model that has an `fp16_guard` in some graph."""
+    graph.output_node().meta[_MODEL_KEY] = True
+
+
+def is_of_guarded_model(graph_module: GraphModule) -> bool:
+    """Whether a graph is one of a model that has an `fp16_guard`, in this graph or in another."""
+    return _MODEL_KEY in graph_module.graph.output_node().meta or has_guarded_region(graph_module)
 
 
 @contextlib.contextmanager

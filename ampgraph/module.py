@@ -355,6 +355,7 @@ class AmpModule(Converted):
             raise inner from None
         watch.after_call(before)
         self._warn_if_not_captured()
+        self._graphs.guard_scope.warn_if_unseen(self.options.named(type(self.source).__name__))
         if self.policy.rules:
             self._warn_about_rules()
         return result
@@ -405,7 +406,9 @@ class AmpModule(Converted):
         modules = module_names(self.source)
         graphs = self._graphs
         graphs.note_classes()
-        backend = make_backend(self.options, modules, graphs.add, self.scaler, graphs.shadows)
+        backend = make_backend(
+            self.options, modules, graphs.add, self.scaler, graphs.shadows, graphs.guard_scope
+        )
         compile_source = functools.partial(compiled_by_dynamo, self.source, backend)
         return CompiledByHooks(
             self.source, compile_source, graphs, self.options.named(type(self.source).__name__)

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from torch.fx import GraphModule, Node
 
 from ampgraph._compat import OpOverload
-from ampgraph.guards import FP16, FP32, LISTS, guard_of
+from ampgraph.guards import FP16, FP32, LISTS, guard_of, is_of_guarded_model
 from ampgraph.ops import kernels
 from ampgraph.ops.lists import OpClass
 from ampgraph.origin import module_paths_of
@@ -81,8 +81,7 @@ def settle_guard_scope(graph_module: GraphModule, policy: Policy) -> Policy:
     """Settles ``use_fp16_guard=None`` for a graph and its sub-graphs together."""
     if policy.use_fp16_guard is not None:
         return policy
-    graphs = [m.graph for m in graph_module.modules() if isinstance(m, GraphModule)]
-    return policy.replace(use_fp16_guard=any(guard_of(n) == FP16 for g in graphs for n in g.nodes))
+    return policy.replace(use_fp16_guard=is_of_guarded_model(graph_module))
 
 
 def precedence_table() -> str:

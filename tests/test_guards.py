@@ -442,3 +442,103 @@ def test_what_returns_the_callers_memory_still_does(op, just_in_time):
     x, seen = torch.randn(8, 8), torch.randn(4, 4).bfloat16()
     amp = ampgraph.convert(Fn(function), None if just_in_time else (x, seen), policy=Policy(dtype=BF16))
     assert amp(x, seen)[1].data_ptr() == seen.data_ptr()
+
+
+class SometimesGuarded(nn.Module):
+    """Reaches its guard in some calls only, or after a graph break."""
+
+    def __init__(self, breaks=False):
+        super().__init__()
+        self.energy, self.body, self.breaks = nn.Linear(8, 8), nn.Linear(8, 8), breaks
+
+    def forward(self, x, fast=True):
+        x = self.energy(x) * 0.5
+        if self.breaks:
+            print(end="")
+        if fast:
+            with fp16_guard():
+                x = self.body(x)
+        return x
+
+
+CAPTURES = ["ahead of time", "just in time"]
+
+
+@pytest.mark.parametrize("capture", CAPTURES)
+def test_a_call_around_the_guard_runs_in_float32(capture):
+    model, x = SometimesGuarded(), torch.randn(2, 8)
+    amp = ampgraph.convert(model, dtype=torch.bfloat16, capture=capture)
+    assert not torch.equal(amp(x), model(x))
+    assert torch.equal(amp(x, False), model(x, False))
+    assert torch.equal(amp(x, False), ampgraph.convert(model, policy="O0")(x, False))
+
+
+@pytest.mark.parametrize("capture", CAPTURES)
+def test_a_guard_that_no_call_reaches_is_told_once(capture):
+    model, x = SometimesGuarded(), torch.randn(2, 8)
+    amp = ampgraph.convert(model, dtype=torch.bfloat16, capture=capture)
+    with pytest.warns(
+        UserWarning, match="its code has an fp16_guard, which this call does not reach"
+    ) as told:
+        results = [amp(x, False), amp(x, False)]
+    assert len(told) == 1
+    assert all(torch.equal(result, model(x, False)) for result in results)
+    planned_again = ampgraph.explain(amp).under(amp.policy).nodes
+    assert {node.dtype for node in planned_again if node.name.startswith("linear")} == {"float32"}
+    ignoring = Policy(use_fp16_guard=False, dtype=torch.bfloat16)
+    assert not torch.equal(
+        ampgraph.convert(model, policy=ignoring, capture=capture)(x, False), model(x, False)
+    )
+
+
+@pytest.mark.filterwarnings("ignore:.*captured in parts")
+def test_a_guard_after_a_graph_break_counts_before_it():
+    model, x = SometimesGuarded(breaks=True), torch.randn(2, 8)
+    amp = ampgraph.convert(model, dtype=torch.bfloat16, capture="just in time")
+    amp(x)
+    first, second = (dtype_of(g, "linear") for g in amp.graph_modules)
+    assert (first, second) == ([torch.float32], [torch.bfloat16])
+
+
+def in_guard(module, x):
+    with ampgraph.fp16_guard():
+        return module(x)
+
+
+@fp16_guard()
+def decorated(module, x):
+    return module(x)
+
+
+def imported(module, x):
+    from ampgraph import fp16_guard as low
+
+    with low():
+        return module(x)
+
+
+class Calls(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.first, self.second, self.function = nn.Linear(8, 8), nn.Linear(8, 8), function
+
+    def forward(self, x, fast=True):
+        x = self.first(x)
+        return self.function(self.second, x) if fast else self.second(x)
+
+
+@pytest.mark.filterwarnings("ignore:.*does not reach")
+@pytest.mark.parametrize("function", [in_guard, decorated, imported])
+def test_guards_are_found_in_the_code(function):
+    model, x = Calls(function), torch.randn(2, 8)
+    amp = ampgraph.convert(model, dtype=torch.bfloat16)
+    assert torch.equal(amp(x, False), model(x, False))
+
+
+def test_a_method_that_forward_does_not_name_is_no_part_of_the_model():
+    class Unused(Calls):
+        def other(self, x):
+            return in_guard(self.second, x)
+
+    model, x = Unused(torch.nn.Module.__call__), torch.randn(2, 8)
+    assert not torch.equal(ampgraph.convert(model, dtype=torch.bfloat16)(x), model(x))

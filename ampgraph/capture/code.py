@@ -140,6 +140,10 @@ class Code:
         before = [(self.places[key], value) for key, value in self._before.items()]
         return [place for place, value in before if not same(place.value(), value)]
 
+    def reaches(self, *functions: Any) -> bool:
+        """Whether the code names one of these functions, or is decorated by one."""
+        return any(id(function) in self._seen for function in functions)
+
     def functions(self) -> Iterator[Place]:
         """Yields the places in classes and in torch: a compiler does not look whether those are the same."""
         of_torch = id(vars(torch)), id(vars(nn.functional))

@@ -141,7 +141,8 @@ class ModelRunner:
 
     def _compile(self) -> Callable:
         options = dataclasses.replace(self.amp.options, backend=self._take, mode=None)
-        return compiled_by_dynamo(self.amp.source, make_backend(options, self.modules))
+        backend = make_backend(options, self.modules, guards=self.amp._graphs.guard_scope)
+        return compiled_by_dynamo(self.amp.source, backend)
 
     def _take(self, graph_module: GraphModule, inputs: Sequence[Any]) -> Callable:
         """Is the backend that just-in-time graphs go to."""

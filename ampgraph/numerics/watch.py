@@ -179,9 +179,9 @@ class Watch:
         """Compiles just in time with a backend that watches; what is compiled already stays for later."""
         amp = self._amp
         options = replace(amp.options, backend=self._take, mode=None)
-        modules = module_names(amp.source)
-        record = None if amp._graphs else amp._graphs.add
-        backend = make_backend(options, modules, record, amp.scaler, amp._graphs.shadows)
+        modules, graphs = module_names(amp.source), amp._graphs
+        record = None if graphs else graphs.add
+        backend = make_backend(options, modules, record, amp.scaler, graphs.shadows, graphs.guard_scope)
         return compiled_by_dynamo(amp.source, backend)
 
     def _take(self, graph_module: GraphModule, inputs: Sequence[Any]) -> Callable:

@@ -22,6 +22,7 @@ from .._compat import (
     mark_as_input,
     no_ambient_autocast,
 )
+from ..capture.guard_scope import GuardScope
 from ..capture.just_in_time import lower_dynamo_graph
 from ..capture.split import compile_around_custom_functions
 from ..errors import CaptureError, PassError, PolicyError, did_you_mean, warn_user
@@ -60,6 +61,7 @@ def make_backend(
     record: Record | None = None,
     scaler: LossScaler | None = None,
     shadows: ShadowWeights | None = None,
+    guards: GuardScope | None = None,
 ) -> Callable:
     """Returns a ``torch.compile`` backend that rewrites each graph and hands it to the next backend.
 
@@ -70,6 +72,7 @@ def make_backend(
             and its inputs.
         scaler: Owner of the loss scale; None for no loss scaling.
         shadows: Low copies of parameters; None for casts in the graph.
+        guards: Tells whether the model has an `fp16_guard`; None if that is up to each graph.
     """
 
     def backend(graph_module: fx.GraphModule, inputs: list, **_: Any) -> Callable:
@@ -84,6 +87,8 @@ def make_backend(
         try:
             lowered = lower_dynamo_graph(graph_module, inputs)
             captured = time.perf_counter()
+            if guards is not None:
+                guards.mark(lowered)
             if modules:
                 _check_rules(options.policy, modules, lowered)
             plan = rewrite(lowered, options.policy, modules, check_rules=False)

@@ -12,6 +12,7 @@ from torch import fx, nn
 
 from .._compat import no_dispatch_modes
 from ..capture import LOST_KEY, Code, Reads, capture_lock, is_capturing_here, keep_before_assignment, unlift
+from ..capture.guard_scope import GuardScope
 from ..errors import CaptureError, NoGraphError, warn_user
 from ..origin import module_names
 from ..passes.pipeline import rewrite
@@ -72,6 +73,7 @@ class GraphCache:
         shadows: Low copies of its parameters, if the policy keeps them.
         lock: Separates calls from captures.
         watch: Tracks the coverage of just-in-time captures.
+        guard_scope: Tells whether the model has an `fp16_guard`.
     """
 
     def __init__(
@@ -98,6 +100,7 @@ class GraphCache:
         self._rule_targets: Targets | None = None
         self._runs_by: Runner | None = None
         self.watch = CoverageWatch(source, options)
+        self.guard_scope = GuardScope(source, options.policy)
         self._classes = Places()
         self._classes.settle()
 
@@ -298,6 +301,7 @@ class GraphCache:
             graph_module, constants = unlift(program, self._source)
             keep_before_assignment(graph_module, reads.assigned_buffers())
             sizes = AcceptedSizes(graph_module, program.range_constraints, call.signature.shapes)
+            self.guard_scope.mark(graph_module)
             before = Unplanned(graph_module, self._options) if self._siblings is not None else None
             captured = self._rewrite(graph_module, constants, call.signature, Timing(seconds, start))
             captured.sizes = sizes
@@ -314,6 +318,7 @@ class GraphCache:
         if before is not None and self._siblings is not None:
             self._siblings.add(call, captured, reads, before)
         self._warn_about(reads)
+        self.guard_scope.warn_if_unseen(self._options.named(self._name))
         return captured
 
     def _rewrite(

@@ -1,0 +1,53 @@
+"""`GuardScope`: whether a model has an `fp16_guard`, also outside of the graph that is captured now."""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+from torch import nn
+from torch.fx import GraphModule
+
+from ..errors import warn_user
+from ..guards import fp16_guard, has_guarded_region, mark_guarded_model
+from ..policy.policy import Policy
+from .code import Code
+
+
+class GuardScope:
+    """Marks the graphs of a model that has an `fp16_guard`: what lies outside of it runs in float32.
+
+    A graph alone does not tell. Its call may go around the guard, and just in time the guard may lie in
+    another graph of the call.
+
+    Args:
+        source: The model.
+        policy: The policy of its conversion.
+    """
+
+    def __init__(self, source: nn.Module, policy: Policy) -> None:
+        self._source = source
+        self._is_asked = policy.use_fp16_guard is None and policy.level != "O0"
+        self._seen = self._is_told = False
+
+    @cached_property
+    def _is_in_code(self) -> bool:
+        code = Code(self._source)
+        return "fp16_guard" in code.names or code.reaches(fp16_guard, fp16_guard.__wrapped__)  # type: ignore[attr-defined]
+
+    def mark(self, graph_module: GraphModule) -> None:
+        """Marks a graph before it is rewritten, if the model has a guard anywhere."""
+        if not self._is_asked:
+            return
+        self._seen |= has_guarded_region(graph_module)
+        if self._seen or self._is_in_code:
+            mark_guarded_model(graph_module.graph)
+
+    def warn_if_unseen(self, name: str) -> None:
+        """Warns once if only the code has a guard, and no graph so far."""
+        if self._is_told or not self._is_asked or self._seen or not self._is_in_code:
+            return
+        self._is_told = True
+        warn_user(
+            f"{name} runs in float32: its code has an fp16_guard, which this call does not reach, and all "
+            "ops outside of guards run in float32. Policy(use_fp16_guard=False) ignores guards."
+        )
