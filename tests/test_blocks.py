@@ -73,6 +73,15 @@ def test_which_blocks() -> None:
     assert paths("layers.*.up", "head") == ["layers.0.up", "layers.1.up", "head"]
     assert paths(Block, nn.Linear) == ["embed", "layers.0", "layers.1", "head"]
     assert paths("") == [""]
+    assert paths("*") == ["embed", "layers", "head"]
+    assert list(ampgraph.convert_blocks(Net(), ["embed", nn.Linear])) == [
+        "embed",
+        "layers.0.up",
+        "layers.0.down",
+        "layers.1.up",
+        "layers.1.down",
+        "head",
+    ]
 
 
 def test_gradients_between_blocks_do_not_underflow() -> None:

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import sys
 import types
+import warnings
 from collections import namedtuple
 from dataclasses import dataclass
 
@@ -241,3 +242,18 @@ def test_a_change_is_captured_again_just_in_time(what, monkeypatch):
     change(model, monkeypatch)
     for _ in range(2):
         close(amp(X), model(X))
+
+
+@pytest.mark.parametrize(("folder", "tells"), [("site-packages", False), ("src", True)])
+def test_a_cache_of_an_installed_library_is_no_state(folder, tells, monkeypatch):
+    library = types.ModuleType("a_library")
+    monkeypatch.setitem(sys.modules, "a_library", library)
+    library.__file__ = f"/{folder}/a_library.py"
+    source = "BY_KIND = {}\ndef doubled(x):\n    return x * BY_KIND.setdefault(str(x.dtype), 2.0)\n"
+    exec(compile(source, library.__file__, "exec"), vars(library))
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        amp = ampgraph.convert(Reads(lambda m, x: library.doubled(x)), (X,), **LOW)
+        amp(X)
+    assert any("sets it for the next call" in str(each.message) for each in told) == tells
+    assert len(amp.graph_modules) == 1

@@ -84,3 +84,18 @@ def test_warning_points_at_the_users_line(case: Callable, where: Callable, text:
     lines, first = inspect.getsourcelines(where)
     [offset] = [i for i, line in enumerate(lines) if "# here" in line]
     assert (warning.filename, warning.lineno) == (__file__, first + offset)
+
+
+def test_parameters_that_came_after_the_conversion_belong_to_the_model(recwarn) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    amp = ampgraph.convert(model, dtype=torch.float16)
+    model[1] = nn.Linear(4, 4)
+    model[0].requires_grad_(False)
+    optimizer = torch.optim.SGD(model[1].parameters(), lr=0.1)
+    amp.scaler.attach(optimizer)
+    before, scale = model[1].weight.detach().clone(), amp.scaler.get_scale()
+    (amp(X).mean() * float("inf")).backward()
+    optimizer.step()
+    assert torch.equal(model[1].weight, before)
+    assert amp.scaler.get_scale() < scale
+    assert not [each for each in recwarn if "another model" in str(each.message)]

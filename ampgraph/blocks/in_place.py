@@ -65,7 +65,7 @@ class Blocks(Mapping[str, AmpModule]):
 
 def convert_blocks(
     model: nn.Module,
-    which: Which | tuple[Which, ...],
+    which: Which | list[Which] | tuple[Which, ...],
     *,
     policy: Policy | str | PathLike[str] | None = None,
     dtype: torch.dtype | None = None,
@@ -79,7 +79,8 @@ def convert_blocks(
         model: The model. Only the ``forward`` of its blocks is replaced. It may be on the device meta, and
             get its values later (``to_empty``): then dtype and backend are chosen at the first call.
         which: The submodules: a glob over module paths (as in ``model.named_modules()``), a class, or
-            a sequence of them. Of nested matches the outermost is converted; ``""`` is the model itself.
+            a list or tuple of them. Of nested matches the outermost is converted. ``""`` is the model itself,
+            which no other glob matches: ``"*"`` are its children.
         policy: As for `ampgraph.convert`; its rules name modules by their paths in ``model``.
         dtype: The low dtype, if the policy does not set one.
         backend: As for `ampgraph.convert`.
@@ -102,7 +103,7 @@ def convert_blocks(
     """
     if not isinstance(model, nn.Module):
         raise CaptureError(f"convert_blocks takes an nn.Module, got {type(model).__name__}.")
-    paths = _matching(model, which if isinstance(which, tuple) else (which,))
+    paths = _matching(model, tuple(which) if isinstance(which, (list, tuple)) else (which,))
     refuse_fsdp1(model)
     device = device_of(model)
     backend, mode = choose_backend(backend, mode, device, can_wait=True)
@@ -148,7 +149,9 @@ def _matching(model: nn.Module, which: tuple[Which, ...]) -> list[str]:
 
 
 def _matches(path: str, module: nn.Module, which: Which) -> bool:
-    return fnmatchcase(path, which) if isinstance(which, str) else isinstance(module, which)
+    if not isinstance(which, str):
+        return isinstance(module, which)
+    return fnmatchcase(path, which) if path else not which
 
 
 def _is_converted(module: nn.Module) -> bool:

@@ -138,7 +138,8 @@ class Code:
     def changed(self) -> list[Place]:
         """Returns the places whose plain values are others than when this was made."""
         before = [(self.places[key], value) for key, value in self._before.items()]
-        return [place for place, value in before if not same(place.value(), value)]
+        changed = [(place, value) for place, value in before if not same(place.value(), value)]
+        return [place for place, value in changed if not _is_filled_cache(place, value)]
 
     def reaches(self, *functions: Any) -> bool:
         """Whether the code names one of these functions, or is decorated by one."""
@@ -256,6 +257,16 @@ class Code:
         elif value is not GONE:
             for inner in _inside(value):
                 self._follow(inner)
+
+
+def _is_filled_cache(place: Place, before: Any) -> bool:
+    """Whether a dict of an installed library has new keys alone, such as einops's table of backends."""
+    now = place.value()
+    if type(before) is not dict or type(now) is not dict or not isinstance(place.holder, dict):
+        return False
+    file = str(place.holder.get("__file__"))
+    is_installed = "site-packages" in file or "dist-packages" in file
+    return is_installed and same({key: now.get(key, GONE) for key in before}, before)
 
 
 def _holder(value: Any) -> tuple[Any, str] | None:

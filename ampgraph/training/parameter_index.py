@@ -67,6 +67,10 @@ class ParameterIndex:
             return found[1]
         return self._by_parameter.get(parameter)
 
+    def is_of_model(self, parameter: Tensor) -> bool:
+        """Whether the model has the parameter now, also one that came later and has no slot."""
+        return any(own is parameter for own in all_parameters(self._model))
+
     def at_end_of_backward(self, leaf: Tensor) -> int | None:
         """Returns the slot of a leaf of autograd's graph; FSDP2 shows the one of each block in turn."""
         slot = self.known(leaf)

@@ -192,7 +192,9 @@ class LossScaler(ScaleNumbers):
         parameters = parameters_of(optimizer)
         if not parameters or len(_all_scalers.with_partners([self], optimizer)) > 1:
             return
-        if all(slot is None for slot in self._slots.of(parameters)):
+        if any(slot is not None for slot in self._slots.of(parameters)):
+            return
+        if not any(map(self._slots.is_of_model, parameters)):
             warn_user(
                 f"amp.scaler.{method}: none of the {len(parameters)} parameters of this "
                 f"{type(optimizer).__name__} belongs to this model; is it the optimizer of another model?"
