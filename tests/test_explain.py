@@ -303,3 +303,24 @@ def test_the_line_of_a_library_beside_torch_is_the_users():
     assert user_line(node) == ""
     node.meta["stack_trace"] += 'File "<eval_with_key>.12", line 4\n'  # its number differs from run to run
     assert user_line(node) == ""
+
+
+class Heads(nn.Module):
+    """Attention by hand: its reshape after the transpose copies, the one before it does not."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.out, self.norm = nn.Linear(16, 48), nn.Linear(16, 16), nn.LayerNorm(16)
+
+    def forward(self, x):
+        q, k, v = (t.reshape(2, 6, 4, 4).transpose(1, 2) for t in self.qkv(self.norm(x)).chunk(3, -1))
+        scores = (q @ k.transpose(-1, -2) * 0.5).softmax(-1)
+        return x + self.out((scores @ v).transpose(1, 2).reshape(2, 6, 16)).contiguous()
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_the_same_policy_once_more_costs_the_same(level):
+    amp = ampgraph.convert(Heads(), (torch.randn(2, 6, 16),), policy=level, dtype=torch.bfloat16)
+    explanation = ampgraph.explain(amp)
+    again = explanation.under(amp.policy)
+    assert (again.totals, again.baselines) == (explanation.totals, explanation.baselines)

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch.fx import Node
 
-from ampgraph._compat import OpOverload, size_hint, storage_key
+from ampgraph._compat import OpOverload, evaluate, fake_mode_of, size_hint, storage_key
 from ampgraph.marks import input_mark
 from ampgraph.ops import fusion_tables as fusion
 
@@ -282,5 +282,7 @@ def _shares_memory(node: Node, source: Node) -> bool:
     if len(made) != 1 or len(given) != 1:
         return True
     key = storage_key(made[0])
+    if key is None or key == storage_key(given[0]) or given[0].is_contiguous():
+        return True
     # Tensors whose metadata was computed again have other memory than their views.
-    return key is None or key == storage_key(given[0]) or given[0].is_contiguous()
+    return storage_key(evaluate(node, fake_mode_of(node.graph))) == storage_key(given[0])
