@@ -22,7 +22,7 @@ from .version import VERSION
 # Past the limit Dynamo silently runs code unconverted, in float32. Layers behind graph breaks share their
 # code, and each generated class (parametrizations create one) counts; torch's default is 8.
 RECOMPILE_LIMIT = 64
-_F = TypeVar("_F", bound=FunctionType)
+_F = TypeVar("_F", bound=Callable)
 
 
 def compiled_by_dynamo(model: Module, backend: str | Callable, **given: Any) -> Callable:

@@ -71,4 +71,5 @@ class CompiledByHooks:
 
 
 def _code_of(hook: Callable) -> Hashable:
-    return getattr(hook, "__code__", type(hook))
+    code: Hashable = getattr(hook, "__code__", None)
+    return code or type(hook)
