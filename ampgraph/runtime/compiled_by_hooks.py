@@ -70,6 +70,6 @@ class CompiledByHooks:
         return self._key
 
 
-def _code_of(hook: Callable) -> Hashable:
+def _code_of(hook: object) -> Hashable:
     code: Hashable = getattr(hook, "__code__", None)
     return code or type(hook)
