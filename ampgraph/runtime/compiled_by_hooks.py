@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Hashable, Sized
 from typing import Any
 
@@ -72,4 +73,6 @@ class CompiledByHooks:
 
 def _code_of(hook: object) -> Hashable:
     """Returns what hooks that differ only in what they hold have in common."""
+    while isinstance(hook, functools.partial):
+        hook = hook.func
     return getattr(hook, "__code__", id(type(hook)))
