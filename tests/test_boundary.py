@@ -428,6 +428,37 @@ def test_gradients_taken_inside_forward_are_scaled_once(scale):
     assert not [each for each in ampgraph.explain(amp).coverage.breaks if "ampgraph" in each.where]
 
 
+def _inner(value: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return torch.autograd.grad(value.sum(), x, create_graph=True)[0]
+
+
+# Losses with gradients inside gradients, which read gradients in other ways than as a sum.
+NESTED = {
+    "third order": lambda m, x: m(x) * _inner(x, x) + _inner(_inner(_inner(m(x), x), x)[:, :1], x),
+    "a product with a gradient": lambda m, x: _inner((u := m(x)) * _inner(u, x)[:, :1], x),
+    "of a norm of a gradient": lambda m, x: _inner(_inner(m(x), x).square(), x),
+    "at a point moved by a gradient": lambda m, x: _inner(m(x + _inner(m(x), x)), x),
+    "fourth order": lambda m, x: _inner(_inner(_inner(m(x), x).square(), x).square(), x),
+}
+
+
+@pytest.mark.parametrize("name", NESTED)
+@pytest.mark.parametrize("scale", [16.0, 128.0])
+def test_gradients_inside_gradients_are_scaled_once(name: str, scale: float) -> None:
+    def gradients(model: nn.Module) -> list[torch.Tensor]:
+        x = torch.linspace(-1, 1, 24).view(8, 3).requires_grad_()
+        NESTED[name](model, x).square().mean().backward()
+        return [*(p.grad for p in model.parameters() if p.grad is not None), x.grad]
+
+    torch.manual_seed(0)
+    source = nn.Sequential(nn.Linear(3, 16), nn.Tanh(), nn.Linear(16, 1))
+    expected = gradients(copy.deepcopy(source))
+    policy = Policy(dtype=torch.float16, loss_scale=StaticLossScale(scale))
+    amp = ampgraph.convert(source, (torch.randn(8, 3, requires_grad=True),), policy=policy, backend="eager")
+    for got, want in zip(gradients(amp), expected, strict=True):
+        assert (got - want).norm() <= 0.02 * want.norm()
+
+
 def test_second_derivatives_of_a_compiled_model_are_an_error() -> None:
     x = torch.randn(4, 8, requires_grad=True)
     amp = make(nn.Sequential(nn.Linear(8, 4), nn.Tanh()), x, backend="aot_eager")

@@ -106,6 +106,22 @@ def in_context(x):
         return x * by
 
 
+class Owner:
+    def __init__(self):
+        self.scale = 2.0
+
+    def scaled(self, module, x):
+        return x * self.scale
+
+
+OWNER = Owner()
+BOUND = OWNER.scaled
+
+
+def keeping(functions):
+    return lambda m, x: functions[0](m, x)
+
+
 class Reads(Base):
     def __init__(self, read):
         super().__init__()
@@ -113,7 +129,7 @@ class Reads(Base):
         self.parts = {"a": Data(), "b": [Data()]}
         self.listed, self.pair, self.shared = [Part(), Slots()], Pair(Data(), 2.0), Part()
         self.slots, self.slotted = Slots(inner=Data()), SlottedData()
-        self.kind = Part
+        self.kind, self.bound = Part, Part().scaled
 
     def forward(self, x):
         return self.read(self, self.fc(x))
@@ -187,6 +203,18 @@ CASES = {
     "a partial function": (
         functools.partial(lambda y, m, x: outer(x), 1),
         set_on(HERE, "helper", lambda x: x * 5),
+    ),
+    "the object of a bound method": (
+        lambda m, x: m.bound(x),
+        lambda m, p: setattr(m.bound.__self__, "scale", 5.0),
+    ),
+    "the object of a bound method that torch decorates": (
+        torch.enable_grad()(BOUND),
+        lambda m, p: p.setattr(OWNER, "scale", 5.0),
+    ),
+    "the object of a bound method in a list": (
+        keeping([BOUND]),
+        lambda m, p: p.setattr(OWNER, "scale", 5.0),
     ),
     "a closure": (READ, lambda m, p: CHANGE()),
     "of the class": (lambda m, x: x * m.of_class, set_on(Reads, "of_class", 5.0)),

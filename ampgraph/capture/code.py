@@ -255,6 +255,8 @@ class Code:
                 self._look_up(value, value.__qualname__, ("forward",))
                 self._look_at_operators(value)
         elif value is not GONE:
+            if isinstance(value, MethodType) and not isinstance(value.__self__, nn.Module):
+                self._put(Place(value, "__self__", f"the object of {value.__qualname__}"))
             for inner in _inside(value):
                 self._follow(inner)
 

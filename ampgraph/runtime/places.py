@@ -27,6 +27,7 @@ _DEPTH = 3  # of objects inside objects: model.config.rope.base
 _MOST_SETTINGS = 256
 _EQUAL_IF_SAME = (FunctionType, BuiltinFunctionType, MethodType, ModuleType, type)
 _NO_SETTINGS = (torch.Tensor, nn.Module)
+_PARTS = {functools.partial: ("func", "args", "keywords"), MethodType: ("__self__",)}
 
 
 @dataclass
@@ -199,7 +200,8 @@ class Places:
         is_plain = has_plain_leaves(value) or isinstance(value, _EQUAL_IF_SAME)
         if is_plain and is_frozen(value):
             kinds.plain.append(place)
-        elif is_container(value) and is_small(value):
+            return isinstance(value, MethodType)
+        if is_container(value) and is_small(value):
             kinds.containers.append((place, copied(value)))
             return True
         elif is_container(value):
@@ -217,10 +219,8 @@ class Places:
             for key, item in items_of(value) if is_small(value) else ():
                 self._look_into(item, f"{path}[{key!r}]", depth - 1)
             return
-        if isinstance(value, functools.partial):
-            for name in ("args", "keywords"):
-                self._add(Place(value, name, f"{path}.{name}"), self._inside, depth - 1)
-            return
+        for name in _PARTS.get(type(value), ()):
+            self._add(Place(value, name, f"{path}.{name}"), self._inside, depth - 1)
         if isinstance(value, _NO_SETTINGS) or is_foreign(type(value)):
             return
         held = getattr(value, "__dict__", None) or {}

@@ -111,21 +111,44 @@ class UnscaleGradients(Function):
 
 
 class _Times(Function):
-    """Multiplies by a factor and passes gradients on unchanged.
+    """Multiplies gradients that cross the boundary by a factor; its own backward is `_Once`.
 
-    Second derivatives cross the boundary again and are scaled and unscaled there. If this op applied the
-    factor to its gradient too, the result would be 1/scale too small.
+    Inside, what autograd differentiates by is scaled, in every order. A second derivative enters where a
+    gradient left, and its scale and the inverse of the gradient cancel; so where one enters as well. A third
+    derivative crosses the boundary as the gradient did, and so on.
     """
 
     @staticmethod
     def forward(ctx: Any, factor: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.factor = factor
         ctx.set_materialize_grads(False)
         return tuple((t * factor).to(t.dtype) for t in tensors)
 
     @staticmethod
     @run_by_autograd
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        return None, *grads
+        return None, *_applied(_Once, ctx.factor, grads)
+
+
+class _Once(Function):
+    """Identity for the gradients of `_Times`, which multiplies their own gradients by its factor."""
+
+    @staticmethod
+    def forward(ctx: Any, factor: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.factor = factor
+        ctx.set_materialize_grads(False)
+        return tuple(t.view_as(t) for t in tensors)
+
+    @staticmethod
+    @run_by_autograd
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        return None, *_applied(_Times, ctx.factor, grads)
+
+
+def _applied(function: type[Function], factor: Tensor, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Applies one of both to the gradients that are there."""
+    results = iter(function.apply(factor, *[g for g in grads if g is not None]))
+    return [None if g is None else next(results) for g in grads]
 
 
 def scaled(grad: Tensor, scale: Tensor) -> Tensor:

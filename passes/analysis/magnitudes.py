@@ -82,14 +82,17 @@ class Sizes:
         self.limit = self.limits.max
         self.is_narrow = self.limit < torch.finfo(torch.float32).max / 2
         self._known: dict[Node, Size] = {}
-        for node in facts:
-            if node.op not in (*SOURCES, "output"):
-                self._known[node] = self._of_result(node)
+        self._find_all()
 
     def __getitem__(self, node: Node) -> Size:
         if node not in self._known:
             self._known[node] = self._of_source(node) if node.op in SOURCES else UNKNOWN
         return self._known[node]
+
+    def _find_all(self) -> None:
+        for node in self.facts:
+            if node.op not in (*SOURCES, "output"):
+                self._known[node] = self._of_result(node)
 
     @cached_property
     def typical(self) -> TypicalSizes:
@@ -166,8 +169,31 @@ class Sizes:
 class TypicalSizes(Sizes):
     """The sizes if inputs and parameters are from 0 to 1, matrix products and what is unknown from -1 to 1.
 
-    They tell what the numbers in the code and in the buffers of a model make of such values.
+    They tell what the numbers in the code and in the buffers of a model make of such values. Few are asked
+    for, so each is found when it is, with those that it is computed from.
     """
+
+    def __getitem__(self, node: Node) -> Size:
+        waiting = [node]
+        while waiting:
+            last = waiting[-1]
+            before = () if self._is_unit(last) else last.all_input_nodes
+            if last not in self._known and (unknown := [n for n in before if n not in self._known]):
+                waiting += unknown
+                continue
+            waiting.pop()
+            if last not in self._known and last.op not in (*SOURCES, "output"):
+                self._known[last] = self._of_result(last)
+            elif last not in self._known:
+                super().__getitem__(last)
+        return self._known[node]
+
+    def _find_all(self) -> None:
+        """Finds none yet."""
+
+    def _is_unit(self, node: Node) -> bool:
+        """Whether what is computed of it starts anew, whatever it is computed from itself."""
+        return self.facts[node].op_class is OpClass.WHITE and kind(node) != "div"
 
     def moved(self, node: Node) -> list[Size]:
         """Leaves integers beside floats out: they are indices."""
@@ -180,6 +206,8 @@ class TypicalSizes(Sizes):
         return known if known.peak < math.inf and self.extents.is_constant(node) else UNIT
 
     def _of_result(self, node: Node) -> Size:
+        if self._is_unit(node):
+            return SIGNED_UNIT
         size = self._rule(self, node)
         is_unknown = size.low == -math.inf and size.high == math.inf
         if is_unknown and kind(node) == "div":  # by something about 1
