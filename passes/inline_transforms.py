@@ -7,6 +7,7 @@ there separately, and the resulting ATen ops replace it.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -20,7 +21,10 @@ from ampgraph._compat import no_ambient_autocast
 
 from .base import Pass
 
-_ENTER, _LEAVE = "_increment_nesting", "_decrement_nesting"
+_ENTER, _LEAVE, _GRADIENT = "_increment_nesting", "_decrement_nesting", "_autograd_grad"
+# Calls by which a transform has torch load what it needs; programs cannot save them.
+_PREPARATIONS = ("lazy_load_decompositions",)
+_HOOK_SWITCHES = ("_saved_tensors_hooks_disable", "_saved_tensors_hooks_enable")
 
 
 @dataclass(frozen=True)
@@ -35,32 +39,44 @@ class InlineTransforms(Pass):
     name: ClassVar[str] = "inline_transforms"
 
     def run(self, graph_module: GraphModule) -> bool:
-        regions = list(_regions(graph_module.graph))
-        for region in regions:
+        graph = graph_module.graph
+        if not any(_name(node).endswith(_ENTER) for node in graph.nodes):
+            return False
+        _erase(graph, _HOOK_SWITCHES)  # a transform inside another one switches them back to off
+        for region in list(_regions(graph)):
             _inline(graph_module, region, self.value)
-        if regions:
-            _erase_preparations(graph_module.graph)
-        return bool(regions)
+        _erase(graph, _PREPARATIONS)
+        return True
 
 
 def _regions(graph: Graph) -> Iterator[list[Node]]:
     """Yields the nodes of each outermost transform, from the call that enters it to the one that leaves."""
     depth, region = 0, list[Node]()
     for node in graph.nodes:
-        name = getattr(node.target, "__name__", "")
+        name = _name(node)
         depth += name.endswith(_ENTER)
-        if depth:
+        if depth or region:
             region.append(node)
         depth -= name.endswith(_LEAVE)
-        if region and not depth:
+        if region and not depth and not _goes_on(region):
             yield region
             region = []
 
 
-def _erase_preparations(graph: Graph) -> None:
-    """Erases the calls before a transform that have torch load what it needs; programs cannot save them."""
+def _goes_on(region: list[Node]) -> bool:
+    """Whether a later call takes a gradient of what a transform made: the function that ``vjp`` returns."""
+    members = set(region)
+    later = {user for node in region for user in node.users} - members
+    return any(_name(user) == _GRADIENT or user.target is operator.getitem for user in later)
+
+
+def _name(node: Node) -> str:
+    return getattr(node.target, "__name__", "")
+
+
+def _erase(graph: Graph, names: tuple[str, ...]) -> None:
     for node in graph.nodes:
-        if getattr(node.target, "__name__", "") == "lazy_load_decompositions":
+        if _name(node) in names:
             graph.erase_node(node)
 
 

@@ -469,3 +469,65 @@ def test_layers_dropped_at_random_train_just_in_time():
     low = [dtype for graph in amp.graph_modules for dtype in dtype_of(graph, "linear")]
     assert low
     assert set(low) == {amp.policy.dtype}
+
+
+class Cube(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        return 3 * x * x * grad
+
+
+class Reversed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return -0.3 * grad
+
+
+class OfOutput(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        result = x.exp()
+        ctx.save_for_backward(result)
+        return result
+
+    @staticmethod
+    def backward(ctx, grad):
+        (result,) = ctx.saved_tensors
+        return result * grad
+
+
+@pytest.mark.filterwarnings("ignore:.*captured in parts")
+@pytest.mark.parametrize("function", [Cube, Reversed, OfOutput])
+@pytest.mark.parametrize("level", ["O0", "O1"])
+def test_second_derivatives_through_custom_functions_just_in_time(function, level):
+    class Force(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first = nn.Sequential(nn.Linear(4, 8), nn.Tanh())
+            self.second = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
+
+        def forward(self, x):
+            energy = self.second(function.apply(self.first(x))).sum()
+            return torch.autograd.grad(energy, x, create_graph=True)[0]
+
+    def gradients(model):
+        model(torch.linspace(-1, 1, 24).view(6, 4).requires_grad_()).square().mean().backward()
+        return {name: p.grad for name, p in model.named_parameters() if not name.endswith("second.2.bias")}
+
+    torch.manual_seed(0)
+    model = Force()
+    expected = gradients(copy.deepcopy(model))
+    policy = ampgraph.Policy(level, dtype=torch.bfloat16)
+    found = gradients(ampgraph.convert(model, policy=policy, capture="just in time", backend="eager"))
+    for name, want in expected.items():
+        assert (found[name] - want).norm() <= 0.05 * want.norm()

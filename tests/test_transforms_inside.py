@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import warnings
 
@@ -141,3 +142,51 @@ def test_ops_of_a_transform_are_classified():
     products = [n for name in ("linear", "mm", "bmm") for n in nodes_of(amp.graph_module, name)]
     assert len(products) == 3
     assert {node.meta["val"].dtype for node in products} == {torch.bfloat16}
+
+
+def pulled_back(self: nn.Module, x: Tensor) -> Tensor:
+    result, pull = torch.func.vjp(self.first, x)
+    return pull(result.sin())[0] + result
+
+
+def pulled_back_twice(self: nn.Module, x: Tensor) -> Tensor:
+    result, pull, more = torch.func.vjp(lambda t: (self.first(t).tanh(), t * 2), x, has_aux=True)
+    return pull(torch.ones_like(result))[0] * pull(result)[0] + more
+
+
+def pulled_back_inside(self: nn.Module, x: Tensor) -> Tensor:
+    def energy(t: Tensor) -> Tensor:
+        result, pull = torch.func.vjp(self.first, t)
+        return pull(result.tanh())[0].square().sum()
+
+    return torch.func.grad(energy)(x)
+
+
+@pytest.mark.filterwarnings("ignore:.*captured just in time")
+@pytest.mark.parametrize("capture", ["auto", "just in time"])
+@pytest.mark.parametrize("function", [pulled_back, pulled_back_twice, pulled_back_inside])
+def test_functions_that_vjp_returns(function, capture, recwarn):
+    class Pulls(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first = nn.Linear(8, 8)
+
+        def forward(self, x):
+            return function(self, x)
+
+    def trained(model):
+        result = model(X)
+        result.square().mean().backward()
+        return result, [parameter.grad for parameter in model.parameters()]
+
+    model = Pulls()
+    expected, grads = trained(copy.deepcopy(model))
+    amp = ampgraph.convert(model, (X,), capture=capture, policy="O1", dtype=torch.bfloat16)
+    result, low_grads = trained(amp)
+    close(result, expected)
+    for got, want in zip(low_grads, grads, strict=True):
+        assert (got - want).norm() <= 0.03 * want.norm()
+    assert not torch.equal(result, expected)
+    with torch.autograd.graph.save_on_cpu():  # which a transform turns off while it runs
+        pass
+    assert not [each for each in recwarn if "unconverted" in str(each.message)]

@@ -166,6 +166,11 @@ def is_batched(tensor: torch.Tensor) -> bool:
     return functorch.is_legacy_batchedtensor(tensor) or functorch.is_batchedtensor(tensor)
 
 
+def is_of_transform(tensor: torch.Tensor) -> bool:
+    """Whether the tensor is one that a transform of ``torch.func`` wraps."""
+    return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+
+
 def outside_transforms() -> contextlib.AbstractContextManager:
     """Runs code as if it were outside all transforms of ``torch.func``."""
     from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack

@@ -24,6 +24,7 @@ from .._compat import (
     autocast_values,
     evaluate,
     is_module_tensor,
+    is_of_transform,
     outside_tracing,
     without_wait,
 )
@@ -88,7 +89,8 @@ def lower_dynamo_graph(graph_module: fx.GraphModule, inputs: list) -> fx.GraphMo
 
 def _refuse_fake_constants(graph_module: fx.GraphModule) -> None:
     for node in graph_module.graph.find_nodes(op="get_attr"):
-        if isinstance(getattr(graph_module, node.target), FakeTensor):
+        value = getattr(graph_module, node.target)
+        if isinstance(value, FakeTensor) or (isinstance(value, torch.Tensor) and is_of_transform(value)):
             raise NotImplementedError(f"{node.target} was computed in a way that tracing does not see")
 
 

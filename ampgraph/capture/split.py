@@ -24,6 +24,24 @@ def is_custom_function(target: object) -> bool:
     return getattr(target, "__name__", "") in ("autograd_function_apply", "register_hook")
 
 
+def let_backwards_be_differentiated(graph_module: fx.GraphModule) -> None:
+    """Removes the ``no_grad`` that Dynamo writes around the backwards of custom functions.
+
+    With it, a second derivative through such a function is lost (seen in torch 2.13). Autograd turns the grad
+    mode off itself, except in a backward that is differentiated again.
+    """
+    for node in graph_module.graph.nodes:
+        if not is_custom_function(node.target) or node.target.__name__ == "register_hook":
+            continue
+        body = getattr(graph_module, str(node.args[1].target))
+        calls = [n for n in body.graph.nodes if n.op not in ("placeholder", "get_attr", "output")]
+        ends = calls[:1] + calls[-1:]
+        if [(n.target, n.args) for n in ends] == [(SET_GRAD_ENABLED, (False,)), (SET_GRAD_ENABLED, (True,))]:
+            for end in ends:
+                body.graph.erase_node(end)
+            body.recompile()
+
+
 def compile_around_custom_functions(
     graph_module: fx.GraphModule, inputs: list, compile_part: CompilePart
 ) -> Callable | None:

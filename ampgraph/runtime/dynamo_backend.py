@@ -24,7 +24,7 @@ from .._compat import (
 )
 from ..capture.guard_scope import GuardScope
 from ..capture.just_in_time import lower_dynamo_graph
-from ..capture.split import compile_around_custom_functions
+from ..capture.split import compile_around_custom_functions, let_backwards_be_differentiated
 from ..errors import CaptureError, PassError, PolicyError, did_you_mean, warn_user
 from ..marks import BoundaryMark, set_mark
 from ..origin import names_of
@@ -79,6 +79,7 @@ def make_backend(
         values = [node.meta.get("example_value") for node in graph_module.graph.nodes]
         if error := spread_error("the model", values):
             raise error
+        let_backwards_be_differentiated(graph_module)
         around = compile_around_custom_functions(graph_module, inputs, compile_graph)
         return around or compile_graph(graph_module, inputs)
 

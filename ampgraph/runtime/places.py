@@ -204,7 +204,7 @@ class Places:
         if is_container(value) and is_small(value):
             kinds.containers.append((place, copied(value)))
             return True
-        elif is_container(value):
+        if is_container(value):
             kinds.objects.append(place)  # a table: its content does not count
         elif not isinstance(value, nn.Parameter) and place.value() is value:
             kinds.objects.append(place)  # neither read by graphs where it is, nor made at each access
