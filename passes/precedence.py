@@ -283,7 +283,8 @@ ABOVE_HAZARDS = (
 )
 
 HAZARD = Rule(
-    "positions, angles and decisions that rounding would spoil, state that a graph keeps for its next call, "
+    "positions, differences, angles and decisions that rounding would spoil, state that a graph keeps for "
+    "its next call, "
     "values that may leave the low range",
     "hazard",
     "the source's",

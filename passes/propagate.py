@@ -85,7 +85,8 @@ class PropagatePrecision(Pass):
         if not self.policy.hazards or self.policy.level == "O0":
             return {}
         labels = {node: v.pinned for node, v in fixed.items() if v.pinned is not None}
-        exact = find_hazards(graph_module, values.facts, labels, self.policy.low_dtype)
+        lowers_black = self.policy.level == "O3"
+        exact = find_hazards(graph_module, values.facts, labels, self.policy.low_dtype, lowers_black)
         exact |= find_carried(graph_module.graph, values.facts)
         if self.policy.level == "O3":
             return exact

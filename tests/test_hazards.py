@@ -444,7 +444,7 @@ def test_the_reason_names_the_node_that_needs_it():
     assert amp.plan["mul"].reason == "'to' makes int64 of it, and no low op feeds it"
 
 
-# -- exact values that others join: y is float32, but a low op feeds it ------------------------------------
+# -- what float32 results and exact values make: y is float32, but a low op feeds it ------------------------
 
 JOINS = {
     "beside": lambda z, y: torch.cat([z, y]),
@@ -455,6 +455,7 @@ JOINS = {
     "a row of it": lambda z, y: z.clone().index_copy(0, torch.tensor([1]), y[:1]),
     "written into it": lambda z, y: _written(z.clone(), y),
     "picked by it": lambda z, y: z.gather(0, y.argsort(0)),
+    "a factor": lambda z, y: z * y,
     "an offset": lambda z, y: z + y,
     "an offset of low dtype": lambda z, y: z + F.linear(y, torch.eye(WIDTH)),
 }
@@ -490,22 +491,69 @@ def test_what_joins_exact_values_does_not_round_them(join, reader):
         assert not rounded, amp.plan[rounded[0]]
 
 
-def test_the_reason_says_that_exact_values_are_part():
+def test_the_reason_says_what_autocast_does():
     def model(x, z):
         return (torch.cat([z, (x @ x.T).softmax(-1)]) * 99.7).round().long()
 
     amp = ampgraph.convert(Fn(model), (X := torch.randn(4, 4), X), policy=policy_of("O2", torch.bfloat16))
-    assert amp.plan["cat"].reason == "'to' makes int64 of it, and exact values are part of it"
+    assert amp.plan["cat"].reason == "'to' makes int64 of it, and torch.autocast computes it in float32"
+
+
+# -- differences: values near 1000 that differ by about 1 ---------------------------------------------------
+
+DIFFERENCES = {
+    "the mean": lambda t: t - t.mean(-1, keepdim=True),
+    "the first": lambda t: t - t[:, :1],
+    "of neighbours": lambda t: F.pad(t[:, 1:] - t[:, :-1], (0, 1)),
+    "of all pairs": lambda t: (t[:, None] - t[None]).mean(0),
+    "a number": lambda t: t - 1000.0,
+    "from a number": lambda t: 1000.0 - t,
+    "the whole part": lambda t: t - t.floor(),
+    "in a sum": lambda t: (t * 1.5 - t.amax(-1, keepdim=True) * 1.5) * 0.5 + 0.1,
+}
+
+
+class Difference(nn.Module):
+    def __init__(self, name):
+        super().__init__()
+        self.name, self.net, self.out = name, nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x, t):
+        return self.out(drawn_out(self.net(x) * DIFFERENCES[self.name](t)))
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("name", DIFFERENCES)
+def test_differences_of_inputs_are_those_of_float32(name, backend):
+    torch.manual_seed(0)
+    model, inputs = Difference(name), (torch.randn(8, WIDTH), 1000 + torch.rand(8, WIDTH).cumsum(-1))
+    expected = model(*inputs)
+    for dtype in DTYPES:
+        amp = ampgraph.convert(model, inputs, policy=policy_of("O2", dtype), backend=backend)
+        assert (amp(*inputs) - expected).norm() <= 8 * torch.finfo(dtype).eps * expected.norm()
+
+
+def test_a_difference_to_the_whole_part_of_a_predicted_position():
+    def model(x, z):
+        at = (z + (x @ x.T).softmax(-1)) * 99.7
+        weights = at - at.floor()
+        return (x @ x.T) * drawn_out(weights), at.floor().long()
+
+    found = decisions(Fn(model), torch.randn(8, 8), torch.rand(8, 8), level="O2")
+    assert {name: found[name] for name in ("add", "floor", "sub")} == dict.fromkeys(
+        ("add", "floor", "sub"), "hazard"
+    )
 
 
 NOTHING_TO_PIN = {
-    "a factor": lambda x: ((x @ x.T).softmax(-1) * x[:, :4] * 1.7 + 0.5).sin() @ x,
+    "a factor of what is low": lambda x: ((x @ x.T) * 1.7 + 0.5).sin() @ x,
     "mask": lambda x: (x @ x.T) + (1 - torch.ones(4, 4).tril()) * -1e4,
     "padding": lambda x: (x @ x.T).masked_fill(torch.arange(4)[:, None] > torch.arange(4), -1e4).softmax(-1),
     "normalised": lambda x: ((x - 0.5) / 0.25) @ x.T,
     "scale": lambda x: x @ x.T * torch.tensor(64.0).rsqrt() * torch.tensor(2.0),
     "mask of low values": lambda x: (x @ x.T) * ((x @ x.T) * 2 > 0),
-    "statistics": lambda x: (x - x.mean(-1, keepdim=True)) @ x.T,
+    "low statistics": lambda x: ((x @ x.T) - (x @ x.T).mean(-1, keepdim=True)) @ x,
+    "one minus": lambda x: (1 - x) @ x.T,
 }
 
 

@@ -1,16 +1,17 @@
-"""Finds exact values that rounding would spoil.
+"""Finds values that rounding would spoil.
 
 Analysis only. A node is *exact* if it does not depend on any op that the autocast rule moves to another
-dtype, through floats, integers or memory. One that the rule keeps in the source's dtype counts too if exact
-values are part of it: depths of which a network made some, an anchor plus a low offset. These must stay
-exact:
+dtype, through floats, integers or memory. A node is *kept* if the rule does not move it itself. These nodes
+must stay in the source's dtype:
 
-- *positions*: arithmetic on values computed only from integers, buffers and constants. The position 2,047
-  is 2,048 in bfloat16, and its angles are wrong. Short matrix products of positions count (angles by
+- *positions*: exact arithmetic on values computed only from integers, buffers and constants. The position
+  2,047 is 2,048 in bfloat16, and its angles are wrong. Short matrix products of positions count (angles by
   ``einsum``, rotated grids), although the lists name them white. Values from a small set (masks) do not
   count, because rounding moves each value as a whole.
-- *decisions*: values that lead to integers, booleans, other dtypes, indices, and steps such as ``round``.
-- *angles*: values that lead into a periodic function.
+- *differences*: exact values from which exact values are subtracted. Rounded times of day differ by nothing.
+- *decisions*: kept values that lead to integers, booleans, other dtypes, indices, and steps such as
+  ``round``. So none is taken on less than the autocast rule computes it from.
+- *angles*: kept values that lead into a periodic function, likewise.
 
 The autocast rule keeps all of them in float32 except the products.
 """
@@ -32,7 +33,7 @@ from ampgraph.ops.lists import OpClass
 from .alias import SOURCES, AliasSets, written_args
 from .arguments import argument
 from .facts import Facts, NodeFacts, is_cast, tensors
-from .graph_walk import kind, values_read
+from .graph_walk import kind, operands, values_read
 from .precision import FP32, LOW, Precision
 from .problem import Hazard
 from .products import terms
@@ -42,7 +43,7 @@ from .ranges import is_table
 MOST_TERMS = 8
 
 _DETACH = torch.ops.aten.detach_.default  # it does not write a value
-_SCALES = frozenset(("mul", "div"))
+_DIFFERENCES = frozenset(("sub", "rsub"))
 _FILLS = frozenset(("zeros", "ones", "full", "scalar_tensor", "empty", "empty_strided"))
 
 
@@ -54,25 +55,17 @@ class Trace(NamedTuple):
         counted: It depends on integers.
         few: It has few distinct values, and rounding moves each as a whole: masks, single numbers.
         moved: The autocast rule moves it, or a node that it depends on, to another dtype.
-        joined: Although it is moved, it has exact values among its own or below them, in the source's dtype:
-            depths of which some are inputs, an anchor plus a low offset.
     """
 
     measured: bool = False
     counted: bool = False
     few: bool = True
     moved: bool = False
-    joined: bool = False
 
     @property
-    def is_exact(self) -> bool:
-        """Whether rounding would spoil it."""
-        return not self.moved or self.joined
-
-    @property
-    def why_exact(self) -> str:
-        """Why `is_exact` holds, as the end of a sentence."""
-        return "exact values are part of it" if self.moved else "no low op feeds it"
+    def origin(self) -> str:
+        """Why rounding would spoil it, as the end of a sentence."""
+        return "torch.autocast computes it in float32" if self.moved else "no low op feeds it"
 
     def __or__(self, other: Trace) -> Trace:
         return Trace(
@@ -80,7 +73,6 @@ class Trace(NamedTuple):
             self.counted or other.counted,
             self.few and other.few,
             self.moved or other.moved,
-            self.joined or other.joined,
         )
 
 
@@ -88,27 +80,44 @@ Traces = Mapping[Node, Trace]
 
 
 def find_hazards(
-    graph_module: GraphModule, facts: Facts, fixed: Mapping[Node, Precision], low_dtype: torch.dtype
+    graph_module: GraphModule,
+    facts: Facts,
+    fixed: Mapping[Node, Precision],
+    low_dtype: torch.dtype,
+    lowers_black: bool = False,
 ) -> dict[Node, Hazard]:
-    """Returns the nodes that must stay exact.
+    """Returns the nodes that must stay in the source's dtype.
 
     Args:
         graph_module: The graph.
         facts: The facts about its nodes.
         fixed: The labels that something above the op lists decides.
         low_dtype: The policy's low dtype.
+        lowers_black: Whether black ops follow their operands, as at O3.
     """
-    traces = _Tracer(graph_module, facts, fixed, low_dtype).run()
+    tracer = _Tracer(graph_module, facts, fixed, low_dtype, lowers_black)
     needed: dict[Node, Hazard] = {}
-    waiting = list(_starts(facts, traces))
+    waiting = list(_starts(tracer))
     while waiting:
         node, hazard = waiting.pop()
         node = facts[node].dtype_source
-        if node in needed or node.op in SOURCES or not traces[node].is_exact:
+        if node in needed or node.op in SOURCES or not tracer.keeps(node):
             continue
         needed[node] = hazard
         waiting += [(n, Hazard(hazard.reason, hazard.because or node)) for n in _floats_read(node, facts)]
-    return needed
+    return needed | _differences_of(needed, tracer)
+
+
+def _differences_of(needed: Mapping[Node, Hazard], tracer: _Tracer) -> dict[Node, Hazard]:
+    """Returns the differences of such nodes, ``x - floor(x)``, which a rounding of both would spoil."""
+    found: dict[Node, Hazard] = {}
+    for node in tracer.facts:
+        if node in needed or kind(node) not in _DIFFERENCES or not tracer.keeps(node):
+            continue
+        read = [tracer.facts[n].dtype_source for n in _floats_read(node, tracer.facts)]
+        if len(read) == len(operands(node)) and all(n in needed for n in read):
+            found[node] = Hazard(f"a difference of {read[0].name!r} and {read[1].name!r}", read[1])
+    return found
 
 
 def _floats_read(node: Node, facts: Facts) -> list[Node]:
@@ -119,9 +128,15 @@ class _Tracer:
     """Visits the graph in order and labels nodes by the autocast rule on the same lists."""
 
     def __init__(
-        self, graph_module: GraphModule, facts: Facts, fixed: Mapping[Node, Precision], low_dtype: torch.dtype
+        self,
+        graph_module: GraphModule,
+        facts: Facts,
+        fixed: Mapping[Node, Precision],
+        low_dtype: torch.dtype,
+        lowers_black: bool,
     ) -> None:
         self.graph_module, self.facts, self.fixed, self.low_dtype = graph_module, facts, fixed, low_dtype
+        self.lowers_black = lowers_black
         self.labels: dict[Node, Precision] = {}
         self.traces: dict[Node, Trace] = {}
         writes = [
@@ -133,14 +148,19 @@ class _Tracer:
         self.memory = AliasSets(graph_module.graph) if writes else None
         self.changed = {self.memory.root(n) for n in writes} if self.memory else set()
         self.written: dict[Node, Trace] = {}
+        self._run()
 
-    def run(self) -> dict[Node, Trace]:
+    def keeps(self, node: Node) -> bool:
+        """Whether the autocast rule leaves a node in the source's dtype."""
+        dtype = self.facts[node].dtype
+        return dtype is not None and self.labels[node] is Precision.of(dtype, self.low_dtype)
+
+    def _run(self) -> None:
         for node, fact in self.facts.items():
             self.traces[node] = self._source(node, fact) if node.op in SOURCES else self._op(node, fact)
             if self.memory and (written := written_args(node)):
                 for root in map(self.memory.root, written):
                     self.written[root] = self.written.get(root, Trace()) | self.traces[node]
-        return self.traces
 
     def _source(self, node: Node, fact: NodeFacts) -> Trace:
         if fact.dtype and fact.dtype_source is node:
@@ -163,20 +183,11 @@ class _Tracer:
             trace.counted or (not read and _holds_integers(values)),
             self._takes_few_values(node, fact, trace, read, values),
             trace.moved,
-            trace.joined,
         )
         if fact.dtype is None:
             return trace
-        label = self.labels[node] = self._label(node, fact, trace)
-        if label is not Precision.of(fact.dtype, self.low_dtype):
-            return trace._replace(moved=True, joined=False)
-        return trace._replace(joined=trace.moved and self._joins(node, read))
-
-    def _joins(self, node: Node, read: list[Node]) -> bool:
-        """Whether an op of which some inputs are not exact passes exact values on; a product does not."""
-        if kind(node) in _SCALES:
-            return any(self._read(n).joined for n in read)
-        return any(self._read(n).is_exact and not self._read(n).few for n in read if self.facts[n].dtype)
+        self.labels[node] = self._label(node, fact, trace)
+        return trace if self.keeps(node) else trace._replace(moved=True)
 
     def _read(self, node: Node) -> Trace:
         trace = self.traces[node]
@@ -192,7 +203,8 @@ class _Tracer:
         if fact.op_class is OpClass.WHITE:
             exact = is_position_product(node, trace)
             return Precision.of(fact.dtype, self.low_dtype) if exact else LOW
-        if fact.op_class in (None, OpClass.BLACK):
+        follows = fact.op_class is OpClass.BLACK and self.lowers_black
+        if fact.op_class in (None, OpClass.BLACK) and not follows:
             return FP32
         followed = (self.facts[s.tensor].dtype_source for s in fact.operands if s.follow)
         return Precision.following(self.labels[source] for source in followed)
@@ -237,20 +249,35 @@ def is_position_product(node: Node, trace: Trace) -> bool:
 # -- what must stay exact --------------------------------------------------------------------------------
 
 
-def _starts(facts: Facts, traces: Traces) -> Iterator[tuple[Node, Hazard]]:
-    """Yields computed positions, and the inputs of decisions and periodic functions."""
+def _starts(tracer: _Tracer) -> Iterator[tuple[Node, Hazard]]:
+    """Yields computed positions, differences, and the inputs of decisions and periodic functions."""
+    facts, traces = tracer.facts, tracer.traces
     for node, fact in facts.items():
-        if not traces[node].is_exact or node.op in (*SOURCES, "output"):
+        if node.op in (*SOURCES, "output"):
             continue
         if fact.dtype is None:
             yield from _decided_by(node, facts, traces)
             continue
         if not isinstance(node.target, OpOverload):
             continue
+        trace = traces[node]
         if why := _own_hazard(node):
-            yield node, Hazard(f"{why}, and {traces[node].why_exact}")
-        elif _computes_positions(node, fact, traces[node]):
+            if any(map(tracer.keeps, _floats_read(node, facts))):
+                yield node, Hazard(f"{why}, and {trace.origin}")
+        elif not trace.moved and _is_difference(node, traces):
+            yield node, Hazard("a difference of values that no low op feeds")
+        elif not trace.moved and _computes_positions(node, fact, trace):
             yield node, Hazard("computed from positions and tables alone: exact until a low op reads it")
+
+
+def _is_difference(node: Node, traces: Traces) -> bool:
+    """Whether two values are subtracted, or a number above 1, which tells of what size the value is."""
+    if kind(node) not in _DIFFERENCES:
+        return False
+    given = operands(node)
+    values = [n for n in given if isinstance(n, Node) and not traces[n].few]
+    numbers = [n for n in given if isinstance(n, (int, float)) and abs(n) > 1]
+    return len(values) + len(numbers) == len(given) and bool(values)
 
 
 def _computes_positions(node: Node, fact: NodeFacts, trace: Trace) -> bool:
@@ -275,4 +302,4 @@ def _decided_by(node: Node, facts: Facts, traces: Traces) -> Iterator[tuple[Node
     kinds = ", ".join(dict.fromkeys(str(v.dtype).removeprefix("torch.") for v in tensors(node)))
     made = f"{node.name!r} makes {kinds or 'a number'} of it"
     for read in _floats_read(node, facts):
-        yield read, Hazard(f"{made}, and {traces[read].why_exact}", node)
+        yield read, Hazard(f"{made}, and {traces[read].origin}", node)
