@@ -328,9 +328,13 @@ def test_nothing_captured_is_reported_once(recwarn):
             return self.head(x)
 
     amp = ampgraph.convert(Tagger())
+    with pytest.raises(ampgraph.AmpGraphError, match="call the converted model once"):
+        ampgraph.explain(amp)
     amp(X)
     amp(X)
     assert sum("ran unconverted" in str(w.message) for w in recwarn) == 1
+    with pytest.raises(ampgraph.AmpGraphError, match="Tagger has no graph: its calls ran unconverted"):
+        ampgraph.explain(amp)
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])

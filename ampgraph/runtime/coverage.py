@@ -98,6 +98,11 @@ class CoverageWatch:
         self._breaks: dict[GraphBreak, None] = {}
         self._log: BreakLog | None = None
 
+    @property
+    def was_called(self) -> bool:
+        """Whether a call was watched."""
+        return self._log is not None
+
     def add(self, inputs: Iterable[object]) -> None:
         """Records a captured graph by its inputs."""
         self._graphs += 1

@@ -132,6 +132,11 @@ class GraphCache:
         Raises:
             NoGraphError: Nothing is captured yet.
         """
+        if self._current is None and self.watch.was_called:
+            raise NoGraphError(
+                f"{self._name} has no graph: its calls ran unconverted, in the source's dtypes "
+                f"({self.watch.coverage()})."
+            )
         if self._current is None:
             raise NoGraphError(
                 f"{self._name} is not captured yet: call the converted model once, "
