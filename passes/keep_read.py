@@ -58,9 +58,8 @@ def reads_of_written_memory(graph: Graph) -> list[tuple[Node, Node, int]]:
         own = written_args(node)
         for source in node.all_input_nodes if node.op == "call_function" and node in matters else ():
             root = aliases.root(source)
-            is_same_memory = (
-                source in own or aliases.root(node) == root
-            )  # a view, or a cast that does nothing
+            # A view, or a cast that does nothing.
+            is_same_memory = source in own or aliases.root(node) == root
             if root in roots and not is_same_memory and _is_tensor(source):
                 found.append((node, source, writes[root]))
         for n in own:

@@ -284,8 +284,7 @@ ABOVE_HAZARDS = (
 
 HAZARD = Rule(
     "positions, differences, angles and decisions that rounding would spoil, state that a graph keeps for "
-    "its next call, "
-    "values that may leave the low range",
+    "its next call, values that may leave the low range",
     "hazard",
     "the source's",
     _by_hazard,
