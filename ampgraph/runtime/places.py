@@ -219,8 +219,8 @@ class Places:
             for key, item in items_of(value) if is_small(value) else ():
                 self._look_into(item, f"{path}[{key!r}]", depth - 1)
             return
-        for name in _PARTS.get(type(value), ()):
-            self._add(Place(value, name, f"{path}.{name}"), self._inside, depth - 1)
+        for name in _PARTS.get(type(value), ()):  # as deep as the partial or method
+            self._add(Place(value, name, f"{path}.{name}"), self._inside, depth)
         if isinstance(value, _NO_SETTINGS) or is_foreign(type(value)):
             return
         held = getattr(value, "__dict__", None) or {}
