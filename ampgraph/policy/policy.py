@@ -86,7 +86,7 @@ class Policy:
             the prefix a glob matches node names only if it matches no module. Rules for nodes take precedence
             over rules for modules.
         use_fp16_guard: If True, only code inside `fp16_guard` may run low. If False, `fp16_guard` is ignored.
-            None means True if the graph contains an `fp16_guard`.
+            None means True if the code of the model, or a graph of it, contains an `fp16_guard`.
         placement: ``"optimal"`` (minimum cut) or ``"autocast"`` (the rule of ``torch.autocast``).
         objective: The cost that the optimal placement minimises. ``"traffic"``: the bytes that the kernels
             and casts of an eager forward read and write. The plan never exceeds the rule of
@@ -100,10 +100,10 @@ class Policy:
             float16 and none for bfloat16.
         keep_io_dtypes: Whether graph outputs keep the dtypes of the source model. False is illegal with a
             loss scale in float16, because gradients of float16 outputs underflow before they are scaled.
-        hazards: Whether values that rounding would spoil stay exact: positions, angles, and values that
-            become integers or booleans, until they depend on a low op. At O1 and O2 also whether values that
-            may leave the low range, and the ops that read them, stay float32. Guards and rules take
-            precedence over hazards; hazards take precedence over op lists.
+        hazards: Whether values that rounding would spoil stay as precise as the autocast rule computes them:
+            positions, differences of inputs, angles, and values that become integers or booleans. At O1 and
+            O2 also whether values that may leave the low range, and the ops that read them, stay float32.
+            Guards and rules take precedence over hazards; hazards take precedence over op lists.
         weight_copies: Whether the model keeps a low copy of each float32 parameter that its graphs cast. The
             copies are refreshed once per update, so no forward casts weights. They hold the same values as
             casts and take 2 bytes per parameter. False casts in every forward.
