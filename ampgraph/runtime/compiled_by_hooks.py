@@ -34,6 +34,7 @@ class CompiledByHooks:
     ) -> None:
         self._source, self._compile, self._graphs, self._name = source, compile_source, graphs, name
         self._count = -1
+        self._empty: list[dict[int, Any]] = [{0: "not looked at yet"}]
         self._held: list[dict[int, Any]] = []
         self._ids: list[tuple[int, ...]] = []
         self._key: _Key = ()
@@ -57,16 +58,18 @@ class CompiledByHooks:
         return result
 
     def _current_key(self) -> _Key:
-        """Returns the hooks by module and code; reads only known ones as long as none was registered."""
+        """Returns the hooks by module and code; looks at all modules only if one gained or lost a hook."""
         count = hooks_registered()
-        if count == self._count and [*map(tuple, self._held)] == self._ids:
+        if [*map(tuple, self._held)] == self._ids and (count == self._count or not any(self._empty)):
+            self._count = count
             return self._key
         modules = self._source.named_modules()
-        found = [(path, name, vars(module).get(name)) for path, module in modules for name in HOOKS]
+        found = [(path, name, vars(module).get(name, {})) for path, module in modules for name in HOOKS]
         held = [(path, name, hooks) for path, name, hooks in found if hooks]
-        self._key = tuple((path, name, tuple(map(_code_of, hooks.values()))) for path, name, hooks in held)
+        self._empty = [hooks for _, _, hooks in found if not hooks]
         self._held = [hooks for _, _, hooks in held]
         self._ids = [*map(tuple, self._held)]
+        self._key = tuple((path, name, tuple(map(_code_of, hooks.values()))) for path, name, hooks in held)
         self._count = count
         return self._key
 
