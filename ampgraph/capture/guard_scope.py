@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cached_property
-
 from torch import nn
 from torch.fx import GraphModule
 
@@ -28,17 +26,20 @@ class GuardScope:
         self._source = source
         self._is_asked = policy.use_fp16_guard is None and policy.level != "O0"
         self._seen = self._is_told = False
+        self._is_in_code: bool | None = None
 
-    @cached_property
-    def _is_in_code(self) -> bool:
-        code = Code(self._source)
-        return "fp16_guard" in code.names or code.reaches(fp16_guard, fp16_guard.__wrapped__)  # type: ignore[attr-defined]
+    def mark(self, graph_module: GraphModule, code: Code | None = None) -> None:
+        """Marks a graph before it is rewritten, if the model has a guard anywhere.
 
-    def mark(self, graph_module: GraphModule) -> None:
-        """Marks a graph before it is rewritten, if the model has a guard anywhere."""
+        Args:
+            graph_module: The captured graph.
+            code: The model's code, if it was read already.
+        """
         if not self._is_asked:
             return
         self._seen |= has_guarded_region(graph_module)
+        if self._is_in_code is None:
+            self._is_in_code = _names_a_guard(code or Code(self._source))
         if self._seen or self._is_in_code:
             mark_guarded_model(graph_module.graph)
 
@@ -51,3 +52,8 @@ class GuardScope:
             f"{name} runs in float32: its code has an fp16_guard, which this call does not reach, and all "
             "ops outside of guards run in float32. Policy(use_fp16_guard=False) ignores guards."
         )
+
+
+def _names_a_guard(code: Code) -> bool:
+    wrapped = fp16_guard.__wrapped__  # type: ignore[attr-defined]
+    return "fp16_guard" in code.names or code.reaches(fp16_guard, wrapped)

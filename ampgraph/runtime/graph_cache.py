@@ -306,7 +306,7 @@ class GraphCache:
             graph_module, constants = unlift(program, self._source)
             keep_before_assignment(graph_module, reads.assigned_buffers())
             sizes = AcceptedSizes(graph_module, program.range_constraints, call.signature.shapes)
-            self.guard_scope.mark(graph_module)
+            self.guard_scope.mark(graph_module, reads.code)
             before = Unplanned(graph_module, self._options) if self._siblings is not None else None
             captured = self._rewrite(graph_module, constants, call.signature, Timing(seconds, start))
             captured.sizes = sizes
