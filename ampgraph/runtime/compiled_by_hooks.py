@@ -10,8 +10,8 @@ from torch import nn
 
 from .._compat import hooks_registered
 from ..errors import warn_user
+from .module_structure import HOOKS
 
-HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _MOST = 8  # sets of hooks whose code is kept
 _Key = tuple[tuple[str, str, tuple[Hashable, ...]], ...]
 
@@ -24,8 +24,8 @@ class CompiledByHooks:
 
     Args:
         source: The model.
-        compile_source: Compiles it anew.
-        graphs: What grows with each graph that is captured.
+        compile_source: Returns a new compiled form of the model.
+        graphs: The captured graphs of the model.
         name: The model's name, for the warning.
     """
 
@@ -75,7 +75,7 @@ class CompiledByHooks:
 
 
 def _code_of(hook: object) -> Hashable:
-    """Returns what hooks that differ only in what they hold have in common."""
+    """Returns the code of a hook, which hooks of one function share, whatever they hold."""
     while isinstance(hook, functools.partial):
         hook = hook.func
     return getattr(hook, "__code__", id(type(hook)))

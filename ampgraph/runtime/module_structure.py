@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from .._compat import dict_versions, hooks_registered
-from .compiled_by_hooks import HOOKS
 from .held_tensors import HeldTensors, Kinds
 
+HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _PARTS = ("_parameters", "_buffers", "_modules")
 
 # The training mode of every module, because a model may run other code in another mode; and the kinds of

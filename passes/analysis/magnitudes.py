@@ -192,7 +192,7 @@ class TypicalSizes(Sizes):
         """Finds none yet."""
 
     def _is_unit(self, node: Node) -> bool:
-        """Whether what is computed of it starts anew, whatever it is computed from itself."""
+        """Whether the result has the size of a matrix product, which does not depend on its operands."""
         return self.facts[node].op_class is OpClass.WHITE and kind(node) != "div"
 
     def moved(self, node: Node) -> list[Size]:
