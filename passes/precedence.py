@@ -283,7 +283,7 @@ ABOVE_HAZARDS = (
 )
 
 HAZARD = Rule(
-    "positions, differences, angles and decisions that rounding would spoil, state that a graph keeps for "
+    "positions, arithmetic on inputs, angles, decisions and results that rounding would spoil, state that a graph keeps for "
     "its next call, values that may leave the low range",
     "hazard",
     "the source's",

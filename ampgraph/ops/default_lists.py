@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from . import kernel_tables
+
 
 class OpGroup(NamedTuple):
     """Ops that share one rule. ``when`` names a predicate; ``otherwise`` is the class if it is false."""
@@ -169,15 +171,7 @@ DEFAULT_BLACK = (
     OpGroup(
         "black",
         "decomposition or solver: no low-precision kernel",
-        """cholesky cholesky_inverse cholesky_solve linalg_cholesky linalg_cholesky_ex linalg_cond linalg_det
-        linalg_eig linalg_eigh linalg_eigvals linalg_eigvalsh linalg_householder_product linalg_inv
-        linalg_inv_ex linalg_ldl_factor linalg_ldl_factor_ex linalg_ldl_solve linalg_lstsq linalg_lu
-        linalg_lu_factor linalg_lu_factor_ex linalg_lu_solve linalg_matrix_rank linalg_matrix_sqrth
-        linalg_pinv linalg_polar linalg_qr
-        linalg_slogdet linalg_solve linalg_solve_ex linalg_solve_triangular linalg_svd linalg_svdvals
-        linalg_tensorinv linalg_tensorsolve inverse pinverse det logdet slogdet svd qr geqrf orgqr ormqr
-        lu_solve lu_unpack triangular_solve _linalg_det _linalg_eigh _linalg_slogdet _linalg_solve_ex
-        _linalg_svd _lu_with_info""",
+        " ".join(sorted(kernel_tables.SOLVERS)),
     ),
     OpGroup(
         "black",

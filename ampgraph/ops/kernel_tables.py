@@ -235,3 +235,33 @@ STEPS = _names(
 
 # For large angles the relative error of a low dtype is a whole turn.
 PERIODIC = _names("sin cos tan sinc special_sinc")
+
+# A sum or difference before them decides how near their argument is to 0 or to 1.
+STEEP = _names(
+    """log log2 log10 log1p special_log1p logit special_logit xlogy special_xlogy special_xlog1py
+    acos arccos asin arcsin acosh arccosh atanh arctanh"""
+)
+
+# Decompositions and solvers: an error of the matrix grows by its condition number.
+SOLVERS = _names(
+    """cholesky cholesky_inverse cholesky_solve linalg_cholesky linalg_cholesky_ex linalg_cond linalg_det
+    linalg_eig linalg_eigh linalg_eigvals linalg_eigvalsh linalg_householder_product linalg_inv
+    linalg_inv_ex linalg_ldl_factor linalg_ldl_factor_ex linalg_ldl_solve linalg_lstsq linalg_lu
+    linalg_lu_factor linalg_lu_factor_ex linalg_lu_solve linalg_matrix_rank linalg_matrix_sqrth
+    linalg_pinv linalg_polar linalg_qr
+    linalg_slogdet linalg_solve linalg_solve_ex linalg_solve_triangular linalg_svd linalg_svdvals
+    linalg_tensorinv linalg_tensorsolve inverse pinverse det logdet slogdet svd qr geqrf orgqr ormqr
+    lu_solve lu_unpack triangular_solve _linalg_det _linalg_eigh _linalg_slogdet _linalg_solve_ex
+    _linalg_svd _lu_with_info"""
+)
+
+# Products, roots, selections, and activations with bounded slopes: none subtracts values that may be equal.
+KEEPS_RELATIVE_ERROR = _names(
+    """mul multiply div divide true_divide neg negative positive abs absolute sqrt outer ger kron
+    maximum minimum max min amax amin aminmax fmax fmin cummax cummin max_pool1d max_pool2d max_pool3d
+    max_pool1d_with_indices max_pool2d_with_indices max_pool3d_with_indices adaptive_max_pool1d
+    adaptive_max_pool2d adaptive_max_pool3d sort topk msort kthvalue median mode
+    clamp clip clamp_min clamp_max relu relu6 leaky_relu prelu _prelu_kernel hardtanh threshold
+    sigmoid tanh hardsigmoid hardswish silu gelu elu selu celu mish softsign
+    dropout native_dropout feature_dropout alpha_dropout feature_alpha_dropout bernoulli"""
+)

@@ -292,6 +292,27 @@ def is_periodic(target: OpOverload) -> bool:
     return _listed(kernel_tables.PERIODIC, target)
 
 
+@cache
+def is_steep(target: OpOverload) -> bool:
+    """Whether the function is steep near some value of its argument, such as a logarithm near 0."""
+    return _listed(kernel_tables.STEEP, target)
+
+
+@cache
+def is_solver(target: OpOverload) -> bool:
+    """Whether the op decomposes matrices or solves linear systems."""
+    return _listed(kernel_tables.SOLVERS, target)
+
+
+@cache
+def keeps_relative_error(target: OpOverload) -> bool:
+    """Whether the result's relative error is about that of the operands: products, square roots, maxima.
+
+    Also ops whose result is bounded, and whose absolute error is about that of the operands: ``tanh``.
+    """
+    return _listed(kernel_tables.KEEPS_RELATIVE_ERROR, target)
+
+
 class Op(NamedTuple):
     """The answers of this file's functions for one op. To hash an op calls Python, so passes do it once."""
 
