@@ -283,8 +283,8 @@ ABOVE_HAZARDS = (
 )
 
 HAZARD = Rule(
-    "positions, arithmetic on inputs, angles, decisions and results that rounding would spoil, state that a graph keeps for "
-    "its next call, values that may leave the low range",
+    "positions, arithmetic on inputs, angles, decisions and results that rounding would spoil, state that "
+    "a graph keeps for its next call, values that may leave the low range",
     "hazard",
     "the source's",
     _by_hazard,
