@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import operator
 import random
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import nn
@@ -342,6 +343,11 @@ class Fn(nn.Module):
 
     def forward(self, *args: torch.Tensor) -> object:
         return self.function(*args)
+
+
+def warnings_of_ours(told: Iterable[warnings.WarningMessage]) -> list[str]:
+    """Returns the texts of user warnings; on some versions of Python, Dynamo has a note of its own."""
+    return [str(warning.message) for warning in told if warning.category is UserWarning]
 
 
 def close(actual: torch.Tensor, expected: torch.Tensor, rel: float = 0.03) -> None:

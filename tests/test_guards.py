@@ -13,7 +13,7 @@ import ampgraph
 from ampgraph import Policy, fp16_guard, fp32_guard
 from ampgraph.guards import guard_of
 
-from .helpers import Fn, close, dtype_of, inserted, nodes_of
+from .helpers import Fn, close, dtype_of, inserted, nodes_of, warnings_of_ours
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
@@ -481,7 +481,7 @@ def test_a_guard_that_no_call_reaches_is_told_once(capture):
         UserWarning, match="its code has an fp16_guard, which this call does not reach"
     ) as told:
         results = [amp(x, False), amp(x, False)]
-    assert len(told) == 1
+    assert len(warnings_of_ours(told)) == 1
     assert all(torch.equal(result, model(x, False)) for result in results)
     planned_again = ampgraph.explain(amp).under(amp.policy).nodes
     assert {node.dtype for node in planned_again if node.name.startswith("linear")} == {"float32"}
