@@ -700,6 +700,17 @@ def test_nothing_is_pinned_that_needs_nothing(name, level):
     assert "hazard" not in found.values()
 
 
+@pytest.mark.parametrize("norm", [F.layer_norm, F.rms_norm])
+def test_a_residual_stream_runs_low(norm):
+    def model(x):
+        for _ in range(2):
+            x = x + norm(x, (8,)) @ torch.ones(8, 8)
+        return x
+
+    found = decisions(Fn(model), torch.randn(4, 8), level="O2")
+    assert {found[name] for name in ("add", "add_1")} == {"placement"}
+
+
 def test_long_products_of_tables_are_matrix_products():
     """The weights of a frozen model may be buffers, and its inputs integers."""
 

@@ -2,7 +2,8 @@
 
 Analysis only. A result of 300 is a multiple of 2 in bfloat16, however small the part is that the low ops
 computed. The autocast rule adds in float32, because one operand is float32. A result leads to an output, or
-to a loss, through sums, moves, and products with exact values alone.
+to a loss, through sums, moves, and products with exact values alone. What a norm reads, too, is the hidden
+state of a network and no result: `x + attention(norm(x))`.
 """
 
 from __future__ import annotations
@@ -15,13 +16,15 @@ from ampgraph._compat import OpOverload
 from ampgraph.ops.lists import OpClass
 
 from .facts import is_cast
-from .graph_walk import kind, values_read
+from .graph_walk import kind, operand, root, values_read
+from .norms import norm_at
 from .problem import Hazard
 
 if TYPE_CHECKING:
     from .traces import Tracer
 
 _SUMS = frozenset(("add", "sub", "rsub", "addcmul", "lerp", "subtract"))
+_NORMS = frozenset(("layer_norm", "rms_norm", "group_norm", "batch_norm", "instance_norm"))
 _PRODUCTS = frozenset(("mul", "div", "multiply", "divide", "true_divide"))
 # What a loss is computed by, besides the ops that are called losses.
 _LOSSES = frozenset(("mean", "sum", "abs", "square", "pow", "neg", "linalg_vector_norm"))
@@ -30,11 +33,12 @@ _LOSSES = frozenset(("mean", "sum", "abs", "square", "pow", "neg", "linalg_vecto
 def find_sums_to_outputs(tracer: Tracer) -> dict[Node, Hazard]:
     """Returns the sums, and what lies between them and the outputs."""
     results = _results(tracer)
+    hidden = _hidden_states(results, tracer)
     found: dict[Node, Hazard] = {}
     for node in tracer.facts:  # in the graph's order, so that a sum comes before what reads it
-        if node not in results or not _is_float32_by_rule(node, tracer):
+        if node not in results or root(node) in hidden or not _is_float32_by_rule(node, tracer):
             continue
-        read = values_read(node)
+        read = [n for n in values_read(node) if root(n) not in hidden]
         first = next((n for n in read if tracer.facts[n].dtype_source in found), None)
         exact = next((n for n in read if _is_exact(n, tracer)), None) if kind(node) in _SUMS else None
         owner = tracer.facts[node].dtype_source
@@ -54,6 +58,15 @@ def _results(tracer: Tracer) -> set[Node]:
         ):
             found.add(node)
     return found
+
+
+def _hidden_states(results: set[Node], tracer: Tracer) -> set[Node]:
+    """Returns what norms read; views and casts of it left out."""
+    if not results:
+        return set()
+    read = [operand(node) for node in tracer.facts if kind(node) in _NORMS]
+    read += [norm.x for norm in map(norm_at, tracer.facts) if norm]
+    return {root(n) for n in read}
 
 
 def _leads_on(user: Node, read: Node, tracer: Tracer) -> bool:
