@@ -49,14 +49,27 @@ def parameters_of(optimizer: Optimizer) -> list[Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
-def attached_step(optimizer: Optimizer, scalers_of: Callable[[Optimizer], Sequence[Scaler]]) -> Callable:
-    """Returns a ``step`` for the optimizer that checks its scalers first and updates them after a round."""
+def closure_of(args: tuple, kwargs: dict[str, Any]) -> Callable | None:
+    """Returns the closure among the arguments of a step."""
+    closure = args[0] if args else kwargs.get("closure")
+    return closure if callable(closure) else None
+
+
+def attached_step(
+    optimizer: Optimizer, scalers_of: Callable[[Optimizer, bool], Sequence[Scaler]]
+) -> Callable:
+    """Returns a ``step`` for the optimizer that checks its scalers first and updates them after a round.
+
+    Args:
+        optimizer: The optimizer.
+        scalers_of: Returns the scalers of an optimizer, for a step with a closure or one without.
+    """
     original = optimizer.step
 
     def step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
         if is_inside(self):
             return original(*args, **kwargs)
-        scalers = scalers_of(self)
+        scalers = scalers_of(self, closure_of(args, kwargs) is not None)
         for scaler in scalers:
             if scaler.guard.has_stepped(self):
                 scaler.update()  # another optimizer did not step: end the round
@@ -99,8 +112,8 @@ def step_unless_bad(
 def _step(
     scalers: Sequence[Scaler], optimizer: Optimizer, take: Callable, args: tuple, kwargs: dict[str, Any]
 ) -> Any:
-    closure = args[0] if args else kwargs.get("closure")
-    if not callable(closure):
+    closure = closure_of(args, kwargs)
+    if closure is None:
         return _step_once(scalers, optimizer, take, args, kwargs)
     args, kwargs = args[1:], {name: value for name, value in kwargs.items() if name != "closure"}
     if _calls_its_closure_first_and_once(optimizer):

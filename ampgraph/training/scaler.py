@@ -28,7 +28,7 @@ from ..policy.policy import Policy
 from .gradient_flags import GradientFlags
 from .judging import Share, judge_early
 from .nested_optimizers import nested, put_inside
-from .optimizer_step import attached_step, parameters_of, shares, step_unless_bad, stepping
+from .optimizer_step import attached_step, closure_of, parameters_of, shares, step_unless_bad, stepping
 from .overflow import Overflow, overflow_of
 from .parameter_index import ParameterIndex
 from .partners import PartnerRegistry
@@ -159,7 +159,8 @@ class LossScaler(ScaleNumbers):
         """
         if not self.is_enabled():
             return optimizer.step(*args, **kwargs)
-        scalers = _all_scalers.with_partners([self, *vars(optimizer).get("_amp_scalers", ())], optimizer)
+        known = [self, *vars(optimizer).get("_amp_scalers", ())]
+        scalers = _all_scalers.with_partners(known, optimizer, closure_of(args, kwargs) is not None)
         self._check_step(optimizer)
         for scaler in scalers:
             if scaler.guard.has_stepped(optimizer) and scaler.guard.is_attached(optimizer):
@@ -190,7 +191,7 @@ class LossScaler(ScaleNumbers):
 
     def _warn_about_strangers(self, optimizer: Optimizer, method: str) -> None:
         parameters = parameters_of(optimizer)
-        if not parameters or len(_all_scalers.with_partners([self], optimizer)) > 1:
+        if not parameters or len(_all_scalers.with_partners([self], optimizer, before=True)) > 1:
             return
         if any(slot is not None for slot in self._slots.of(parameters)):
             return
@@ -382,5 +383,5 @@ class LossScaler(ScaleNumbers):
         self.guard.forget()
 
 
-def _scalers_of(optimizer: Optimizer) -> list[LossScaler]:
-    return _all_scalers.with_partners(vars(optimizer)["_amp_scalers"], optimizer)
+def _scalers_of(optimizer: Optimizer, has_closure: bool) -> list[LossScaler]:
+    return _all_scalers.with_partners(vars(optimizer)["_amp_scalers"], optimizer, has_closure)
