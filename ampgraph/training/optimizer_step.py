@@ -97,7 +97,8 @@ def step_unless_bad(
         kwargs: Keyword arguments of that step.
 
     Returns:
-        The result of ``take``, or None for a skipped step. A step that raises may be called again.
+        The result of ``take``; for a skipped step that of the closure's first evaluation, or None without a
+        closure. A step that raises may be called again.
     """
     for scaler in scalers:
         scaler.guard.begin(optimizer)
@@ -117,8 +118,8 @@ def _step(
         return _step_once(scalers, optimizer, take, args, kwargs)
     args, kwargs = args[1:], {name: value for name, value in kwargs.items() if name != "closure"}
     if _calls_its_closure_first_and_once(optimizer):
-        closure = _evaluated(closure)
-        return _step_once(scalers, optimizer, take, (closure, *args), kwargs)
+        loss, closure = _evaluated(closure)
+        return _step_once(scalers, optimizer, take, (closure, *args), kwargs, loss)
     return _step_or_undo(scalers, optimizer, take, closure, args, kwargs)
 
 
@@ -126,8 +127,14 @@ def _step(
 
 
 def _step_once(
-    scalers: Sequence[Scaler], optimizer: Optimizer, take: Callable, args: tuple, kwargs: dict[str, Any]
+    scalers: Sequence[Scaler],
+    optimizer: Optimizer,
+    take: Callable,
+    args: tuple,
+    kwargs: dict[str, Any],
+    loss: Any = None,
 ) -> Any:
+    """Steps on existing gradients; returns ``loss`` for a skipped step."""
     on_device = _skips_on_device(optimizer)
     found = _verdicts(scalers, optimizer)
     for scaler, verdict in found:
@@ -138,7 +145,7 @@ def _step_once(
     if bad is not None and not on_device and float(bad) > 0:
         _report(found)
         _leave_out(optimizer)
-        return None
+        return loss
     with Inside(optimizer):
         if on_device and bad is not None:
             return _gated(optimizer, bad, take, args, kwargs)
@@ -245,15 +252,20 @@ def _calls_its_closure_first_and_once(optimizer: Optimizer) -> bool:
     return has_torchs_step(optimizer) and not isinstance(optimizer, LBFGS)
 
 
-def _evaluated(closure: Callable) -> Callable:
-    """Calls the closure now, because its gradients decide on the step; the next call returns this result."""
+def _evaluated(closure: Callable) -> tuple[Any, Callable]:
+    """Calls the closure now, because its gradients decide on the step.
+
+    Returns:
+        The closure's result, and a closure whose first call returns this result.
+    """
     with torch.enable_grad():
-        first = [closure()]
+        loss = closure()
+    first = [loss]
 
     def again() -> Any:
         return first.pop() if first else closure()
 
-    return again
+    return loss, again
 
 
 class _BadEvaluationError(Exception):
@@ -265,11 +277,13 @@ class _Evaluations:
 
     def __init__(self, closure: Callable, scalers: Sequence[Scaler], optimizer: Optimizer):
         self._closure, self._scalers, self._optimizer = closure, scalers, optimizer
-        self.calls, self.is_bad = 0, False
+        self.calls, self.is_bad, self.first = 0, False, None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self.calls += 1
         result = self._closure(*args, **kwargs)
+        if self.calls == 0:
+            self.first = result
+        self.calls += 1
         self.judge()
         if self.is_bad:
             raise _BadEvaluationError
@@ -312,4 +326,4 @@ def _step_or_undo(
         return result
     undo()
     _leave_out(optimizer)
-    return None
+    return evaluations.first

@@ -152,7 +152,8 @@ class LossScaler(ScaleNumbers):
         or one for each evaluation of a closure.
 
         Returns:
-            The result of ``optimizer.step``, or None for a skipped step.
+            The result of ``optimizer.step``. For a skipped step what its closure returned first, or None
+            without a closure.
 
         Raises:
             LoopError: The optimizer has stepped since the last `update`.
