@@ -410,6 +410,15 @@ def test_attach_takes_optimizers_only():
         amp.scaler.attach("adam")
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("method", ["step", "unscale_"])
+def test_the_methods_of_the_loop_take_an_optimizer(dtype, method) -> None:
+    amp = ampgraph.convert(nn.Linear(4, 4), (torch.ones(1, 4),), dtype=dtype)
+    for value, name in ((None, "NoneType"), (amp, "AmpModule")):
+        with pytest.raises(ampgraph.PolicyError, match=f"{method} takes an optimizer, got {name}"):
+            getattr(amp.scaler, method)(value)
+
+
 def test_attach_tells_of_an_optimizer_of_another_model():
     amp = ampgraph.convert(nn.Linear(4, 4), (torch.ones(1, 4),), dtype=torch.float16)
     other = nn.Linear(4, 4)

@@ -25,6 +25,7 @@ from ..policy.loss_scale import (
     new_scale_of,
 )
 from ..policy.policy import Policy
+from .distributed import check_process_groups
 from .gradient_flags import GradientFlags
 from .judging import Share, judge_early
 from .nested_optimizers import nested, put_inside
@@ -80,12 +81,14 @@ class LossScaler(ScaleNumbers):
     def process_groups(self) -> Sequence[ProcessGroup] | None:
         """The ranks that skip a step together.
 
-        None: all ranks of the job, with or without parts of this model. Empty: only this rank.
+        None: all ranks of the job, with or without parts of this model. Empty: only this rank. Another value
+        raises `PolicyError`.
         """
         return self.guard.process_groups
 
     @process_groups.setter
     def process_groups(self, groups: Sequence[ProcessGroup] | None) -> None:
+        check_process_groups(groups)
         self.guard.process_groups = groups
 
     # -- the loop --------------------------------------------------------------------------------
@@ -103,8 +106,7 @@ class LossScaler(ScaleNumbers):
             PolicyError: An argument is not an optimizer.
         """
         for optimizer in optimizers:
-            if not (hasattr(optimizer, "step") and hasattr(optimizer, "param_groups")):
-                raise PolicyError(f"attach takes optimizers, got {type(optimizer).__name__}.")
+            _check_optimizer(optimizer, "attach takes optimizers")
             self._warn_about_strangers(optimizer, "attach")
         self._check_decided("attach")
         for optimizer in optimizers if self.is_enabled() else ():
@@ -134,7 +136,9 @@ class LossScaler(ScaleNumbers):
 
         Raises:
             LoopError: ``unscale_`` or ``step`` was already called for this optimizer since the last update.
+            PolicyError: The argument is not an optimizer.
         """
+        _check_optimizer(optimizer, "unscale_ takes an optimizer")
         if not self.is_enabled():
             return
         optimizer = stepping(optimizer)
@@ -157,7 +161,9 @@ class LossScaler(ScaleNumbers):
 
         Raises:
             LoopError: The optimizer has stepped since the last `update`.
+            PolicyError: The argument is not an optimizer.
         """
+        _check_optimizer(optimizer, "step takes an optimizer")
         if not self.is_enabled():
             return optimizer.step(*args, **kwargs)
         known = [self, *vars(optimizer).get("_amp_scalers", ())]
@@ -339,8 +345,8 @@ class LossScaler(ScaleNumbers):
         """Loads a state of ampgraph or of ``torch.amp.GradScaler`` and clears recorded overflows.
 
         Raises:
-            PolicyError: The state is empty (a disabled GradScaler), or a number is not legal for a scale. The
-                scaler does not change.
+            PolicyError: The state is no dict, or empty (of a disabled GradScaler), or a number is illegal.
+                The scaler does not change.
         """
         self._check_decided("load_state_dict")
         if not self.is_enabled():
@@ -382,6 +388,11 @@ class LossScaler(ScaleNumbers):
         self._was_lowered = None
         self.guard.steps = int(self.guard.steps)
         self.guard.forget()
+
+
+def _check_optimizer(value: object, legal: str) -> None:
+    if not (hasattr(value, "step") and hasattr(value, "param_groups")):
+        raise PolicyError(f"{legal}, got {type(value).__name__}.")
 
 
 def _scalers_of(optimizer: Optimizer, has_closure: bool) -> list[LossScaler]:
