@@ -212,7 +212,7 @@ def new_scale_of(value: float | Tensor, scale: Tensor) -> Tensor:
 
 def as_float32(value: float) -> float:
     """Returns the number in the precision of the device."""
-    return float(torch.tensor(float(value), dtype=torch.float32))
+    return float(torch.tensor(float(value), dtype=torch.float32, device="cpu"))
 
 
 # Both a scale and its inverse are normal numbers of float32.
