@@ -215,13 +215,24 @@ class AmpModule(Converted):
     def _run_traced(self, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Runs the rewritten graph for a tracer, without low copies and loss scaling."""
         if "_compiled" not in self.__dict__:
-            captured = self._graphs.known(args, kwargs) or self._graphs.find(args, kwargs)
+            captured = self._graphs.known(args, kwargs)
+            if captured is None and is_exporting():
+                raise self._inner_capture_error()
+            captured = captured or self._graphs.find(args, kwargs)
             return captured.graph_module(*args, **kwargs)
         if is_capturing():
             return self._call(args, kwargs)
         raise CaptureError(
             f"{type(self.source).__name__} was converted just in time, which torch.export leaves "
             "out; call ampgraph.export(model, args), or convert with example inputs."
+        )
+
+    def _inner_capture_error(self) -> CaptureError:
+        return CaptureError(
+            f"{type(self.source).__name__} is converted already and has no graph for these arguments, and "
+            "torch.export captures nothing inside another capture. Call the whole model once with such "
+            "arguments first, or convert the whole model from unconverted parts (blocks.restore() undoes "
+            "convert_blocks, amp.source is the source of a part)."
         )
 
     def _call(self, args: tuple, kwargs: dict[str, Any]) -> Any:

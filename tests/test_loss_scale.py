@@ -50,6 +50,7 @@ def play(scaler: LossScaler, steps: str) -> list[float]:
         lambda: StaticLossScale(0.0),
         lambda: StaticLossScale(float("inf")),
         lambda: StaticLossScale("big"),
+        lambda: StaticLossScale(1.0, skip_on_overflow="no"),
         lambda: DynamicLossScale(init_scale=-1.0),
         lambda: DynamicLossScale(init_scale=float("nan")),
         lambda: DynamicLossScale(growth_factor=0.5),
@@ -196,6 +197,24 @@ def test_update_takes_a_new_scale_within_bounds() -> None:
 
 
 # -- state -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("state", [None, [1024.0], "scale"])
+def test_a_state_is_a_dict(state) -> None:
+    scaler = ampgraph.convert(nn.Linear(4, 4), (torch.ones(1, 4),), dtype=torch.float16).scaler
+    with pytest.raises(PolicyError, match=f"load_state_dict takes the dict .*, got {type(state).__name__}"):
+        scaler.load_state_dict(state)
+    assert scaler.get_scale() == 2.0**16
+
+
+@pytest.mark.parametrize("groups", ["x", 3, ("x",), [None]])
+def test_process_groups_are_none_or_groups(groups) -> None:
+    scaler = ampgraph.convert(nn.Linear(4, 4), (torch.ones(1, 4),), dtype=torch.float16).scaler
+    with pytest.raises(PolicyError, match=r"scaler\.process_groups is None \(all ranks\).*, got"):
+        scaler.process_groups = groups
+    assert scaler.process_groups is None
+    scaler.process_groups = ()
+    assert scaler.process_groups == ()
 
 
 def test_state_has_grad_scalers_keys_and_takes_its_state() -> None:

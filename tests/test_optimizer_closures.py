@@ -136,11 +136,12 @@ def test_sam_leaves_out_a_step_with_either_gradient_bad(bad, by_hand) -> None:
     amp.scaler.attach(optimizer)
     train_sam(amp, optimizer, 2)
     before = everything(amp, optimizer.base_optimizer)
+    losses: list[torch.Tensor] = []
 
     def closure() -> torch.Tensor:
-        loss = loss_of(amp, X * INF if bad == "second" else X)
-        loss.backward()
-        return loss
+        losses.append(loss_of(amp, X * INF if bad == "second" else X))
+        losses[-1].backward()
+        return losses[-1]
 
     loss_of(amp, X * INF if bad == "first" else X).backward()
     if by_hand:
@@ -148,7 +149,7 @@ def test_sam_leaves_out_a_step_with_either_gradient_bad(bad, by_hand) -> None:
         closure()
         optimizer.second_step()
     else:
-        assert optimizer.step(closure) is None
+        assert optimizer.step(closure) is losses[0]
     assert same(before, everything(amp, optimizer.base_optimizer))
     assert amp.scaler.get_scale() == 512.0
     optimizer.zero_grad()
@@ -208,14 +209,42 @@ def test_lbfgs_leaves_out_a_step_with_a_bad_evaluation(line_search, bad_call) ->
         optimizer.step(closure)
     before, directions = everything(amp, optimizer), len(next(iter(optimizer.state.values()))["old_dirs"])
     calls[0] = 0
-    assert optimizer.step(lambda: closure(bad_call)) is None
-    assert calls[0] == bad_call
+    losses: list[torch.Tensor] = []
+
+    def kept() -> torch.Tensor:
+        losses.append(closure(bad_call))
+        return losses[-1]
+
+    assert optimizer.step(kept) is losses[0]
+    assert calls[0] == bad_call == len(losses)
     assert same(before, everything(amp, optimizer))
     assert len(next(iter(optimizer.state.values()))["old_dirs"]) == directions
     assert amp.scaler.get_scale() == 512.0
     calls[0] = 0
     optimizer.step(closure)
     assert not same(before, everything(amp, optimizer))
+
+
+@pytest.mark.parametrize("by_scaler", [False, True])
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_skipped_step_returns_the_loss_of_its_closure(by_scaler, fused) -> None:
+    amp = convert(source())
+    optimizer = torch.optim.AdamW(amp.parameters(), lr=0.1, fused=fused)
+    if not by_scaler:
+        amp.scaler.attach(optimizer)
+    losses: list[torch.Tensor] = []
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        losses.append(loss_of(amp, X * INF))
+        losses[-1].backward()
+        return losses[-1]
+
+    found = amp.scaler.step(optimizer, closure) if by_scaler else optimizer.step(closure)
+    assert len(losses) == 1
+    assert found is losses[0]
+    amp.scaler.update()
+    assert amp.scaler.get_scale() == 512.0
 
 
 def test_lbfgs_survives_a_scale_that_grows_too_far() -> None:

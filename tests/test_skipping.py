@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
 import warnings
@@ -410,6 +411,15 @@ def test_attach_takes_optimizers_only():
         amp.scaler.attach("adam")
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("method", ["step", "unscale_"])
+def test_the_methods_of_the_loop_take_an_optimizer(dtype, method) -> None:
+    amp = ampgraph.convert(nn.Linear(4, 4), (torch.ones(1, 4),), dtype=dtype)
+    for value, name in ((None, "NoneType"), (amp, "AmpModule")):
+        with pytest.raises(ampgraph.PolicyError, match=f"{method} takes an optimizer, got {name}"):
+            getattr(amp.scaler, method)(value)
+
+
 def test_attach_tells_of_an_optimizer_of_another_model():
     amp = ampgraph.convert(nn.Linear(4, 4), (torch.ones(1, 4),), dtype=torch.float16)
     other = nn.Linear(4, 4)
@@ -526,3 +536,37 @@ def test_overflow_of_the_gradient_is_not_told_as_one_of_the_forward() -> None:
     optimizer.step()
     assert amp.scaler.last_overflow.step == 4
     assert not amp.scaler.last_overflow.in_forward
+
+
+@pytest.mark.parametrize("inside", ["conversion", "loop", "step of one graph"])
+@pytest.mark.parametrize("default", ["meta", "cpu"])
+def test_a_default_device_is_not_that_of_internal_tensors(inside, default) -> None:
+    def on(place: str) -> contextlib.AbstractContextManager:
+        return torch.device(default) if place == inside else contextlib.nullcontext()
+
+    model, x = ReluNet(), batch()
+    with on("conversion"):
+        loss_scale = DynamicLossScale(init_scale=1024.0)
+        policy = Policy(dtype=torch.float16, loss_scale=loss_scale)
+        amp = ampgraph.convert(model, (x,), policy=policy)
+    optimizer = torch.optim.AdamW(amp.parameters(), lr=1e-2, fused=True)
+    amp.scaler.attach(optimizer)
+    step = ampgraph.compile_step(amp, optimizer, lambda model, x: model(x).square().mean())
+    batches = [batch(bad) for bad in (None, None, float("inf"), None)]
+    for x in batches[:1]:  # makes the optimizer's state, which is torch's
+        optimizer.zero_grad()
+        amp(x).square().mean().backward()
+        optimizer.step()
+    with on(inside):
+        for x in batches[1:]:
+            if inside == "step of one graph":
+                step(x)
+                continue
+            optimizer.zero_grad()
+            amp(x).square().mean().backward()
+            amp.scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(amp.parameters(), 1.0)
+            optimizer.step()
+        amp.scaler.load_state_dict(amp.scaler.state_dict())
+    assert amp.scaler.get_scale() == 512.0
+    assert amp.scaler.last_overflow.step == 3

@@ -35,6 +35,10 @@ class StaticLossScale:
     def __post_init__(self) -> None:
         _check_positive(self, "value")
         _check_scale(self, "value")
+        if not isinstance(self.skip_on_overflow, bool):
+            raise PolicyError(
+                f"StaticLossScale: skip_on_overflow={self.skip_on_overflow!r}; legal: True, False."
+            )
 
 
 @dataclass(frozen=True)
@@ -154,8 +158,12 @@ def checked_state(config: LossScale, state: Mapping[str, Any], counters: list[in
         counters: See `first_counters`; supplies counters that the state does not have.
 
     Raises:
-        PolicyError: The state is empty, or a number is not legal for a scale.
+        PolicyError: The state is no dict or is empty, or a number is not legal for a scale.
     """
+    if not isinstance(state, Mapping):
+        raise PolicyError(
+            f"load_state_dict takes the dict that a scaler's state_dict returns, got {type(state).__name__}."
+        )
     if "scale" not in state:
         what = f"has no 'scale', only {', '.join(map(repr, state))}" if state else "is empty"
         raise PolicyError(f"the scaler's state {what}; was it saved by a scaler that was not enabled?")
@@ -204,7 +212,7 @@ def new_scale_of(value: float | Tensor, scale: Tensor) -> Tensor:
 
 def as_float32(value: float) -> float:
     """Returns the number in the precision of the device."""
-    return float(torch.tensor(float(value), dtype=torch.float32))
+    return float(torch.tensor(float(value), dtype=torch.float32, device="cpu"))
 
 
 # Both a scale and its inverse are normal numbers of float32.

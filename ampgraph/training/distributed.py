@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,12 +12,33 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
 from .._compat import active_data_parallel
-from ..errors import CaptureError
+from ..errors import CaptureError, PolicyError
 
 
 def is_distributed() -> bool:
     """Whether this process belongs to a group of several ranks."""
     return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+def check_process_groups(groups: object) -> None:
+    """Checks a value for `LossScaler.process_groups`.
+
+    Raises:
+        PolicyError: It is neither None nor a list or tuple of process groups.
+    """
+    if groups is None:
+        return
+    legal = "None (all ranks), () (only this rank) or a tuple of torch.distributed.ProcessGroup"
+    if isinstance(groups, str) or not isinstance(groups, Sequence):
+        raise PolicyError(f"scaler.process_groups is {legal}, got {groups!r}.")
+    for group in groups:
+        if not is_process_group(group):
+            raise PolicyError(f"scaler.process_groups is {legal}, got {group!r} in it.")
+
+
+def is_process_group(value: object) -> bool:
+    """Whether the value is a process group that this rank belongs to."""
+    return torch.distributed.is_available() and isinstance(value, torch.distributed.ProcessGroup)
 
 
 def active_wrapper() -> DistributedDataParallel | None:

@@ -143,7 +143,7 @@ class GradientFlags:
         if mask is None or mask.device != self._state.scale.device:
             if len(self._masks) >= _MOST_MASKS:
                 self._masks.clear()
-            values = torch.zeros(len(self._slots.names) + 1)
+            values = torch.zeros(len(self._slots.names) + 1, dtype=torch.float32, device="cpu")
             values[list(key)] = 1.0
             mask = self._masks[key] = values.to(self._state.scale.device)
         return mask

@@ -49,14 +49,27 @@ def parameters_of(optimizer: Optimizer) -> list[Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
-def attached_step(optimizer: Optimizer, scalers_of: Callable[[Optimizer], Sequence[Scaler]]) -> Callable:
-    """Returns a ``step`` for the optimizer that checks its scalers first and updates them after a round."""
+def closure_of(args: tuple, kwargs: dict[str, Any]) -> Callable | None:
+    """Returns the closure among the arguments of a step."""
+    closure = args[0] if args else kwargs.get("closure")
+    return closure if callable(closure) else None
+
+
+def attached_step(
+    optimizer: Optimizer, scalers_of: Callable[[Optimizer, bool], Sequence[Scaler]]
+) -> Callable:
+    """Returns a ``step`` for the optimizer that checks its scalers first and updates them after a round.
+
+    Args:
+        optimizer: The optimizer.
+        scalers_of: Returns the scalers of an optimizer, for a step with a closure or one without.
+    """
     original = optimizer.step
 
     def step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
         if is_inside(self):
             return original(*args, **kwargs)
-        scalers = scalers_of(self)
+        scalers = scalers_of(self, closure_of(args, kwargs) is not None)
         for scaler in scalers:
             if scaler.guard.has_stepped(self):
                 scaler.update()  # another optimizer did not step: end the round
@@ -84,7 +97,8 @@ def step_unless_bad(
         kwargs: Keyword arguments of that step.
 
     Returns:
-        The result of ``take``, or None for a skipped step. A step that raises may be called again.
+        The result of ``take``; for a skipped step that of the closure's first evaluation, or None without a
+        closure. A step that raises may be called again.
     """
     for scaler in scalers:
         scaler.guard.begin(optimizer)
@@ -99,13 +113,13 @@ def step_unless_bad(
 def _step(
     scalers: Sequence[Scaler], optimizer: Optimizer, take: Callable, args: tuple, kwargs: dict[str, Any]
 ) -> Any:
-    closure = args[0] if args else kwargs.get("closure")
-    if not callable(closure):
+    closure = closure_of(args, kwargs)
+    if closure is None:
         return _step_once(scalers, optimizer, take, args, kwargs)
     args, kwargs = args[1:], {name: value for name, value in kwargs.items() if name != "closure"}
     if _calls_its_closure_first_and_once(optimizer):
-        closure = _evaluated(closure)
-        return _step_once(scalers, optimizer, take, (closure, *args), kwargs)
+        loss, closure = _evaluated(closure)
+        return _step_once(scalers, optimizer, take, (closure, *args), kwargs, loss)
     return _step_or_undo(scalers, optimizer, take, closure, args, kwargs)
 
 
@@ -113,8 +127,14 @@ def _step(
 
 
 def _step_once(
-    scalers: Sequence[Scaler], optimizer: Optimizer, take: Callable, args: tuple, kwargs: dict[str, Any]
+    scalers: Sequence[Scaler],
+    optimizer: Optimizer,
+    take: Callable,
+    args: tuple,
+    kwargs: dict[str, Any],
+    loss: Any = None,
 ) -> Any:
+    """Steps on existing gradients; returns ``loss`` for a skipped step."""
     on_device = _skips_on_device(optimizer)
     found = _verdicts(scalers, optimizer)
     for scaler, verdict in found:
@@ -125,7 +145,7 @@ def _step_once(
     if bad is not None and not on_device and float(bad) > 0:
         _report(found)
         _leave_out(optimizer)
-        return None
+        return loss
     with Inside(optimizer):
         if on_device and bad is not None:
             return _gated(optimizer, bad, take, args, kwargs)
@@ -232,15 +252,20 @@ def _calls_its_closure_first_and_once(optimizer: Optimizer) -> bool:
     return has_torchs_step(optimizer) and not isinstance(optimizer, LBFGS)
 
 
-def _evaluated(closure: Callable) -> Callable:
-    """Calls the closure now, because its gradients decide on the step; the next call returns this result."""
+def _evaluated(closure: Callable) -> tuple[Any, Callable]:
+    """Calls the closure now, because its gradients decide on the step.
+
+    Returns:
+        The closure's result, and a closure whose first call returns this result.
+    """
     with torch.enable_grad():
-        first = [closure()]
+        loss = closure()
+    first = [loss]
 
     def again() -> Any:
         return first.pop() if first else closure()
 
-    return again
+    return loss, again
 
 
 class _BadEvaluationError(Exception):
@@ -252,11 +277,13 @@ class _Evaluations:
 
     def __init__(self, closure: Callable, scalers: Sequence[Scaler], optimizer: Optimizer):
         self._closure, self._scalers, self._optimizer = closure, scalers, optimizer
-        self.calls, self.is_bad = 0, False
+        self.calls, self.is_bad, self.first = 0, False, None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self.calls += 1
         result = self._closure(*args, **kwargs)
+        if self.calls == 0:
+            self.first = result
+        self.calls += 1
         self.judge()
         if self.is_bad:
             raise _BadEvaluationError
@@ -299,4 +326,4 @@ def _step_or_undo(
         return result
     undo()
     _leave_out(optimizer)
-    return None
+    return evaluations.first

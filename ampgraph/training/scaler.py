@@ -25,10 +25,11 @@ from ..policy.loss_scale import (
     new_scale_of,
 )
 from ..policy.policy import Policy
+from .distributed import check_process_groups
 from .gradient_flags import GradientFlags
 from .judging import Share, judge_early
 from .nested_optimizers import nested, put_inside
-from .optimizer_step import attached_step, parameters_of, shares, step_unless_bad, stepping
+from .optimizer_step import attached_step, closure_of, parameters_of, shares, step_unless_bad, stepping
 from .overflow import Overflow, overflow_of
 from .parameter_index import ParameterIndex
 from .partners import PartnerRegistry
@@ -80,12 +81,14 @@ class LossScaler(ScaleNumbers):
     def process_groups(self) -> Sequence[ProcessGroup] | None:
         """The ranks that skip a step together.
 
-        None: all ranks of the job, with or without parts of this model. Empty: only this rank.
+        None: all ranks of the job, with or without parts of this model. Empty: only this rank. Another value
+        raises `PolicyError`.
         """
         return self.guard.process_groups
 
     @process_groups.setter
     def process_groups(self, groups: Sequence[ProcessGroup] | None) -> None:
+        check_process_groups(groups)
         self.guard.process_groups = groups
 
     # -- the loop --------------------------------------------------------------------------------
@@ -103,8 +106,7 @@ class LossScaler(ScaleNumbers):
             PolicyError: An argument is not an optimizer.
         """
         for optimizer in optimizers:
-            if not (hasattr(optimizer, "step") and hasattr(optimizer, "param_groups")):
-                raise PolicyError(f"attach takes optimizers, got {type(optimizer).__name__}.")
+            _check_optimizer(optimizer, "attach takes optimizers")
             self._warn_about_strangers(optimizer, "attach")
         self._check_decided("attach")
         for optimizer in optimizers if self.is_enabled() else ():
@@ -134,7 +136,9 @@ class LossScaler(ScaleNumbers):
 
         Raises:
             LoopError: ``unscale_`` or ``step`` was already called for this optimizer since the last update.
+            PolicyError: The argument is not an optimizer.
         """
+        _check_optimizer(optimizer, "unscale_ takes an optimizer")
         if not self.is_enabled():
             return
         optimizer = stepping(optimizer)
@@ -152,14 +156,18 @@ class LossScaler(ScaleNumbers):
         or one for each evaluation of a closure.
 
         Returns:
-            The result of ``optimizer.step``, or None for a skipped step.
+            The result of ``optimizer.step``. For a skipped step what its closure returned first, or None
+            without a closure.
 
         Raises:
             LoopError: The optimizer has stepped since the last `update`.
+            PolicyError: The argument is not an optimizer.
         """
+        _check_optimizer(optimizer, "step takes an optimizer")
         if not self.is_enabled():
             return optimizer.step(*args, **kwargs)
-        scalers = _all_scalers.with_partners([self, *vars(optimizer).get("_amp_scalers", ())], optimizer)
+        known = [self, *vars(optimizer).get("_amp_scalers", ())]
+        scalers = _all_scalers.with_partners(known, optimizer, closure_of(args, kwargs) is not None)
         self._check_step(optimizer)
         for scaler in scalers:
             if scaler.guard.has_stepped(optimizer) and scaler.guard.is_attached(optimizer):
@@ -190,7 +198,7 @@ class LossScaler(ScaleNumbers):
 
     def _warn_about_strangers(self, optimizer: Optimizer, method: str) -> None:
         parameters = parameters_of(optimizer)
-        if not parameters or len(_all_scalers.with_partners([self], optimizer)) > 1:
+        if not parameters or len(_all_scalers.with_partners([self], optimizer, before=True)) > 1:
             return
         if any(slot is not None for slot in self._slots.of(parameters)):
             return
@@ -337,8 +345,8 @@ class LossScaler(ScaleNumbers):
         """Loads a state of ampgraph or of ``torch.amp.GradScaler`` and clears recorded overflows.
 
         Raises:
-            PolicyError: The state is empty (a disabled GradScaler), or a number is not legal for a scale. The
-                scaler does not change.
+            PolicyError: The state is no dict, or empty (of a disabled GradScaler), or a number is illegal.
+                The scaler does not change.
         """
         self._check_decided("load_state_dict")
         if not self.is_enabled():
@@ -382,5 +390,10 @@ class LossScaler(ScaleNumbers):
         self.guard.forget()
 
 
-def _scalers_of(optimizer: Optimizer) -> list[LossScaler]:
-    return _all_scalers.with_partners(vars(optimizer)["_amp_scalers"], optimizer)
+def _check_optimizer(value: object, legal: str) -> None:
+    if not (hasattr(value, "step") and hasattr(value, "param_groups")):
+        raise PolicyError(f"{legal}, got {type(value).__name__}.")
+
+
+def _scalers_of(optimizer: Optimizer, has_closure: bool) -> list[LossScaler]:
+    return _all_scalers.with_partners(vars(optimizer)["_amp_scalers"], optimizer, has_closure)

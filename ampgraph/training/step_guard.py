@@ -143,6 +143,14 @@ class StepGuard:
         """Notes an optimizer whose steps ask the guard; one that the loop leaves out counts."""
         self._flags.untaken.optimizers.add(optimizer)
 
+    def has_untaken(self) -> bool:
+        """Whether there may be gradients of this model that no step has taken."""
+        return self._flags.untaken.has_any()
+
+    def are_due(self, parameters: list[Tensor]) -> list[bool]:
+        """Returns for each parameter whether a backward of this model made its gradient for the next step."""
+        return self._flags.untaken.are_due(parameters)
+
     def is_attached(self, optimizer: Optimizer) -> bool:
         """Whether the optimizer's ``step`` asks the guard."""
         return any(ref() is outermost(optimizer) for ref in self._attached)

@@ -10,6 +10,7 @@ leaves gradients in the discriminator, which clears them and steps with others.
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from .distributed import is_distributed, is_spread
 from .parameter_index import ParameterIndex
 
 SEEN = "_amp_backward"
+_numbers = itertools.count()
 _IN_A_ROW = 2
 
 
@@ -80,9 +82,14 @@ class UntakenGradients:
         read: Callable[[list[tuple[Tensor, int]]], list[Tensor]],
     ):
         self._slots, self._mask, self._read = slots, mask, read
+        self._name_attribute()
         self.scale: Tensor | None = None
         self.optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self.forget()
+
+    def _name_attribute(self) -> None:
+        # Models that share a parameter mark its gradient side by side.
+        self._seen = f"{SEEN}_{next(_numbers)}"
 
     def forget(self) -> None:
         """Forgets all backwards."""
@@ -102,6 +109,7 @@ class UntakenGradients:
     def __setstate__(self, state: dict[str, object]) -> None:
         vars(self).update(state)
         self.optimizers = weakref.WeakSet()
+        self._name_attribute()
         self.forget()
 
     # -- what comes and goes ---------------------------------------------------------------------
@@ -121,7 +129,7 @@ class UntakenGradients:
         new = Backward(flags, scale if self.scale is None else self.scale)
         for parameter, slot in self._slots.items():
             if slot in slots and (gradient := parameter.grad) is not None:
-                setattr(gradient, SEEN, new)
+                setattr(gradient, self._seen, new)
                 self._entries[slot] = _Entry(new, gradient._version)
                 slots.discard(slot)
         if is_distributed():
@@ -145,6 +153,23 @@ class UntakenGradients:
         """Returns the last backwards of these parameters' gradients."""
         entries = [self._entries.get(slot) for slot in self._slots.of(parameters) if slot is not None]
         return {entry.backward for entry in entries if entry is not None}
+
+    def has_any(self) -> bool:
+        """Whether there may be gradients that no step has taken."""
+        return bool(self._kept_elsewhere) or not all(entry.is_taken for entry in self._entries.values())
+
+    def are_due(self, parameters: Sequence[Tensor]) -> list[bool]:
+        """Returns for each parameter whether its gradient is of a backward here and no step has taken it."""
+        slots = self._slots.of(parameters)
+        return [slot is not None and self._is_due(p, slot) for p, slot in zip(parameters, slots, strict=True)]
+
+    def _is_due(self, parameter: Tensor, slot: int) -> bool:
+        if slot in self._kept_elsewhere:
+            return True
+        entry = self._entries.get(slot)
+        if entry is None or entry.is_taken or parameter.grad is None:
+            return False
+        return is_distributed() or not self._is_gone(parameter, slot)
 
     def look(self, inside: bool = False) -> None:
         """Finds the gradients that are gone since the last look.
@@ -203,7 +228,7 @@ class UntakenGradients:
 
     def _is_gone(self, parameter: Tensor, slot: int) -> bool:
         entry = self._entries.get(slot)
-        return entry is not None and getattr(parameter.grad, SEEN, None) is not entry.backward
+        return entry is not None and getattr(parameter.grad, self._seen, None) is not entry.backward
 
     def _earlier(self, reached: set[int]) -> list[Tensor]:
         """Returns what is left of the flags of gradients that the backward was added to."""
