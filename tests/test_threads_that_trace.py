@@ -1,4 +1,4 @@
-"""Captures in one thread, compiled calls in others: torch keeps the state of a trace for the whole process."""
+"""Captures in one thread, compiled calls in others: torch keeps the state of a trace per process."""
 
 from __future__ import annotations
 

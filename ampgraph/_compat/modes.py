@@ -220,7 +220,7 @@ def is_compiled(module: torch.nn.Module) -> bool:
 
 
 def _optimized_module() -> Any:
-    """Returns the class of compiled modules; None if Dynamo is not loaded, or another thread is loading it."""
+    """Returns the class of compiled modules; None where Dynamo is not, or not quite, loaded."""
     return getattr(sys.modules.get("torch._dynamo"), "OptimizedModule", None)
 
 

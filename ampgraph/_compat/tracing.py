@@ -1,7 +1,7 @@
 """Which threads trace, and which run what Dynamo compiled. Tried on torch 2.13.
 
-``torch.export`` and ``make_fx`` replace ``nn.Module.__call__``, set flags and push modes for the whole process
-while they trace. Compiled code that another thread enters at that time fails, or compiles anew without casts.
+``torch.export`` and ``make_fx`` replace ``nn.Module.__call__``, set flags and push modes of the whole process
+while they trace. Compiled code that another thread enters then fails, or is compiled anew without casts.
 """
 
 from __future__ import annotations
