@@ -12,7 +12,7 @@ from torch import nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import ExportGraphSignature
 
-from ._compat import SET_GRAD_ENABLED, wrap_grad_modes
+from ._compat import SET_GRAD_ENABLED, compiled_calls, wrap_grad_modes
 from .capture import LOST_KEY, Reads, capture_program, keep_before_assignment_in
 from .errors import CaptureError, PolicyError, warn_user
 from .marks import META_KEY, InputMark, drop_input_mark, set_input_mark
@@ -23,6 +23,7 @@ from .passes.insert_casts import is_inserted
 from .passes.pipeline import rewrite
 from .passes.read_shadows import casts_of
 from .policy.policy import Policy
+from .runtime.capture_lock import lock_of
 from .runtime.device import device_of_tensors
 from .runtime.graph_copies import keep_names
 from .runtime.options import check_keywords
@@ -71,7 +72,8 @@ def export(
     check_keywords(kwargs, "export")
     chosen = Policy.of(policy, dtype)
     reads = Reads(model)
-    program = capture_program(model, args, kwargs, dynamic_shapes, reads)
+    with lock_of(model).alone(), compiled_calls.kept_out():
+        program = capture_program(model, args, kwargs, dynamic_shapes, reads)
     keep_before_assignment_in(program, model, reads.assigned_buffers())
     if set_by_forward := reads.set_by_forward():
         warn_user(

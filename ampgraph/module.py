@@ -24,6 +24,7 @@ from ._compat import (
     is_plain_call,
     no_ambient_autocast,
     no_global_hooks,
+    tracing_lock,
     waited,
 )
 from .errors import AheadOfTimeError, AmpGraphError, CaptureError, PassError, did_you_mean, warn_user
@@ -347,8 +348,7 @@ class AmpModule(Converted):
         if torch.is_grad_enabled():
             self.scaler.check_loop()
         if not self._graphs.has_same_classes():
-            with self._graphs.lock.alone():
-                self.__dict__["_compiled"] = self._compile_just_in_time()
+            self._compile_again()
         watch = self._graphs.watch
         before = watch.before_call()
         try:
@@ -370,6 +370,12 @@ class AmpModule(Converted):
         if self.policy.rules:
             self._warn_about_rules()
         return result
+
+    def _compile_again(self) -> None:
+        """Compiles for other methods of the model's classes; a capture replaces some while it lasts."""
+        with self._graphs.lock.alone(), tracing_lock():
+            if not self._graphs.has_same_classes():
+                self.__dict__["_compiled"] = self._compile_just_in_time()
 
     def _warn_about_global_hooks(self) -> None:
         if "_told_hooks" in self.__dict__:

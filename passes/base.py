@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from torch.fx import GraphModule, Node
 from torch.fx.passes.infra.pass_base import PassResult
 
+from ampgraph._compat import tracing_lock
 from ampgraph.errors import AmpGraphError, PassError
 from ampgraph.marks import META_KEY
 from ampgraph.plan import Plan
@@ -107,6 +108,14 @@ def run_passes(graph_module: GraphModule, passes: Iterable[Pass], hook: Hook | N
     Raises:
         PassError: A contract was broken or a pass failed; the message names the pass.
     """
+    with tracing_lock():  # a trace of another thread would have the sizes that passes compute in its graph
+        modified = _run_all(graph_module, passes, hook)
+        if modified:
+            _recompile(graph_module)
+    return PassResult(graph_module, modified)
+
+
+def _run_all(graph_module: GraphModule, passes: Iterable[Pass], hook: Hook | None) -> bool:
     modified = False
     before: list[_Held] = []
     for step in passes:
@@ -121,9 +130,7 @@ def run_passes(graph_module: GraphModule, passes: Iterable[Pass], hook: Hook | N
         modified |= changed
         if hook:
             hook(step, graph_module, changed, seconds)
-    if modified:
-        _recompile(graph_module)
-    return PassResult(graph_module, modified)
+    return modified
 
 
 def _recompile(graph_module: GraphModule) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 
 from torch import fx
 
-from ampgraph._compat import HigherOrderOperator, OpOverload, without_new_guards
+from ampgraph._compat import HigherOrderOperator, OpOverload, tracing_lock, without_new_guards
 from ampgraph.errors import PassError
 from ampgraph.guards import FP16, guard_of
 from ampgraph.marks import (
@@ -86,6 +86,13 @@ def default_pipeline(
 
 
 @contextlib.contextmanager
+def _one_at_a_time() -> Iterator[None]:
+    """Keeps traces of other threads out: sizes that passes compute on would go to their graphs."""
+    with tracing_lock(), _paused_collector():
+        yield
+
+
+@contextlib.contextmanager
 def _paused_collector() -> Iterator[None]:
     """Pauses the garbage collector.
 
@@ -102,7 +109,7 @@ def _paused_collector() -> Iterator[None]:
         gc.enable()
 
 
-@_paused_collector()
+@_one_at_a_time()
 def rewrite(
     graph_module: fx.GraphModule,
     policy: Policy,

@@ -90,6 +90,7 @@ from .quiet import (
 from .ranks import RankStore, store_of_ranks, waited, without_wait
 from .source_lines import cheap_source_lines
 from .storages import Content, current_backward, has_content, may_be_swapped
+from .tracing import compiled_calls, tracing_lock
 from .version import VERSION
 
 __all__ = [
@@ -116,6 +117,7 @@ __all__ = [
     "autocast_values",
     "cheap_source_lines",
     "compiled_by_dynamo",
+    "compiled_calls",
     "current_backward",
     "data_of",
     "dict_versions",
@@ -182,6 +184,7 @@ __all__ = [
     "telling_no_export",
     "times_asked",
     "times_asked_in_all",
+    "tracing_lock",
     "waited",
     "watch_data",
     "whole_grad_regions",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -17,6 +16,7 @@ from torch.fx import GraphModule, Node
 from torch.nn import Module, RNNBase
 from torch.utils.hooks import RemovableHandle
 
+from .tracing import compiled_calls
 from .version import VERSION
 
 # Past the limit Dynamo silently runs code unconverted, in float32. Layers behind graph breaks share their
@@ -82,7 +82,7 @@ def _compiled_apart(model: Module, backend: str | Callable, **given: Any) -> Cal
 
 def _guarding(guards: _Guards, compiled: Callable) -> Callable:
     def call(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():  # `is_compiling` is true in every thread
             return compiled(*args, **kwargs)
         with guards:
             return compiled(*args, **kwargs)
@@ -132,13 +132,13 @@ class _Guards:
     """
 
     def __init__(self, *options: str) -> None:
-        self._lock = threading.Lock()
         self._replaced: list[tuple[type, str, Any, Any]] | None = None
         self._inside, self._options, self._before = 0, options, (True,) * len(options)
 
     def __enter__(self) -> None:
         config = torch._dynamo.config
-        with self._lock:
+        with compiled_calls.mutex:
+            compiled_calls.begin()
             if self._inside == 0:
                 self._before = tuple(getattr(config, option) for option in self._options)
                 for option in self._options:
@@ -147,7 +147,8 @@ class _Guards:
             self._inside += 1
 
     def __exit__(self, *error: object) -> None:
-        with self._lock:
+        with compiled_calls.mutex:
+            compiled_calls.end()
             self._inside -= 1
             if self._inside == 0:
                 for option, value in zip(self._options, self._before, strict=True):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch.amp import autocast_mode
@@ -198,10 +199,9 @@ def path_inside_wrappers(module: torch.nn.Module) -> str:
 
     Activation wrappers remove their name from the parameters' names, so no capture finds these.
     """
-    dynamo = sys.modules.get("torch._dynamo")  # where it is not loaded, nothing is compiled
     inner: dict[type, str] = {ActivationWrapper: _WRAPPED[0]}
-    if dynamo is not None:
-        inner[dynamo.OptimizedModule] = _WRAPPED[1]
+    if (optimized := _optimized_module()) is not None:
+        inner[optimized] = _WRAPPED[1]
     names: list[str] = []
     while name := next((name for cls, name in inner.items() if isinstance(module, cls)), None):
         names.append(name)
@@ -211,13 +211,17 @@ def path_inside_wrappers(module: torch.nn.Module) -> str:
 
 def is_compiled(module: torch.nn.Module) -> bool:
     """Whether ``torch.compile`` or ``Module.compile`` was called on a module or one inside it."""
-    dynamo = sys.modules.get("torch._dynamo")
-    if dynamo is None:
+    optimized = _optimized_module()
+    if optimized is None:
         return False
     return any(
-        isinstance(part, dynamo.OptimizedModule) or part._compiled_call_impl is not None
-        for part in module.modules()
+        isinstance(part, optimized) or part._compiled_call_impl is not None for part in module.modules()
     )
+
+
+def _optimized_module() -> Any:
+    """Returns the class of compiled modules; None where Dynamo is not, or not quite, loaded."""
+    return getattr(sys.modules.get("torch._dynamo"), "OptimizedModule", None)
 
 
 def without_wrappers(name: str) -> str:

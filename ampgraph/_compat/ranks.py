@@ -70,7 +70,7 @@ def waited(args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
 
 def _wrapper() -> Any:
     module = sys.modules.get("torch.distributed._functional_collectives")  # torch imports it at first use
-    return None if module is None else module.AsyncCollectiveTensor
+    return getattr(module, "AsyncCollectiveTensor", None)  # another thread may be loading it
 
 
 class _Waited(torch.autograd.Function):

@@ -1,6 +1,6 @@
 """Captures a model as the common IR: a pre-dispatch ATen graph with correct metadata on every node."""
 
-from .ahead_of_time import capture_lock, capture_program, is_capturing_here
+from .ahead_of_time import capture_program, is_capturing_here
 from .assigned import keep_before_assignment, keep_before_assignment_in
 from .code import Code
 from .distinct import distinct
@@ -13,7 +13,6 @@ __all__ = [
     "LOST_KEY",
     "Code",
     "Reads",
-    "capture_lock",
     "capture_program",
     "distinct",
     "is_capturing_here",

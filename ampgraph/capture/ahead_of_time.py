@@ -26,6 +26,7 @@ from .._compat import (
     quiet_export,
     sizes_written_as_numbers,
     telling_no_export,
+    tracing_lock,
     whole_grad_regions,
 )
 from ..errors import AheadOfTimeError, CaptureError
@@ -44,8 +45,6 @@ from .side_effects import noting_written_containers, without_new_state
 from .user_code import user_line
 from .watched_calls import WatchedCalls
 
-# torch.fx.traceback keeps its state in globals.
-capture_lock = threading.RLock()
 _here = threading.local()
 
 _JUST_IN_TIME = 'or capture it just in time: ampgraph.convert(model, capture="just in time")'
@@ -287,7 +286,7 @@ def _complete_users(graph: fx.Graph) -> None:
 def capturing(gradients: bool = True) -> Iterator[None]:
     """Prepares a capture: keeps metadata, sets the grad mode, hides ambient modes, allows one at a time."""
     with (
-        capture_lock,
+        tracing_lock(),  # torch.fx.traceback keeps its state in globals
         fx_traceback.preserve_node_meta(),
         torch.set_grad_enabled(gradients),
         no_ambient_autocast(),

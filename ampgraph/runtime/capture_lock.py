@@ -7,12 +7,14 @@ float32 values. A graph that ran at that time would compute with these values.
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import weakref
 from collections.abc import Iterator
 
 from torch import nn
 
+from .._compat import compiled_calls
 from ..capture import is_capturing_here
 from ..errors import CaptureError
 
@@ -34,8 +36,11 @@ class CaptureLock:
     def __enter__(self) -> None:
         """Begins a call."""
         with self._mutex:
-            while self._captures and not is_capturing_here():
-                self._changed.wait()
+            if not self._captures or is_capturing_here():
+                self._running += 1
+                return
+        with compiled_calls.resting(), self._changed:
+            self._changed.wait_for(lambda: not self._captures)
             self._running += 1
 
     def __exit__(self, *error: object) -> None:
@@ -55,10 +60,9 @@ class CaptureLock:
                 "forward of the source calls the converted model, whose forward is that of the source: "
                 "wrap the converted model, not a function that calls it."
             )
-        with self._changed:
+        with compiled_calls.resting(), self._changed:
             self._captures += 1
-            while self._running or self._is_captured:
-                self._changed.wait()
+            self._changed.wait_for(lambda: self._running <= 0 and not self._is_captured)
             self._is_captured, self._thread = True, threading.get_ident()
         try:
             yield
@@ -69,6 +73,14 @@ class CaptureLock:
                 self._is_captured = False
                 self._changed.notify_all()
 
+    def renew(self) -> None:
+        """Forgets the threads that a forked process does not have."""
+        self._mutex = threading.Lock()
+        self._changed = threading.Condition(self._mutex)
+        self._running = 0
+        if self._thread != threading.get_ident():
+            self._captures, self._is_captured, self._thread = 0, False, None
+
 
 _locks: weakref.WeakKeyDictionary[nn.Module, CaptureLock] = weakref.WeakKeyDictionary()
 _guard = threading.Lock()
@@ -78,3 +90,13 @@ def lock_of(source: nn.Module) -> CaptureLock:
     """Returns the lock that all conversions of one source model share."""
     with _guard:
         return _locks.setdefault(source, CaptureLock())
+
+
+def _after_fork() -> None:
+    global _guard
+    _guard = threading.Lock()
+    for lock in [*_locks.values()]:
+        lock.renew()
+
+
+os.register_at_fork(after_in_child=_after_fork)

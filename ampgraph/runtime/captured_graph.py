@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx, nn
 
-from .._compat import flat_inputs, outside_transforms
+from .._compat import flat_inputs, outside_transforms, tracing_lock
 from ..guards import is_capturing
 from ..passes import ExplicitCasts, Pass, ReadShadows, run_passes
 from ..plan import Plan
@@ -110,7 +110,7 @@ class CapturedGraph:
         """The rewritten graph with its casts. If somebody edits it, the edited graph runs."""
         if self._made is not None:
             return self._made[0]
-        with self._lock:
+        with tracing_lock(), self._lock:
             return self._made[0] if self._made else self._keep(self.graph())  # type: ignore[arg-type]
 
     @property
@@ -149,7 +149,7 @@ class CapturedGraph:
         kind = training, shadowed
         runner = self._runners.get(kind)
         if runner is None:
-            with self._lock:
+            with tracing_lock(), self._lock:
                 runner = self._runners.setdefault(kind, self._runner(training, shadowed))
         if self.shadows is not None and shadowed:
             self.shadows.refresh()
@@ -188,11 +188,11 @@ class CapturedGraph:
         It uses neither low copies nor loss scaling, and it writes each conversion inside a kernel as a cast,
         because the batching rules of ``vmap`` support one dtype.
         """
-        with self._lock, outside_transforms():
-            if self._explicit is None:
+        if self._explicit is None:
+            with tracing_lock(), self._lock, outside_transforms():
                 explicit = copy_graph_module(self.graph_module)
                 run_passes(explicit, (ExplicitCasts(self.plan.low_dtype),))
-                self._explicit = explicit
+                self._explicit = self._explicit or explicit
         return self._explicit(*args, **kwargs)
 
     @property
@@ -255,7 +255,9 @@ class CapturedGraph:
         return compiled(graph_module, self.options.backend, self.options.mode, AotGraphs())
 
     def _graph(self, training: bool, shadowed: bool) -> fx.GraphModule:
-        with self._lock:
+        if (found := self._graphs.get((training, shadowed))) is not None:
+            return found
+        with tracing_lock(), self._lock:
             if (training, shadowed) not in self._graphs:
                 self._graphs[training, shadowed] = self._derived(training, shadowed)
                 for runners in (self._runners, self._kept):  # the next one notices edits

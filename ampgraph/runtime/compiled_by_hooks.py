@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from .._compat import hooks_registered
+from .._compat import hooks_registered, tracing_lock
 from ..errors import warn_user
 from .module_structure import HOOKS
 
@@ -63,6 +63,10 @@ class CompiledByHooks:
         if [*map(tuple, self._held)] == self._ids and (count == self._count or not any(self._empty)):
             self._count = count
             return self._key
+        with tracing_lock():  # a capture in another thread sets hooks for as long as it lasts
+            return self._looked_at(count)
+
+    def _looked_at(self, count: int) -> _Key:
         modules = self._source.named_modules()
         found = [(path, name, vars(module).get(name, {})) for path, module in modules for name in HOOKS]
         held = [(path, name, hooks) for path, name, hooks in found if hooks]

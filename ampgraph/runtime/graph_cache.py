@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx, nn
 
-from .._compat import no_dispatch_modes
-from ..capture import LOST_KEY, Code, Reads, capture_lock, is_capturing_here, keep_before_assignment, unlift
+from .._compat import compiled_calls, no_dispatch_modes, tracing_lock
+from ..capture import LOST_KEY, Code, Reads, is_capturing_here, keep_before_assignment, unlift
 from ..capture.guard_scope import GuardScope
 from ..errors import CaptureError, NoGraphError, warn_user
 from ..origin import module_names
@@ -182,11 +182,9 @@ class GraphCache:
         signature = signature_of(args, kwargs)
         if (captured := self._known(args, kwargs, signature, flags)) is not None:
             return captured
-        with self.lock.alone():
+        with self.lock.alone(), compiled_calls.kept_out():
             # Another thread may have captured the graph while this one waited.
-            # One of another model replaces functions of torch for as long as it lasts.
-            with capture_lock:
-                known = self._known(args, kwargs, signature, flags)
+            known = self._known(args, kwargs, signature, flags)
             if known is not None:
                 return known
             with no_dispatch_modes():
@@ -231,10 +229,12 @@ class GraphCache:
 
     def note_classes(self) -> None:
         """Takes down the methods of the model's classes, and the functions of torch that they call."""
-        self._classes = Places()
-        for place in Code(self._source).functions():
-            self._classes.add(place)
-        self._classes.settle()
+        with tracing_lock():  # a capture in another thread replaces functions of torch
+            classes = Places()
+            for place in Code(self._source).functions():
+                classes.add(place)
+            classes.settle()
+        self._classes = classes
 
     def has_same_classes(self) -> bool:
         """Whether those are the same, which Dynamo does not look at. Runs at every call just in time."""
@@ -255,7 +255,7 @@ class GraphCache:
     def _flags(self) -> Flags:
         flags = self._structure.flags()
         if flags is None:
-            with capture_lock:  # a capture in another thread sets hooks for as long as it lasts
+            with tracing_lock():  # a capture in another thread sets hooks for as long as it lasts
                 self._follow_structure()
             flags = self._structure.flags_now()
         return flags

@@ -14,7 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
-from .._compat import storage_key
+from .._compat import compiled_calls, storage_key
 from ..capture.ahead_of_time import capturing
 from ..errors import AmpGraphError, NoStateError
 from ..module import AmpModule
@@ -74,7 +74,12 @@ def trace_step(
 
     amp.scaler.guard.overflows.looks = False  # a trace has no values
     # A trace replaces functions as a capture does, those of `torch.fx.wrap` among them.
-    with amp._graphs.lock.alone(), without_effects(surroundings) as effects, capturing():
+    with (
+        amp._graphs.lock.alone(),
+        compiled_calls.kept_out(),
+        without_effects(surroundings) as effects,
+        capturing(),
+    ):
         graph_module = make_fx(whole, tracing_mode="fake", _allow_non_fake_inputs=True)(*live, *inputs)
     if effects:
         raise AmpGraphError(f"loss_fn {', '.join(effects)}")

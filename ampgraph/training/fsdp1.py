@@ -7,6 +7,7 @@ activations, so gradients would leave the model scaled.
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -26,8 +27,8 @@ def refuse_fsdp1(model: nn.Module) -> None:
     Raises:
         CaptureError: It does; the message says to use FSDP2.
     """
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # where it is not loaded, nobody uses it
-    if fsdp is None:
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
+    if not hasattr(fsdp, "FullyShardedDataParallel"):  # not loaded, or another thread is loading it
         return
     for path, module in model.named_modules():
         if isinstance(module, fsdp.FullyShardedDataParallel):

@@ -1,0 +1,139 @@
+"""Captures in one thread, compiled calls in others: torch keeps the state of a trace per process."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, TimeoutError
+from types import ModuleType
+
+import pytest
+import torch
+from torch import nn
+
+import ampgraph
+from ampgraph._compat import compiled_calls, path_inside_wrappers, tracing_lock
+from ampgraph._compat.tracing import CompiledCalls
+from ampgraph.runtime import graph_cache
+from ampgraph.training.fsdp1 import refuse_fsdp1
+
+SECONDS = 60
+
+
+class Slow(nn.Module):
+    """Forward waits in the middle of its capture."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wait_inside()
+        return x * 2
+
+
+inside, leave = threading.Event(), threading.Event()
+
+
+def wait_inside() -> None:
+    inside.set()
+    assert leave.wait(SECONDS)
+
+
+@pytest.fixture
+def pool() -> Iterator[ThreadPoolExecutor]:
+    inside.clear()
+    leave.clear()
+    with ThreadPoolExecutor(3) as pool:
+        yield pool
+        leave.set()
+
+
+@pytest.mark.parametrize(
+    ("backend", "is_ahead"), [("aot_eager", True), ("aot_eager", False), ("eager", False)]
+)
+def test_compiled_calls_wait_for_a_capture(pool: ThreadPoolExecutor, backend: str, is_ahead: bool) -> None:
+    x = torch.randn(2, 8)
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.LayerNorm(8)).eval()
+    amp = ampgraph.convert(model, *([(x,)] if is_ahead else []), dtype=torch.bfloat16, backend=backend)
+    expected = amp(x)
+    capture = pool.submit(ampgraph.convert, Slow(), (x,))
+    assert inside.wait(SECONDS)
+    call = pool.submit(amp, x)
+    with pytest.raises(TimeoutError):
+        call.result(0.1)
+    leave.set()
+    assert torch.equal(call.result(SECONDS), expected)
+    capture.result(SECONDS)
+
+
+def test_a_capture_waits_until_another_is_rewritten(
+    pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rewrite = graph_cache.rewrite
+    rewriting, other, began = threading.Event(), threading.Event(), []
+
+    def slow_rewrite(*args, **kwargs):
+        rewriting.set()
+        began.append(other.wait(SECONDS) and inside.wait(0.2))
+        return rewrite(*args, **kwargs)
+
+    monkeypatch.setattr(graph_cache, "rewrite", slow_rewrite)
+    leave.set()
+    first = pool.submit(ampgraph.convert, nn.Linear(8, 8), (torch.randn(2, 8),))
+    assert rewriting.wait(SECONDS)
+    second = pool.submit(lambda: other.set() or ampgraph.convert(Slow(), (torch.randn(2, 8),)))
+    first.result(SECONDS)
+    second.result(SECONDS)
+    assert began[0] is False
+
+
+def test_calls_that_capture_do_not_wait_for_each_other(pool: ThreadPoolExecutor) -> None:
+    calls, both = CompiledCalls(), threading.Barrier(2)
+
+    def call_and_capture() -> None:
+        with calls.mutex:
+            calls.begin()
+        both.wait(SECONDS)
+        with calls.kept_out(), calls.mutex:
+            calls.begin()
+            calls.end()
+        with calls.mutex:
+            calls.end()
+
+    for done in [pool.submit(call_and_capture) for _ in range(2)]:
+        done.result(5)
+
+
+def test_a_call_inside_another_does_not_wait_for_a_capture_that_waits(pool: ThreadPoolExecutor) -> None:
+    calls, waits = CompiledCalls(), threading.Event()
+    calls.resting = lambda: waits.set() or CompiledCalls.resting(calls)  # type: ignore[method-assign]
+    with calls.mutex:
+        calls.begin()
+    captured = pool.submit(lambda: calls.kept_out().__enter__())
+    assert waits.wait(SECONDS)
+    with calls.mutex:
+        calls.begin()
+        calls.end()
+    assert not captured.done()
+    with calls.mutex:
+        calls.end()
+    captured.result(5)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+def test_a_forked_process_has_free_locks(pool: ThreadPoolExecutor) -> None:
+    capture = pool.submit(ampgraph.convert, Slow(), (torch.randn(2, 8),))
+    assert inside.wait(SECONDS)
+    pid = os.fork()
+    if pid == 0:
+        is_free = tracing_lock().acquire(blocking=False) and not compiled_calls._captures
+        os._exit(0 if is_free else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    leave.set()
+    capture.result(SECONDS)
+
+
+def test_modules_of_torch_that_another_thread_is_loading(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("torch.distributed.fsdp", "torch._dynamo"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    refuse_fsdp1(nn.Linear(2, 2))
+    assert path_inside_wrappers(nn.Linear(2, 2)) == ""
