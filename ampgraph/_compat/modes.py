@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch.amp import autocast_mode
@@ -191,6 +192,21 @@ def expects_uneven_inputs(wrapper: DistributedDataParallel) -> bool:
 def is_in_backward() -> bool:
     """Whether autograd runs a backward in this thread."""
     return torch._C._current_graph_task_id() != -1
+
+
+def next_node_number() -> int:
+    """Returns the number of the next node of autograd in this thread (tried on torch 2.13 and 2.14)."""
+    return torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
+
+
+def node_number(node: Any) -> int:
+    """Returns the number that autograd gave to a node."""
+    return node._sequence_nr()  # type: ignore[no-any-return]
+
+
+def running_node() -> Any:
+    """Returns the node that autograd runs now in this thread, also in a hook before it."""
+    return torch._C._current_autograd_node()
 
 
 def path_inside_wrappers(module: torch.nn.Module) -> str:
