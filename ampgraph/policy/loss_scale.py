@@ -35,6 +35,10 @@ class StaticLossScale:
     def __post_init__(self) -> None:
         _check_positive(self, "value")
         _check_scale(self, "value")
+        if not isinstance(self.skip_on_overflow, bool):
+            raise PolicyError(
+                f"StaticLossScale: skip_on_overflow={self.skip_on_overflow!r}; legal: True, False."
+            )
 
 
 @dataclass(frozen=True)
