@@ -33,8 +33,8 @@ def without_callers_autocast(function: Callable[..., Any], *args: Any) -> Any:
     first = next_node_number()
     with no_ambient_autocast():
         outputs = function(*args)
-    nodes = {t.grad_fn for t in tree_leaves(outputs) if isinstance(t, Tensor)}
-    for node in nodes - {None}:
+    functions = {t.grad_fn for t in tree_leaves(outputs) if isinstance(t, Tensor)}
+    for node in filter(None, functions):
         node.register_prehook(functools.partial(_hide, first))
     return outputs
 
