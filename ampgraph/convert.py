@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Callable, Mapping
 from os import PathLike
 from typing import TYPE_CHECKING, Any, overload
 
 import torch
 from torch import nn
-from torch.export import ExportedProgram
+from torch.export import AdditionalInputs, ExportedProgram, ShapesCollection
 
 from ._compat import is_compiled
-from .errors import CaptureError, PolicyError, warn_user
+from .errors import CaptureError, PolicyError, did_you_mean, warn_user
 from .export import convert_program
 from .module import AmpModule
 from .policy.policy import Policy
@@ -131,6 +132,7 @@ def convert(
             "dynamic_shapes is for a capture ahead of time: pass example inputs, "
             'convert(model, args, dynamic_shapes=...), or capture="ahead of time".'
         )
+    _check_dynamic_shapes(source, dynamic_shapes)
     options = Options(policy, backend, mode, dynamic_shapes, capture)
     if calibration is not None:
         options = _with_evidence(source, options, calibration, args, kwargs)
@@ -138,6 +140,29 @@ def convert(
     if has_examples and capture != JUST_IN_TIME:
         amp._capture_now(args or (), dict(kwargs or {}))
     return amp
+
+
+def _check_dynamic_shapes(source: nn.Module, shapes: object) -> None:
+    """Checks what a capture just in time would drop without a word.
+
+    Raises:
+        CaptureError: The shapes are no container, or name an argument that forward does not have.
+    """
+    if shapes is None or isinstance(shapes, (tuple, list, ShapesCollection, AdditionalInputs)):
+        return
+    if not isinstance(shapes, Mapping):
+        raise CaptureError(
+            f"dynamic_shapes={shapes!r}: expected a dict by argument, a tuple or a list, as for "
+            "torch.export.export."
+        )
+    parameters = inspect.signature(source.forward).parameters
+    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
+        return
+    for name in shapes.keys() - parameters.keys():
+        raise CaptureError(
+            f"dynamic_shapes: {type(source).__name__}.forward has no argument {name!r}."
+            + did_you_mean(name, parameters)
+        )
 
 
 def _warn_if_compiled(source: nn.Module) -> None:

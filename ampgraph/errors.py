@@ -66,10 +66,12 @@ class VerifyError(PassError):
     """The rewritten graph violates an invariant; the message names the node."""
 
 
-def did_you_mean(word: str, legal: Iterable[str], count: int = 3) -> str:
+def did_you_mean(word: object, legal: Iterable[str], count: int = 3) -> str:
     """Returns ``" Did you mean 'a' or 'b'?"`` for the nearest legal words, or an empty string."""
     by_lower = {name.lower(): name for name in reversed(list(legal))}  # the first spelling wins
-    near = [by_lower[n] for n in difflib.get_close_matches(word.lower(), list(by_lower), n=count, cutoff=0.6)]
+    near = [
+        by_lower[n] for n in difflib.get_close_matches(str(word).lower(), list(by_lower), n=count, cutoff=0.6)
+    ]
     return f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
 
 

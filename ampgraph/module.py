@@ -18,11 +18,9 @@ from ._compat import (
     compiled_by_dynamo,
     has_global_hooks,
     in_transform,
-    is_any_autocast_enabled,
     is_dynamo_error,
     is_exporting,
     is_plain_call,
-    no_ambient_autocast,
     no_global_hooks,
     tracing_lock,
     waited,
@@ -37,6 +35,7 @@ from .proxy.all_parameters import all_parameters
 from .proxy.module_proxy import without_swapping
 from .proxy.wrappers import wraps
 from .report.converted import Converted
+from .runtime.callers_autocast import without_callers_autocast
 from .runtime.captured_graph import CapturedGraph, Timing
 from .runtime.compiled_by_hooks import CompiledByHooks
 from .runtime.coverage import Coverage
@@ -205,13 +204,10 @@ class AmpModule(Converted):
             return self._call_apart(args, kwargs)
         if has_global_hooks():
             self._warn_about_global_hooks()
-            with no_global_hooks(), no_ambient_autocast():
-                return self._call(args, kwargs)
-        if is_any_autocast_enabled():
-            # The plan alone decides dtypes: an autocast around the call must not cast again.
-            with no_ambient_autocast():
-                return self._call(args, kwargs)
-        return self._call(args, kwargs)
+            with no_global_hooks():
+                return without_callers_autocast(self._call, args, kwargs)
+        # The plan alone decides dtypes: an autocast around the call must not cast again.
+        return without_callers_autocast(self._call, args, kwargs)
 
     def _run_traced(self, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Runs the rewritten graph for a tracer, without low copies and loss scaling."""

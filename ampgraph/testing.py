@@ -62,7 +62,7 @@ def assert_dtype(amp: AmpModule | GraphModule, pattern: str, dtype: torch.dtype 
     Raises:
         AssertionError: An op has another dtype, or nothing matches; the message shows the lines of the
             `cast_map` of these ops with their reasons.
-        PolicyError: ``dtype`` is not a dtype.
+        PolicyError: ``pattern`` is not a string, or ``dtype`` is not a dtype.
     """
     dtype = _dtype(dtype)
     graph_module, plan = view.rewritten(amp)
@@ -187,6 +187,8 @@ def _described(casts: list[Node], graph_module: GraphModule, plan: Plan) -> str:
 
 def _matching(nodes: list[Node], pattern: str, what: str) -> list[Node]:
     """Returns the nodes that a glob matches by name or module path; raises AssertionError without any."""
+    if not isinstance(pattern, str):
+        raise PolicyError(f"{pattern!r}: expected a glob over module paths and node names.")
     glob = pattern.removeprefix(NODE_PREFIX)
     matching = [n for n in nodes if any(fnmatchcase(name, glob) for name in _names(n, glob == pattern))]
     if matching:

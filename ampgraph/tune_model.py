@@ -81,6 +81,8 @@ def tuned(
 ) -> Tuned:
     """Does the same as `tune`, and returns the measured figures with the policy."""
     limit, error = checked_budget(budget), ResultError(metric)
+    if level is None:
+        raise PolicyError("tune: level=None; legal: 'O1', 'O2', or a Policy of these.")
     policy = Policy.of(level, dtype)
     check_level(policy)
     if calibration is not None and not isinstance(calibration, Calibration):

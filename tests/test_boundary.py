@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -598,3 +599,15 @@ def test_data_that_forward_replaces_reaches_the_parameter(make, backend):
             optimizer.step()
     for name, value in twin.state_dict().items():
         close(source.state_dict()[name], value, 0.01)
+
+
+def test_warnings_that_are_errors_do_not_stop_a_compilation():
+    torch._dynamo.reset()
+    model, x = nn.Linear(8, 4), torch.randn(3, 8)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        amp = ampgraph.convert(model, (x,), dtype=torch.float16, backend="aot_eager")
+        amp(x).square().mean().backward()
+        with pytest.raises(DeprecationWarning, match="should not be instantiated"):  # others still do
+            type("Own", (torch.autograd.Function,), {})()
+    assert model.weight.grad.isfinite().all()

@@ -387,3 +387,17 @@ def test_warnings_name_the_block(capture, recwarn):
     if capture == "just in time":
         model["b"](X)
         assert messages(recwarn, "b: Opaque ran unconverted")
+
+
+def test_parameters_of_inference_mode():
+    with torch.inference_mode():
+        model = nn.Sequential(nn.Linear(8, 8), nn.GELU())
+    with torch.no_grad():
+        with pytest.raises(ampgraph.CaptureError, match=r"0\.weight was made in inference mode"):
+            ampgraph.convert(model, (X,), dtype=BF16, capture="ahead of time")
+        with pytest.warns(UserWarning, match=r"0\.weight was made in inference mode.* just in time instead"):
+            amp = ampgraph.convert(model, (X,), dtype=BF16)
+        torch.testing.assert_close(amp(X), model(X), rtol=0.02, atol=0.02)
+        assert amp.is_just_in_time
+    with torch.inference_mode():
+        assert not ampgraph.convert(model, (X,), dtype=BF16).is_just_in_time

@@ -126,6 +126,7 @@ def test_output_file_and_casts_only(tmp_path: Path, capsys: pytest.CaptureFixtur
         ([OURS + "tiny", "--input", "3x4:flaot32"], "Did you mean 'float32'"),
         ([OURS + "tiny", "--black", "aten.geluu"], "Did you mean 'aten.gelu'"),
         ([OURS + "tiny", "--rules", "0=fp16"], "expected GLOB=low or GLOB=fp32"),
+        ([OURS + "tiny", "--rules", "0=low", "0=fp32"], "'0' is given both as low and as fp32"),
         ([OURS + "tiny", "--white", "aten.gelu", "--black", "aten.gelu"], "both as --white and as --black"),
         ([OURS + "tiny", "--input", "99999999999x99999999999"], "this tensor cannot be created"),
         ([OURS + "tiny", "--level", "O7"], "invalid choice"),
@@ -298,6 +299,17 @@ def test_draw_writes_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     out, err = capsys.readouterr()
     assert out == ""
     assert "wrote model.dot" in err
+
+
+@pytest.mark.parametrize(
+    ("graph", "capture"), [("backward", "ahead of time"), ("both", "ahead of time"), ("both", "just in time")]
+)
+def test_draw_writes_the_graph_of_the_backward(graph: str, capture: str, tmp_path: Path) -> None:
+    command = ["draw", OURS + "with_inputs", "-o", "model.dot", "--graph", graph, "--capture", capture]
+    assert main(command) == 0
+    text = (tmp_path / "model.dot").read_text()
+    assert "tanh_backward" in text or "gelu_backward" in text
+    assert ("forward/" in text) == (graph == "both")
 
 
 def test_draw_hands_its_options_on(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -150,6 +150,7 @@ def test_one_plugin_fits_then_validates_and_own_forward(packages) -> None:
         plugin.scaler  # noqa: B018
     module, runner = Whole(), trainer(framework, plugin)
     runner.fit(module, data())
+    assert len(plugin.blocks[""].graph_modules) == 1  # forward reads nothing of the Trainer, which changes
     assert runner.validate(module, data(), verbose=False)[0]["loss"] < 1.0
     assert list(plugin.blocks) == [""]
     assert_dtype(plugin.blocks[""], "net.2", torch.bfloat16)

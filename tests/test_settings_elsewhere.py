@@ -272,6 +272,36 @@ def test_a_change_is_captured_again_just_in_time(what, monkeypatch):
         close(amp(X), model(X))
 
 
+class Loop:
+    """Holds callbacks of the objects that count steps, as the Trainer of a framework does."""
+
+    def __init__(self, kind):
+        self.steps, self.fetcher = Data(), Part()
+        self.fetcher.callback = {
+            "a bound method": self.advance,
+            "a partial function": functools.partial(self.advance, 1),
+            "a closure": lambda: self.advance(),
+        }[kind]
+
+    def advance(self, by=1):
+        self.steps.scale += by
+
+    def __call__(self):
+        self.fetcher.callback()
+
+
+@pytest.mark.parametrize("kind", ["a bound method", "a partial function", "a closure"])
+def test_an_object_that_forward_does_not_read_does_not_count(kind):
+    model = Reads(lambda m, x: x.log())
+    model.loop, model.log = Loop(kind), lambda: model.loop()  # forward names log, of a tensor
+    amp = ampgraph.convert(model, (X,), capture="ahead of time", **LOW)
+    for _ in range(3):
+        amp(X)
+        model.log()
+    assert model.loop.steps.scale == 5.0
+    assert len(amp.graph_modules) == 1
+
+
 @pytest.mark.parametrize(("folder", "tells"), [("site-packages", False), ("src", True)])
 def test_a_cache_of_an_installed_library_is_no_state(folder, tells, monkeypatch):
     library = types.ModuleType("a_library")

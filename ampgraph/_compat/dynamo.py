@@ -16,6 +16,7 @@ from torch.fx import GraphModule, Node
 from torch.nn import Module, RNNBase
 from torch.utils.hooks import RemovableHandle
 
+from .quiet import ignore_contexts_of_dynamo
 from .tracing import compiled_calls
 from .version import VERSION
 
@@ -35,6 +36,7 @@ def compiled_by_dynamo(model: Module, backend: str | Callable, **given: Any) -> 
     torch 2.11 also omits the guards on parameters if a module's dict did not change, and ``requires_grad_()``
     does not change it. A model that ran frozen once then never gets gradients. torch 2.13 detects the change.
     """
+    ignore_contexts_of_dynamo()
     if any(isinstance(module, RNNBase) for module in model.modules()):
         if VERSION < (2, 13):  # Dynamo traces the op there, and no fake tensor can run it
             torch._dynamo.disallow_in_graph(torch._VF._pad_packed_sequence)

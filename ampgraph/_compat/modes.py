@@ -194,6 +194,21 @@ def is_in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def next_node_number() -> int:
+    """Returns the number of the next node of autograd in this thread (tried on torch 2.13 and 2.14)."""
+    return torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
+
+
+def node_number(node: Any) -> int:
+    """Returns the number that autograd gave to a node."""
+    return node._sequence_nr()  # type: ignore[no-any-return]
+
+
+def running_node() -> Any:
+    """Returns the node that autograd runs now in this thread, also in a hook before it."""
+    return torch._C._current_autograd_node()
+
+
 def path_inside_wrappers(module: torch.nn.Module) -> str:
     """Returns the path to the module inside activation wrappers and ``torch.compile``; else empty.
 

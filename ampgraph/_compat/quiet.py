@@ -40,6 +40,16 @@ def never_log_raised_errors(is_here: Callable[[], bool]) -> None:
     _fake_tensor_log.addFilter(lambda record: record.exc_info is None or not is_here())
 
 
+def ignore_contexts_of_dynamo() -> None:
+    """Ignores the warning about an instance of ``autograd.Function`` itself.
+
+    Dynamo makes one as the context of each custom function (tried on torch 2.13). Where a user turns warnings
+    into errors, its trace would fail.
+    """
+    if warnings.filters[:1] != [_OF_CONTEXTS]:
+        warnings.filterwarnings("ignore", _CONTEXT, DeprecationWarning)
+
+
 @contextlib.contextmanager
 def quiet_export(is_here: Callable[[], bool]) -> Iterator[list[str]]:
     """Stops ``torch.export`` from logging warnings and errors, and from printing a failed graph.
@@ -89,6 +99,8 @@ def _assigned(message: str) -> list[str]:
 
 
 _ASSIGNED = re.compile(r"The tensor attributes? (.*) w(?:as|ere) assigned during export\..*", re.DOTALL)
+_CONTEXT = re.escape(f"{torch.autograd.Function} should not be instantiated")
+_OF_CONTEXTS = "ignore", re.compile(_CONTEXT, re.IGNORECASE), DeprecationWarning, None, 0
 _fake_tensor_log = logging.getLogger(fake_tensor.__name__)
 
 

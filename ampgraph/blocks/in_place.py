@@ -91,7 +91,8 @@ def convert_blocks(
         The blocks by module path, and their common scaler. A block has a graph after its first call.
 
     Raises:
-        PolicyError: ``which`` matches nothing, a block is already converted, or the policy does not fit.
+        PolicyError: ``which`` is empty or matches nothing, a block is already converted, or the policy does
+            not fit.
         CaptureError: ``FullyShardedDataParallel`` (FSDP1) wraps the model.
 
     Example:
@@ -128,6 +129,8 @@ def convert_blocks(
 
 def _matching(model: nn.Module, which: tuple[Which, ...]) -> list[str]:
     """Returns the outermost paths that match."""
+    if not which:
+        raise PolicyError("convert_blocks: which is empty; expected globs of module paths or module classes.")
     modules = dict(model.named_modules())
     for one in which:
         if not isinstance(one, str) and not (isinstance(one, type) and issubclass(one, nn.Module)):

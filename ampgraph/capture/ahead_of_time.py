@@ -216,6 +216,7 @@ def _traced(
         if is_untraced_generator(error):
             _check_random_numbers(model, random_numbers.found)
         _check_arguments(model, args, kwargs, error)
+        _check_inference_tensors(model)
         raise AheadOfTimeError(_explain(model, error)).because(is_known=bool(_hint(error))) from error
     if refusal := sharded_error(model, [node.meta.get("val") for node in program.graph.nodes]):
         raise refusal
@@ -249,6 +250,18 @@ def _check_kept(model: nn.Module, kept: KeptTensors) -> None:
             f"{type(model).__name__}: forward keeps results in {', '.join(kept.depends)}, "
             "which a graph cannot\n"
             f"Return such values, {_JUST_IN_TIME}."
+        ).because(is_known=True)
+
+
+def _check_inference_tensors(model: nn.Module) -> None:
+    """Raises an error if a capture failed and parameters are inference tensors, which no trace can take."""
+    if torch.is_inference_mode_enabled():
+        return
+    found = [name for name, p in model.named_parameters() if p.is_inference() and p.requires_grad]
+    if found:
+        raise AheadOfTimeError(
+            f"{type(model).__name__}: {found[0]} was made in inference mode, and torch.export cannot trace "
+            f"such parameters outside of it\nMake them outside of inference mode, {_JUST_IN_TIME}."
         ).because(is_known=True)
 
 

@@ -12,7 +12,7 @@ import dis
 import functools
 import sys
 import sysconfig
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
@@ -102,6 +102,7 @@ class Code:
 
     Args:
         roots: Modules, whose submodules count too, functions and callable objects.
+        unread: Attributes of modules, by the module's ``id`` and by name, whose objects do not count.
 
     Attributes:
         names: All names in the code.
@@ -109,7 +110,7 @@ class Code:
         places: The reads that were found, in order.
     """
 
-    def __init__(self, *roots: Any) -> None:
+    def __init__(self, *roots: Any, unread: Collection[tuple[int, str]] = ()) -> None:
         self.names: set[str] = set()
         self.strings: set[str] = set()
         self.places: dict[tuple[int, str], Place] = {}
@@ -117,6 +118,7 @@ class Code:
         self._seen: set[int] = set()
         self._holders: dict[int, tuple[Any, str]] = {}
         self._looked_up: dict[int, set[str]] = {}
+        self._unread = unread
         self.follow(*roots)
         values = {key: place.value() for key, place in self.places.items()}
         settled = {key: v for key, v in values.items() if v is GONE or has_plain_leaves(v)}
@@ -130,8 +132,9 @@ class Code:
                 continue
             for module in root.modules():
                 self._follow(class_behind(type(module)))
-                own = [value for name, value in vars(module).items() if name not in _PARTS]
-                for value in (*own, *module._forward_hooks.values(), *module._forward_pre_hooks.values()):
+                own = [name for name in vars(module) if name not in _PARTS]
+                held = [vars(module)[name] for name in own if (id(module), name) not in self._unread]
+                for value in (*held, *module._forward_hooks.values(), *module._forward_pre_hooks.values()):
                     self._follow_held(value, _DEPTH)
         self._read()
 

@@ -39,6 +39,8 @@ from .terminal import Notes, coloured, encodable, wants_colour
 FOUND = 3
 # The form of the report for a suffix of -o; None: any form.
 _FORMS = {"": None, ".txt": None, ".text": None, ".log": None, ".json": "json", ".md": "markdown"}
+# The graphs that only AOTAutograd has, see `draw`.
+_AFTER_AUTOGRAD = ("backward", "both")
 _DRAW_KEYWORDS = ("depth", "focus", "highlight", "graph", "plumbing", "all_layers")
 
 
@@ -88,10 +90,21 @@ def run_draw(options: argparse.Namespace, notes: Notes) -> None:
         keywords["highlight"] = options.highlight[0]
     with given(f"-o {options.output}"):
         format_suffix(Path(options.output))
-    amp = _converted(options, policy_of(options), notes)
+    backend = "aot_eager" if options.graph in _AFTER_AUTOGRAD else "eager"
+    amp, args, kwargs = _built(options, policy_of(options), notes, backend)
+    if backend == "aot_eager":
+        notes.timed("running forward and backward", lambda: _run_backward(amp, args, kwargs))
     with given(f"-o {options.output}", reads=False):
         notes.timed("drawing", lambda: ampgraph.draw(amp, options.output, **keywords))
     notes.say(f"wrote {options.output}")
+
+
+def _run_backward(amp: AmpModule, args: tuple, kwargs: dict[str, Any]) -> None:
+    """Lets AOTAutograd make the graph of the backward, if anything has gradients."""
+    with torch.enable_grad():
+        loss = _mean_square(amp(*args, **kwargs))
+        if loss.requires_grad:
+            loss.backward()
 
 
 def run_compare(options: argparse.Namespace, notes: Notes) -> None:
@@ -274,16 +287,17 @@ def _converted(options: argparse.Namespace, policy: Policy, notes: Notes) -> Amp
 
 
 def _built(
-    options: argparse.Namespace, policy: Policy, notes: Notes
+    options: argparse.Namespace, policy: Policy, notes: Notes, backend: str = "eager"
 ) -> tuple[AmpModule, tuple, dict[str, Any]]:
     """Returns the converted model with the arguments that it was converted for."""
     inputs = [parse_input(text) for text in options.input]
     spec = notes.timed(f"building {options.spec}", lambda: resolve(options.spec))
-    return notes.timed("converting", lambda: _convert(spec, policy, inputs, options.train, options.capture))
+    how = inputs, options.train, options.capture, backend
+    return notes.timed("converting", lambda: _convert(spec, policy, *how))
 
 
 def _convert(
-    spec: ModelSpec, policy: Policy, inputs: list, train: bool, capture: str
+    spec: ModelSpec, policy: Policy, inputs: list, train: bool, capture: str, backend: str
 ) -> tuple[AmpModule, tuple, dict[str, Any]]:
     model = spec.model.train(train)
     args, kwargs = build_inputs(inputs) if inputs else (spec.args, spec.kwargs)
@@ -291,7 +305,7 @@ def _convert(
         raise SpecError(f"{spec.name} needs an example input, for instance --input {spec.example_input}")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # of libraries, about libraries
-        amp = convert(model, args, kwargs, policy=policy, backend="eager", capture=capture)
+        amp = convert(model, args, kwargs, policy=policy, backend=backend, capture=capture)
         if amp.options.just_in_time:
             with torch.no_grad():
                 amp(*args, **(kwargs or {}))

@@ -100,7 +100,7 @@ def policy_of(options: argparse.Namespace) -> Policy:
     values = {name: getattr(options, name) for name in ("level", "dtype", "placement", "objective")}
     changes: dict[str, Any] = {name: value for name, value in values.items() if value is not None}
     if options.rules:
-        changes["rules"] = {**policy.rules, **dict(map(_rule, options.rules))}
+        changes["rules"] = {**policy.rules, **_rules(options.rules)}
     ops = OpLists.preset(options.lists) if options.lists else policy.ops
     _check_classes(options)
     for cls in CLASSES:
@@ -115,6 +115,14 @@ def _check_classes(options: argparse.Namespace) -> None:
         for op in getattr(options, cls):
             if seen.setdefault(op, cls) != cls:
                 raise UsageError(f"{op!r} is given both as --{seen[op]} and as --{cls}.")
+
+
+def _rules(texts: list[str]) -> dict[str, str]:
+    rules: dict[str, str] = {}
+    for pattern, value in map(_rule, texts):
+        if rules.setdefault(pattern, value) != value:
+            raise UsageError(f"--rules: {pattern!r} is given both as {rules[pattern]} and as {value}.")
+    return rules
 
 
 def _rule(text: str) -> tuple[str, str]:

@@ -156,6 +156,8 @@ def picture(
     """
     if depth is not None and (not isinstance(depth, int) or depth < 0):
         raise AmpGraphError(f"draw: depth={depth!r}: expected a number of module levels, 0 or more, or None.")
+    if all_layers not in (True, False, None):
+        raise AmpGraphError(f"draw: all_layers={all_layers!r}; legal: True, False, None.")
     graph = source.graph
     highlighted = None if highlight is None else _highlighted(source, highlight)
     shown = list(graph) if focus is None else _in_focus(source, focus)
@@ -305,6 +307,8 @@ def _arc(source: str, target: str, edges: list[tuple[str, dict]]) -> Arc:
 
 
 def _in_focus(source: Annotated, focus: str) -> list[str]:
+    if not isinstance(focus, str):
+        raise AmpGraphError(f"draw: focus={focus!r}: expected a glob over module paths and node names.")
     names = {name: _names(source, name) for name in source.graph}
     shown = [name for name, known in names.items() if _fits(focus, known)]
     if not shown:
@@ -327,6 +331,8 @@ def _highlighted(source: Annotated, highlight: str | Iterable[str]) -> frozenset
     graph = source.graph
     if highlight == CASTS:
         return frozenset(name for name, kind in graph.nodes(data="kind") if kind == "cast")
+    if not isinstance(highlight, Iterable):
+        raise AmpGraphError(f"draw: highlight={highlight!r}: expected 'casts', names of nodes, or None.")
     patterns = [highlight] if isinstance(highlight, str) else list(highlight)
     labels = {name: (name, label) for name, label in graph.nodes(data="label")}
     found: set[str] = set()

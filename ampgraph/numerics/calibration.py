@@ -76,6 +76,8 @@ class Calibration:
         Raises:
             AmpGraphError: Nothing was seen of this graph: the evidence is stale, or of another model.
         """
+        if not isinstance(graph_module, GraphModule):
+            raise AmpGraphError(f"Calibration.of takes a graph module, got {type(graph_module).__name__}.")
         found = self.graphs.get(fingerprint(graph_module))
         if found is None:
             raise AmpGraphError(
@@ -148,9 +150,16 @@ class Calibration:
             raise AmpGraphError(f"not the JSON of a Calibration: {error!r}.") from error
 
     def save(self, path: str | PathLike[str]) -> None:
-        """Writes the JSON to a file."""
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        Path(path).write_text(self.to_json(), encoding="utf-8")
+        """Writes the JSON to a file.
+
+        Raises:
+            AmpGraphError: The file cannot be written.
+        """
+        try:
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
+            Path(path).write_text(self.to_json(), encoding="utf-8")
+        except OSError as error:
+            raise AmpGraphError(f"Calibration.save: {path}: {error.strerror}") from error
 
     @classmethod
     def load(cls, path: str | PathLike[str]) -> Calibration:

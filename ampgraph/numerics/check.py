@@ -21,6 +21,7 @@ from .finding import BACKWARD, FORWARD, Finding, Range
 from .observe import Look, Observer, Place, Seen, share_below
 from .remedy import Trial, Trials, origins, readers_of
 from .run_model import ModelRunner, Part
+from .side_run import check_is_loss
 
 # A gradient is lost where more than half of it underflows; a scale is of use while no more than this share of
 # the low tensors' gradients is lost there.
@@ -66,6 +67,7 @@ def check_numerics(
         >>> if finding and finding.remedy:
         ...     amp = ampgraph.convert(model, (x,), policy=amp.policy.replace(rules=finding.remedy))
     """
+    check_is_loss(loss)
     model = ModelRunner(amp, args, kwargs)
     draws = Draws()
     ranges = checked(calibration, "check_numerics")

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from ..errors import AmpGraphError
 from ..module import AmpModule
 from ..origin import module_stack
 from ..report import graph_view as view
@@ -18,7 +17,7 @@ from .gradient_tape import Key
 from .lockstep import Lockstep, Measured
 from .numeric_comparison import ComparedNode, NumericComparison, marked_negligible
 from .run_model import ModelRunner, Part
-from .side_run import Loss, checked_loss
+from .side_run import Loss, check_is_loss, checked_loss
 
 
 def compare(
@@ -52,10 +51,7 @@ def compare(
     Example:
         >>> print(ampgraph.compare(amp, (x,), loss=lambda y: criterion(y, target)))
     """
-    if loss is not None and not callable(loss):
-        raise AmpGraphError(
-            f"loss={loss!r}: expected a function that returns one number for the model's result."
-        )
+    check_is_loss(loss)
     runner = ModelRunner(amp, args, kwargs)
     session = _Session(amp, loss)
     result = runner(session.run_part, gradients=loss is not None)

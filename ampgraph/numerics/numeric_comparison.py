@@ -282,7 +282,7 @@ class NumericComparison:
                 loss = float(loss[0]), None if loss[1] is None else float(loss[1])
             rows = tuple(_row_from_dict(row) for row in data["rows"])
             plain = {name: data[name] for name in ("model", "policy", "low_dtype", "scale")}
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
             raise AmpGraphError(f"not the JSON of a NumericComparison: {error!r}.") from error
         return cls(loss=loss, rows=rows, **plain)
 

@@ -89,6 +89,18 @@ class SideRun(GraphRun):
         return value.detach() if self.tape is None else self.tape.cut_source(node.name, value)
 
 
+def check_is_loss(loss: object) -> None:
+    """Checks a loss function before the model runs.
+
+    Raises:
+        AmpGraphError: It is not a function.
+    """
+    if loss is not None and not callable(loss):
+        raise AmpGraphError(
+            f"loss={loss!r}: expected a function that returns one number for the model's result."
+        )
+
+
 def checked_loss(value: Any) -> Tensor:
     """Returns what a loss function returned, one number that a backward can start from.
 

@@ -108,7 +108,7 @@ def watch(amp: AmpModule, on: str = REPORT, steps: tuple[int, int] | None = None
 def _range(steps: Any) -> tuple[int, float]:
     if steps is None:
         return 1, math.inf
-    is_pair = isinstance(steps, Sequence) and len(steps) == 2 and all(isinstance(s, int) for s in steps)
+    is_pair = isinstance(steps, Sequence) and len(steps) == 2 and all(type(s) is int for s in steps)
     if not is_pair or not 1 <= steps[0] <= steps[1]:
         raise PolicyError(f"watch: steps={steps!r}; expected (first, last), counted from 1.")
     return steps[0], steps[1]

@@ -102,7 +102,7 @@ class OpLists:
     ) -> None:
         given = {OpClass.WHITE: white, OpClass.BLACK: black, OpClass.GRAY: gray, OpClass.CLEAR: clear}
         for cls, ops in given.items():
-            if isinstance(ops, str):
+            if isinstance(ops, str) or not isinstance(ops, Iterable):
                 raise PolicyError(f"{cls} is a list of ops; write [{ops!r}].")
         names = {cls: _checked_names(ops) for cls, ops in given.items()}
         rules = _merge((name, OpRule(cls, f"listed {cls}")) for cls, ops in names.items() for name in ops)

@@ -33,7 +33,7 @@ def json_object(text: str) -> object:
     """
     try:
         return json.loads(text, object_pairs_hook=_without_repeats)
-    except (ValueError, RecursionError) as error:  # too many digits, too deep
+    except (TypeError, ValueError, RecursionError) as error:  # no text, too many digits, too deep
         raise PolicyError(f"policy: not valid JSON: {error}") from error
 
 

@@ -143,7 +143,7 @@ class Policy:
         object.__setattr__(self, "dtype", low_dtype_of(self.dtype))
         if not isinstance(self.ops, OpLists):
             raise PolicyError(f"Policy: ops must be an OpLists, got {type(self.ops).__name__}.")
-        if self.use_fp16_guard not in (True, False, None):
+        if self.use_fp16_guard is not None and not isinstance(self.use_fp16_guard, bool):
             raise PolicyError(f"Policy: use_fp16_guard={self.use_fp16_guard!r}; legal: True, False, None.")
         if self.loss_scale is not None and not isinstance(self.loss_scale, LossScale):
             raise PolicyError(

@@ -17,7 +17,6 @@ from .._compat import (
     find_backend,
     has_triton,
     inductor_modes,
-    is_any_autocast_enabled,
     known_backends,
     mark_as_input,
     no_ambient_autocast,
@@ -44,6 +43,7 @@ from .boundary import (
     shadowed_parameters,
     warn_about_float16_gradients,
 )
+from .callers_autocast import without_callers_autocast
 from .captured_graph import Timing
 from .device import device_of_tensors
 from .first_nonfinite import look_for
@@ -236,10 +236,7 @@ def ampgraph_backend(graph_module: fx.GraphModule, inputs: list, **given: Any) -
         compiled = make_backend(options, shadows=shadows)(graph_module, inputs)
 
     def run(*args: Any) -> Any:
-        if not is_any_autocast_enabled():
-            return compiled(*args)
-        with no_ambient_autocast():
-            return compiled(*args)
+        return without_callers_autocast(compiled, *args)
 
     return run
 

@@ -82,7 +82,8 @@ def compile_step(
         raise PolicyError(f"compile_step: expected an optimizer; got a {type(optimizer).__name__}.")
     if not callable(loss_fn):
         raise PolicyError(f"compile_step: loss_fn is a {type(loss_fn).__name__}; expected a function.")
-    if clip_norm is not None and not (isinstance(clip_norm, (int, float)) and clip_norm > 0):
+    is_number = isinstance(clip_norm, (int, float)) and not isinstance(clip_norm, bool)
+    if clip_norm is not None and not (is_number and clip_norm > 0):
         raise PolicyError(f"compile_step: clip_norm={clip_norm!r}; legal: None, or a positive number.")
     return CompiledStep(amp, optimizer, loss_fn, clip_norm)
 
