@@ -128,4 +128,5 @@ def _after_fork() -> None:
         lock._at_fork_reinit()
 
 
-os.register_at_fork(after_in_child=_after_fork)
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_after_fork)

@@ -99,4 +99,5 @@ def _after_fork() -> None:
         lock.renew()
 
 
-os.register_at_fork(after_in_child=_after_fork)
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_after_fork)
