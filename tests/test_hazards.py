@@ -637,6 +637,9 @@ RESULTS = {
     "its part": lambda net, x: (net(x - 300) + x)[:, -4:] * 0.5,
     "trends": lambda net, x: net(x - 300) + (F.avg_pool1d(x, 3, 1, 1) + net(x - 300)),
     "small steps": euler,
+    "joined": lambda net, x: torch.cat([x, net(x - 300)], 1),
+    "stacked": lambda net, x: torch.stack([x, net(x - 300)]).sum(0),
+    "summed up": lambda net, x: torch.cat([x[:, :1], 0.1 * net(x - 300)], 1).cumsum(1),
     "a position": lambda net, x: net(x - 300) + torch.arange(WIDTH) * 100.3,
 }
 
@@ -652,6 +655,31 @@ def test_a_sum_of_an_exact_and_a_low_value_is_an_exact_result(name, backend):
     for dtype in DTYPES:
         amp = ampgraph.convert(model, (x,), policy=policy_of("O2", dtype), backend=backend)
         assert (amp(x) - expected).abs().max() <= 8 * torch.finfo(dtype).eps
+
+
+READ_BY_DIFFERENCES = {
+    "neighbours": lambda net, x, y: (x + net(x - 300)).diff(dim=1).relu(),
+    "an error": lambda net, x, y: torch.tanh(y - (x + 0.1 * net(x - 300))),
+    "a likelihood": lambda net, x, y: ((y - (x + 0.1 * net(x - 300))) ** 2 * (-net(x - 300)).exp()).mean(),
+    "a size of a box": lambda net, x, y: drawn_out((x + net(x - 300))[:, 8:] - (y + net(x - 300))[:, :8]) * 2,
+    "an update": lambda net, x, y: net((x + net(x - 300)) - x),
+    "blocks": lambda net, x, y: net((rest := x - 0.1 * net(x - 300)) - rest[:, -1:]),
+    "a norm of a result": lambda net, x, y: (z := x + net(x - 300), net(F.layer_norm(z, (WIDTH,)))),
+}
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("name", READ_BY_DIFFERENCES)
+def test_a_difference_from_a_sum_of_an_exact_and_a_low_value(name, backend):
+    torch.manual_seed(0)
+    net, x = nn.Linear(WIDTH, WIDTH), 300 + torch.randn(8, WIDTH)
+    inputs = x, x + 0.1 * torch.randn_like(x)
+    model = Fn(functools.partial(READ_BY_DIFFERENCES[name], net))
+    expected = tree_leaves(model(*inputs))[-1]
+    for dtype in DTYPES:
+        amp = ampgraph.convert(model, inputs, policy=policy_of("O2", dtype), backend=backend)
+        found = tree_leaves(amp(*inputs))[-1]
+        assert (found - expected).norm() <= 16 * torch.finfo(dtype).eps * expected.norm()
 
 
 def test_the_noise_that_a_denoiser_predicts():

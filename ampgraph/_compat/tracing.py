@@ -15,6 +15,8 @@ from typing import Any
 
 # A thread inside a compiled call may itself wait for the one that captures: for a worker that it started.
 LONGEST_WAIT = 10.0
+# And a forward that is captured for a call of another thread. A capture of a large model takes minutes.
+LONGEST_WAIT_FOR_CAPTURE = 300.0
 
 
 def tracing_lock() -> Any:
@@ -63,7 +65,7 @@ class CompiledCalls:
     def _wait(self, thread: int) -> None:
         # A capture waits for the calls that have begun, with all that they call.
         if thread not in self._captures and thread not in self._inside:
-            self._changed.wait_for(lambda: not self._captures)
+            self._changed.wait_for(lambda: not self._captures, LONGEST_WAIT_FOR_CAPTURE)
 
     @contextlib.contextmanager
     def kept_out(self) -> Iterator[None]:
@@ -107,7 +109,8 @@ class CompiledCalls:
 
     def _go_on(self, thread: int, calls: int) -> None:
         with self.mutex:
-            self._changed.wait_for(lambda: all(other == thread for other in self._captures))
+            is_free = lambda: all(other == thread for other in self._captures)  # noqa: E731
+            self._changed.wait_for(is_free, LONGEST_WAIT_FOR_CAPTURE)
             self._inside[thread] = calls
 
     def renew(self) -> None:

@@ -12,7 +12,7 @@ import dis
 import functools
 import sys
 import sysconfig
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
@@ -102,7 +102,6 @@ class Code:
 
     Args:
         roots: Modules, whose submodules count too, functions and callable objects.
-        unread: Attributes of modules, by the module's ``id`` and by name, whose objects do not count.
 
     Attributes:
         names: All names in the code.
@@ -110,7 +109,7 @@ class Code:
         places: The reads that were found, in order.
     """
 
-    def __init__(self, *roots: Any, unread: Collection[tuple[int, str]] = ()) -> None:
+    def __init__(self, *roots: Any) -> None:
         self.names: set[str] = set()
         self.strings: set[str] = set()
         self.places: dict[tuple[int, str], Place] = {}
@@ -118,7 +117,6 @@ class Code:
         self._seen: set[int] = set()
         self._holders: dict[int, tuple[Any, str]] = {}
         self._looked_up: dict[int, set[str]] = {}
-        self._unread = unread
         self.follow(*roots)
         values = {key: place.value() for key, place in self.places.items()}
         settled = {key: v for key, v in values.items() if v is GONE or has_plain_leaves(v)}
@@ -132,9 +130,8 @@ class Code:
                 continue
             for module in root.modules():
                 self._follow(class_behind(type(module)))
-                own = [name for name in vars(module) if name not in _PARTS]
-                held = [vars(module)[name] for name in own if (id(module), name) not in self._unread]
-                for value in (*held, *module._forward_hooks.values(), *module._forward_pre_hooks.values()):
+                own = [value for name, value in vars(module).items() if name not in _PARTS]
+                for value in (*own, *module._forward_hooks.values(), *module._forward_pre_hooks.values()):
                     self._follow_held(value, _DEPTH)
         self._read()
 
@@ -225,6 +222,8 @@ class Code:
             inner = [item for _, item in items_of(value)] if is_small(value) else []
         else:
             inner = [] if is_foreign(type(value)) else [*getattr(value, "__dict__", {}).values()]
+            # A callback there belongs to others: its code may be run, but its object is no setting.
+            inner = [_function_of(item) for item in inner]
         for item in inner:
             self._follow_held(item, depth - 1)
 
@@ -300,6 +299,13 @@ def _inside(value: Any) -> Iterator[Any]:
         yield wrapped
     elif not isinstance(value, nn.Module):
         yield type(value)
+
+
+def _function_of(value: Any) -> Any:
+    """Returns the function of a bound method, also inside a partial; other values as they are."""
+    while isinstance(value, functools.partial):
+        value = value.func
+    return value.__func__ if isinstance(value, MethodType) else value
 
 
 def _wrapped_in(wrapper: FunctionType) -> Iterator[Any]:

@@ -88,7 +88,6 @@ class Reads:
         self.asks_for_offset = False
         self.asks_for_itself = False
         self._may_copy = False
-        self._has_branches = False
         self._set: set[Key] = set()
         self._set_first: set[Key] = set()
         self._set_by_torch: set[Key] = set()
@@ -240,25 +239,7 @@ class Reads:
     def code_places(self) -> list[Place]:
         """Returns the places outside of the model that forward reads, except for those that it sets."""
         carried = [(id(place.holder), place.name) for place in self.code.changed()]
-        unread = self._unread()
-        code = Code(self._source, unread=unread) if unread else self.code
-        return [place for key, place in code.places.items() if key not in carried]
-
-    def _unread(self) -> set[Key]:
-        """Returns the attributes with objects that forward did not ask for, such as a training loop."""
-        if self._has_branches:
-            return set()
-        read: set[int] = set()
-        objects: dict[Key, object] = {}
-        for module in self._source.modules():
-            own = source_of(module)
-            for name, value in vars(module).items():
-                if name in _OF_EVERY_MODULE or not _may_be_followed(value):
-                    continue
-                objects[id(module), name] = value
-                if (id(own), name) in self.attributes or self.was_set(own, name):
-                    read.add(id(value))
-        return {key for key, value in objects.items() if id(value) not in read}
+        return [place for key, place in self.code.places.items() if key not in carried]
 
     def note_gradients(self) -> None:
         """Records a read of grad mode by the model's code; torch's layers read it only to choose a kernel."""
@@ -279,7 +260,6 @@ class Reads:
     def note_program(self, program: ExportedProgram) -> None:
         """Records the in-place writes that the captured graph shows, and what its branches may ask for."""
         if _has_branches(program):
-            self._has_branches = True
             self.asks_for_gradients |= not self.code.names.isdisjoint(_AUTOGRAD_NAMES)
             self.asks_for_layout |= not self.code.names.isdisjoint(_LAYOUT_NAMES)
             self.asks_for_offset |= "storage_offset" in self.code.names
@@ -298,10 +278,6 @@ def _is_of_user(cls: type) -> bool:
 def _may_keep(value: object) -> bool:
     is_of_user = not is_foreign(type(value)) and type(value) not in weakref.ProxyTypes
     return is_of_user and not isinstance(value, (nn.Module, torch.Tensor)) and hasattr(value, "__dict__")
-
-
-def _may_be_followed(value: object) -> bool:
-    return not (isinstance(value, (nn.Module, torch.Tensor)) or has_plain_leaves(value))
 
 
 def _is_own_method(value: object, module: nn.Module) -> bool:

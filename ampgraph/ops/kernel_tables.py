@@ -255,9 +255,14 @@ SOLVERS = _names(
     _linalg_svd _lu_with_info"""
 )
 
-# Products, roots, selections, and activations with bounded slopes: none subtracts values that may be equal.
+# Products, powers, selections, averages, and activations with bounded slopes: none subtracts values that may
+# be equal. A difference from an average has exact operands by itself.
 KEEPS_RELATIVE_ERROR = _names(
-    """mul multiply div divide true_divide neg negative positive abs absolute sqrt outer ger kron
+    """mul multiply div divide true_divide neg negative positive abs absolute outer ger kron
+    sqrt rsqrt square pow reciprocal rms_norm _fused_rms_norm linalg_vector_norm norm
+    mean avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d
+    upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_linear1d upsample_bilinear2d
+    upsample_trilinear3d
     maximum minimum max min amax amin aminmax fmax fmin cummax cummin max_pool1d max_pool2d max_pool3d
     max_pool1d_with_indices max_pool2d_with_indices max_pool3d_with_indices adaptive_max_pool1d
     adaptive_max_pool2d adaptive_max_pool3d sort topk msort kthvalue median mode

@@ -13,8 +13,7 @@ must stay in the source's dtype:
   ``log(1 - p)`` is infinite for a rounded ``p``.
 - *differences* of parameters and what leads from them into logarithms and other steep functions, likewise.
 - *linear systems*: kept values that lead into a decomposition or a solver, which magnify errors, too.
-- *sums that are results*: an exact value plus a value of a low op, if only sums, moves and scales lie between
-  it and an output (see `sums_to_outputs`).
+- *sums of exact and low values* that are results or that differences read (see `exact_parts`); not at O3.
 - *decisions*: kept values that lead to integers, booleans, other dtypes, indices, and steps such as
   ``round``. So none is taken on less than the autocast rule computes it from.
 - *angles*: kept values that lead into a periodic function, likewise.
@@ -36,11 +35,11 @@ from ampgraph.ops.lists import OpClass
 
 from .alias import SOURCES
 from .arguments import argument
+from .exact_parts import find_exact_parts
 from .facts import Facts, NodeFacts, tensors
 from .graph_walk import kind, operands, values_read
 from .precision import Precision
 from .problem import Hazard
-from .sums_to_outputs import find_sums_to_outputs
 from .traces import Trace, Tracer
 
 _DIFFERENCES = frozenset(("sub", "rsub"))
@@ -64,7 +63,7 @@ def find_hazards(
     """
     tracer = Tracer(graph_module, facts, fixed, low_dtype, lowers_black)
     needed: dict[Node, Hazard] = {}
-    sums = find_sums_to_outputs(tracer)
+    sums = {} if lowers_black else find_exact_parts(tracer)
     waiting = [(h.because, h) for h in sums.values() if h.because and not tracer.traces[h.because].moved]
     waiting += _starts(tracer)
     while waiting:
@@ -116,7 +115,7 @@ def _starts(tracer: Tracer) -> Iterator[tuple[Node, Hazard]]:
                 yield node, Hazard(f"{why}, and {trace.origin}")
         elif trace.moved:
             continue
-        elif kernels.is_steep(node.target) or (trace.given and _magnifies(node, fact)):
+        elif _magnifies(node, fact, tracer):
             yield node, Hazard("may magnify a rounding, and no low op feeds it")
         elif _is_difference(node, traces):
             yield node, Hazard("a difference of values that no low op feeds")
@@ -124,9 +123,15 @@ def _starts(tracer: Tracer) -> Iterator[tuple[Node, Hazard]]:
             yield node, Hazard("computed from positions and tables alone: exact until a low op reads it")
 
 
-def _magnifies(node: Node, fact: NodeFacts) -> bool:
+def _magnifies(node: Node, fact: NodeFacts, tracer: Tracer) -> bool:
     """Whether the relative error of the result may be much larger than that of the operands."""
-    is_listed = fact.op_class in (OpClass.GRAY, OpClass.BLACK) and fact.dtype is torch.float32
+    if fact.op_class is OpClass.BLACK and tracer.lowers_black:
+        return False
+    if kernels.is_steep(node.target):  # type: ignore[arg-type]
+        return True
+    if not tracer.traces[node].given or fact.dtype is not torch.float32:
+        return False
+    is_listed = fact.op_class in (OpClass.GRAY, OpClass.BLACK)
     return is_listed and not kernels.keeps_relative_error(node.target)  # type: ignore[arg-type]
 
 
