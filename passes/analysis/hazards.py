@@ -116,7 +116,7 @@ def _starts(tracer: Tracer) -> Iterator[tuple[Node, Hazard]]:
         elif trace.moved:
             continue
         elif _magnifies(node, fact, tracer):
-            yield node, Hazard("may magnify a rounding, and no low op feeds it")
+            yield node, Hazard("arithmetic that may magnify a rounding, and no low op feeds it")
         elif _is_difference(node, traces):
             yield node, Hazard("a difference of values that no low op feeds")
         elif _computes_positions(node, fact, trace):
