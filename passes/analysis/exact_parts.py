@@ -43,21 +43,29 @@ def find_exact_parts(tracer: Tracer) -> dict[Node, Hazard]:
     `Hazard.because` is the exact operand where there is one, else another of these nodes.
     """
     parts = _with_exact_part(tracer)
-    if not parts:
-        return {}
-    hidden = _hidden_states(tracer)
+    results = [*_results(parts, tracer)] if parts else []
+    hidden = _hidden_states(tracer) if results else set()
+    differences = [node for node in parts if _is_difference(node, parts, tracer)]
+    found = _made_of(differences, parts, set(), tracer)
+    shown = [node for node, of in results if any(root(n) not in hidden for n in of)]
+    found = _made_of(shown, parts, hidden, tracer) | found
+    return found | _norms_of(found, tracer) if found else {}
+
+
+def _made_of(
+    starts: list[Node], parts: dict[Node, Node], beyond: set[Node], tracer: Tracer
+) -> dict[Node, Hazard]:
+    """Returns the values with exact parts that some of them are made of, as far as ``beyond``."""
     found: dict[Node, Hazard] = {}
-    pending = [(node, True) for node in parts if _is_difference(node, parts, tracer)]
-    pending += [(node, False) for node in _results(parts, hidden, tracer)]
+    pending = [*starts]
     while pending:
-        node, is_difference = pending.pop(0)
+        node = pending.pop()
         owner = tracer.facts[node].dtype_source
         if owner in found:
             continue
         found[owner] = Hazard(f"an exact value plus a low one, of {parts[node].name!r}", parts[node])
-        read = (n for n in values_read(node) if n in parts)
-        pending += [(n, is_difference) for n in read if is_difference or root(n) not in hidden]
-    return found | _norms_of(found, tracer)
+        pending += [n for n in values_read(node) if n in parts and root(n) not in beyond]
+    return found
 
 
 def _norms_of(found: dict[Node, Hazard], tracer: Tracer) -> dict[Node, Hazard]:
@@ -73,12 +81,14 @@ def _with_exact_part(tracer: Tracer) -> dict[Node, Node]:
     for node in tracer.facts:
         if node.op != "call_function" or not tracer.traces[node].moved or not tracer.keeps(node):
             continue
+        is_join = kind(node) in _JOINS
+        if not is_join and found.keys().isdisjoint(node.all_input_nodes):
+            continue
         read = values_read(node)
-        brings = (n for n in read if n in found and _leads_on(node, n, tracer))
-        if kind(node) in _JOINS:
-            brings = (n for n in read if n in found or _is_exact(n, tracer))
-        if (first := next(iter(sorted(brings, key=found.__contains__)), None)) is not None:
-            found[node] = first
+        brings = [n for n in read if _is_exact(n, tracer)] if is_join else []
+        brings += [n for n in read if n in found and (is_join or _leads_on(node, n, tracer))]
+        if brings:
+            found[node] = brings[0]
     return found
 
 
@@ -90,8 +100,8 @@ def _is_difference(node: Node, parts: dict[Node, Node], tracer: Tracer) -> bool:
     return any(n in parts for n in read) and all(n in parts or not tracer.traces[n].moved for n in read)
 
 
-def _results(parts: dict[Node, Node], hidden: set[Node], tracer: Tracer) -> Iterator[Node]:
-    """Yields the last of these sums before an output."""
+def _results(parts: dict[Node, Node], tracer: Tracer) -> Iterator[tuple[Node, list[Node]]]:
+    """Yields the last of these sums before an output, with the operands that bring their exact parts."""
     leads: set[Node] = set()
     for node in reversed([*tracer.facts]):
         users = (user for user in node.users if user.op == "output" or user in leads)
@@ -102,9 +112,7 @@ def _results(parts: dict[Node, Node], hidden: set[Node], tracer: Tracer) -> Iter
             continue
         if kind(node) not in _SUMS:
             leads.add(node)
-        of = [n for n in values_read(node) if n in parts or _is_exact(n, tracer)]
-        if any(root(n) not in hidden for n in of):
-            yield node
+        yield node, [n for n in values_read(node) if n in parts or _is_exact(n, tracer)]
 
 
 def _hidden_states(tracer: Tracer) -> set[Node]:
