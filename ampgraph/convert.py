@@ -143,7 +143,7 @@ def convert(
 
 
 def _check_dynamic_shapes(source: nn.Module, shapes: object) -> None:
-    """Checks what a capture just in time would drop without a word.
+    """Checks the shapes, because a capture just in time ignores them.
 
     Raises:
         CaptureError: The shapes are no container, or name an argument that forward does not have.

@@ -346,7 +346,7 @@ class Fn(nn.Module):
 
 
 def warnings_of_ours(told: Iterable[warnings.WarningMessage]) -> list[str]:
-    """Returns the texts of user warnings; on some versions of Python, Dynamo has a note of its own."""
+    """Returns the texts of user warnings. On Python 3.13.0 Dynamo adds a runtime warning."""
     return [str(warning.message) for warning in told if warning.category is UserWarning]
 
 

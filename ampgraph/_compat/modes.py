@@ -195,17 +195,17 @@ def is_in_backward() -> bool:
 
 
 def next_node_number() -> int:
-    """Returns the number of the next node of autograd in this thread (tried on torch 2.13 and 2.14)."""
+    """Returns the number of the next node of autograd in this thread (tried on torch 2.11, 2.13 and 2.15)."""
     return torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
 
 
 def node_number(node: Any) -> int:
-    """Returns the number that autograd gave to a node."""
+    """Returns the number that autograd gave to a node (tried on the same)."""
     return node._sequence_nr()  # type: ignore[no-any-return]
 
 
 def running_node() -> Any:
-    """Returns the node that autograd runs now in this thread, also in a hook before it."""
+    """Returns the node that autograd runs now in this thread, also in a hook before it (the same)."""
     return torch._C._current_autograd_node()
 
 

@@ -1,7 +1,7 @@
-"""Which threads trace, and which run what Dynamo compiled. Tried on torch 2.13.
+"""Which threads trace, and which run what Dynamo compiled. Tried on torch 2.11, 2.13 and 2.15.
 
 ``torch.export`` and ``make_fx`` replace ``nn.Module.__call__``, set flags and push modes of the whole process
-while they trace. Compiled code that another thread enters then fails, or is compiled anew without casts.
+while they trace. If another thread runs compiled code at that time, the code fails or loses its casts.
 """
 
 from __future__ import annotations
@@ -109,8 +109,7 @@ class CompiledCalls:
 
     def _go_on(self, thread: int, calls: int) -> None:
         with self.mutex:
-            is_free = lambda: all(other == thread for other in self._captures)  # noqa: E731
-            self._changed.wait_for(is_free, LONGEST_WAIT_FOR_CAPTURE)
+            self._changed.wait_for(lambda: {*self._captures} <= {thread}, LONGEST_WAIT_FOR_CAPTURE)
             self._inside[thread] = calls
 
     def renew(self) -> None:

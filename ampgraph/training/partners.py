@@ -34,9 +34,9 @@ class PartnerRegistry(WeakRegistry[P]):
     def with_partners(self, scalers: Sequence[P], optimizer: Optimizer, before: bool = False) -> list[P]:
         """Returns the scalers, each once, and those of other converted models that own these parameters.
 
-        A model with parameters of its own counts even if it has not run, because ranks of a mixture of
-        experts run different models. A model that shares all of them with the others (two conversions of one
-        network, a converted part) counts only for steps that take gradients of its own backward.
+        A model that owns some parameters alone always counts: ranks of a mixture of experts run different
+        models. A model that shares all its parameters (two conversions of one network, a converted part)
+        counts for a step if its own backward made gradients for it.
 
         Args:
             scalers: The scalers that are known.
@@ -68,4 +68,4 @@ class PartnerRegistry(WeakRegistry[P]):
         if all(slot is None for slot in other.guard.slots.of(parameters)):
             strangers[other.guard.number] = len(parameters)
             return False
-        return before or any(other.guard.are_due(parameters))
+        return before or other.guard.has_due(parameters)

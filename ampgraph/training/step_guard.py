@@ -147,9 +147,9 @@ class StepGuard:
         """Whether there may be gradients of this model that no step has taken."""
         return self._flags.untaken.has_any()
 
-    def are_due(self, parameters: list[Tensor]) -> list[bool]:
-        """Returns for each parameter whether a backward of this model made its gradient for the next step."""
-        return self._flags.untaken.are_due(parameters)
+    def has_due(self, parameters: list[Tensor]) -> bool:
+        """Whether a backward of this model made the gradient of one of these for the next step."""
+        return self._flags.untaken.has_due(parameters)
 
     def is_attached(self, optimizer: Optimizer) -> bool:
         """Whether the optimizer's ``step`` asks the guard."""

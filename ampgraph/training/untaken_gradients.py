@@ -158,10 +158,10 @@ class UntakenGradients:
         """Whether there may be gradients that no step has taken."""
         return bool(self._kept_elsewhere) or not all(entry.is_taken for entry in self._entries.values())
 
-    def are_due(self, parameters: Sequence[Tensor]) -> list[bool]:
-        """Returns for each parameter whether its gradient is of a backward here and no step has taken it."""
-        slots = self._slots.of(parameters)
-        return [slot is not None and self._is_due(p, slot) for p, slot in zip(parameters, slots, strict=True)]
+    def has_due(self, parameters: Sequence[Tensor]) -> bool:
+        """Whether the gradient of one of these is of a backward here and no step has taken it."""
+        slots = zip(parameters, self._slots.of(parameters), strict=True)
+        return any(slot is not None and self._is_due(p, slot) for p, slot in slots)
 
     def _is_due(self, parameter: Tensor, slot: int) -> bool:
         if slot in self._kept_elsewhere:

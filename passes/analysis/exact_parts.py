@@ -28,8 +28,8 @@ from .problem import Hazard
 if TYPE_CHECKING:
     from .traces import Tracer
 
-_DIFFERENCES = frozenset(("sub", "rsub", "subtract", "diff"))
-_SUMS = frozenset(("add", "addcmul", "lerp")) | _DIFFERENCES
+DIFFERENCES = frozenset(("sub", "rsub", "subtract", "diff"))
+_SUMS = frozenset(("add", "addcmul", "lerp")) | DIFFERENCES
 _JOINS = _SUMS | frozenset(("cat", "concat", "concatenate", "stack", "hstack", "vstack", "where"))
 _PRODUCTS = frozenset(("mul", "div", "multiply", "divide", "true_divide"))
 _NORMS = frozenset(("layer_norm", "rms_norm", "group_norm", "batch_norm", "instance_norm"))
@@ -94,7 +94,7 @@ def _with_exact_part(tracer: Tracer) -> dict[Node, Node]:
 
 def _is_difference(node: Node, parts: dict[Node, Node], tracer: Tracer) -> bool:
     """Whether a node subtracts such values or exact ones alone."""
-    if kind(node) not in _DIFFERENCES:
+    if kind(node) not in DIFFERENCES:
         return False
     read = values_read(node)
     return any(n in parts for n in read) and all(n in parts or not tracer.traces[n].moved for n in read)
@@ -129,8 +129,8 @@ def _leads_on(user: Node, read: Node, tracer: Tracer) -> bool:
     name = kind(user)
     if name in _PRODUCTS:
         return all(n is read or not tracer.traces[n].moved for n in values_read(user))
-    is_loss = name in _LEADS_ON or name.endswith("_loss")
-    return name in _SUMS or is_loss or is_cast(user) or tracer.facts[user].op_class is OpClass.CLEAR
+    adds_up = name in _LEADS_ON or name.endswith("_loss")
+    return name in _SUMS or adds_up or is_cast(user) or tracer.facts[user].op_class is OpClass.CLEAR
 
 
 def _is_exact(node: Node, tracer: Tracer) -> bool:

@@ -35,14 +35,12 @@ from ampgraph.ops.lists import OpClass
 
 from .alias import SOURCES
 from .arguments import argument
-from .exact_parts import find_exact_parts
+from .exact_parts import DIFFERENCES, find_exact_parts
 from .facts import Facts, NodeFacts, tensors
 from .graph_walk import kind, operands, values_read
 from .precision import Precision
 from .problem import Hazard
 from .traces import Trace, Tracer
-
-_DIFFERENCES = frozenset(("sub", "rsub"))
 
 
 def find_hazards(
@@ -82,7 +80,7 @@ def _differences_of(pinned: Mapping[Node, Hazard], tracer: Tracer) -> dict[Node,
     facts = tracer.facts
     found: dict[Node, Hazard] = {}
     for node in facts:
-        if node in pinned or kind(node) not in _DIFFERENCES or not tracer.keeps(node):
+        if node in pinned or kind(node) not in DIFFERENCES or not tracer.keeps(node):
             continue
         read = [facts[n].dtype_source for n in _floats_read(node, facts)]
         of = [n for n in read if n in pinned]
@@ -137,7 +135,7 @@ def _magnifies(node: Node, fact: NodeFacts, tracer: Tracer) -> bool:
 
 def _is_difference(node: Node, traces: Mapping[Node, Trace]) -> bool:
     """Whether two values are subtracted, neither of them a mask or a number."""
-    if kind(node) not in _DIFFERENCES:
+    if kind(node) not in DIFFERENCES:
         return False
     return all(isinstance(n, Node) and not traces[n].few for n in operands(node))
 
