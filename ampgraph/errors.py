@@ -7,9 +7,8 @@ import difflib
 import sys
 import warnings
 from collections.abc import Iterable
-from pathlib import Path
 
-import torch
+from .own_files import AMPGRAPH, TORCH
 
 
 class AmpGraphError(Exception):
@@ -75,7 +74,7 @@ def did_you_mean(word: object, legal: Iterable[str], count: int = 3) -> str:
     return f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
 
 
-_INSIDE = (str(Path(__file__).parent), str(Path(torch.__file__).parent), contextlib.__file__)
+_INSIDE = (AMPGRAPH, TORCH, contextlib.__file__)
 
 
 def warn_user(message: str) -> None:

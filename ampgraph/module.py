@@ -91,7 +91,7 @@ class AmpModule(Converted):
         self.__dict__["_graphs"] = GraphCache(source, options, scaler, stored, siblings)
         self.__dict__["forward"] = self.__dict__["_own_forward"] = self._make_forward()
         if options.just_in_time:
-            self.__dict__["_compiled"] = self._compile_just_in_time()
+            self.__dict__["_compiled"] = self._compile_just_in_time(options, self._graphs)
 
     # -- what it is ------------------------------------------------------------------------------
 
@@ -253,13 +253,14 @@ class AmpModule(Converted):
         if is_distributed():
             args, kwargs = waited(args, kwargs)
             self.scaler.note_wrapper()
+        graphs = self._graphs  # before the look at the compiled form: another thread may fall back now
         if "_compiled" in self.__dict__:
             return self._call_compiled(args, kwargs)
-        return self._call_captured(args, kwargs)
+        return self._call_captured(graphs, args, kwargs)
 
-    def _call_captured(self, args: tuple, kwargs: dict[str, Any]) -> Any:
+    def _call_captured(self, graphs: GraphCache, args: tuple, kwargs: dict[str, Any]) -> Any:
         try:
-            found = self._graphs.find_for_run(args, kwargs)
+            found = graphs.find_for_run(args, kwargs)
             captured = found.captured
             if captured.lost and self._needs_gradients(args, kwargs):
                 raise self._lost_error(captured)
@@ -278,7 +279,7 @@ class AmpModule(Converted):
                 raise
             raise reason from error
         try:
-            with self._graphs.lock:
+            with graphs.lock:
                 return captured.run(args, kwargs, found.is_in_place)
         except (RuntimeError, AttributeError) as error:  # FSDP2 may miss its own state, too
             if (reason := sharded_error(self.source)) is None:
@@ -306,15 +307,16 @@ class AmpModule(Converted):
         Raises:
             AmpGraphError: ``error``, if the fallback is off or level O3 has freed float32 memory.
         """
-        if self.options.capture != AUTO or self.stored_low:
-            raise error
         with self._graphs.lock.alone():
             if "_compiled" in self.__dict__:
                 return  # another thread came first
+            if self.options.capture != AUTO or self.stored_low:
+                raise error
             options = dataclasses.replace(self.options, capture=JUST_IN_TIME, dynamic_shapes=None)
-            self.__dict__["options"] = options
-            self.__dict__["_graphs"] = GraphCache(self.source, options, self.scaler, self._stored)
-            self.__dict__["_compiled"] = self._compile_just_in_time()
+            graphs = GraphCache(self.source, options, self.scaler, self._stored)
+            compiled = self._compile_just_in_time(options, graphs)
+            # At once: a call of another thread that finds the new graphs must find the compiled form, too.
+            self.__dict__.update(_compiled=compiled, _graphs=graphs, options=options)
         why = self.options.named(str(error).splitlines()[0])
         self._graphs.watch.is_told = True
         warn_user(
@@ -371,7 +373,7 @@ class AmpModule(Converted):
         """Compiles for other methods of the model's classes; a capture replaces some while it lasts."""
         with self._graphs.lock.alone(), tracing_lock():
             if not self._graphs.has_same_classes():
-                self.__dict__["_compiled"] = self._compile_just_in_time()
+                self.__dict__["_compiled"] = self._compile_just_in_time(self.options, self._graphs)
 
     def _warn_about_global_hooks(self) -> None:
         if "_told_hooks" in self.__dict__:
@@ -412,20 +414,15 @@ class AmpModule(Converted):
         graphs = [(captured.graph_module, captured.plan) for captured in self._graphs]
         warn_of_idle(self.options.named(type(self.source).__name__), graphs, self.policy, modules)
 
-    def _compile_just_in_time(self) -> Callable:
+    def _compile_just_in_time(self, options: Options, graphs: GraphCache) -> Callable:
         from .runtime.dynamo_backend import make_backend
 
         keep_errors_out_of_log()
         modules = module_names(self.source)
-        graphs = self._graphs
         graphs.note_classes()
-        backend = make_backend(
-            self.options, modules, graphs.add, self.scaler, graphs.shadows, graphs.guard_scope
-        )
+        backend = make_backend(options, modules, graphs.add, self.scaler, graphs.shadows, graphs.guard_scope)
         compile_source = functools.partial(compiled_by_dynamo, self.source, backend)
-        return CompiledByHooks(
-            self.source, compile_source, graphs, self.options.named(type(self.source).__name__)
-        )
+        return CompiledByHooks(self.source, compile_source, graphs, options.named(type(self.source).__name__))
 
     # -- being a module --------------------------------------------------------------------------
 

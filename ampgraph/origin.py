@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import operator
-import os
 import re
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import TypeVar
 
-import torch
 from torch import nn
 from torch.fx import Graph, Node
 
 from ._compat import OpOverload
+from .own_files import AMPGRAPH, TORCH
 
 _ITEM = re.compile(r"\[['\"]?([^'\"\]]*)['\"]?\]")
 _SELF = re.compile(r"^L\[['\"]?\w+['\"]?\]\.?|^L__self___?")
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 # Code that is not the user's: torch, ampgraph's own calls during a capture, and generated code.
-_OWN = str(Path(__file__).parent) + os.sep
-_NOT_USERS = (str(Path(torch.__file__).parent) + os.sep, _OWN, "<")
+_NOT_USERS = (TORCH, AMPGRAPH, "<")
 K = TypeVar("K", bound=Hashable)
 Part = TypeVar("Part")
 
@@ -97,7 +94,7 @@ def user_line(node: Node) -> str:
     A node of the loss-scaling boundary has no line.
     """
     frames = _FRAME.findall(node.meta.get("stack_trace") or "")
-    frames = [frame for frame in frames if not frame[0].startswith((_OWN, "<eval_with_key>"))]
+    frames = [frame for frame in frames if not frame[0].startswith((AMPGRAPH, "<eval_with_key>"))]
     users = [frame for frame in frames if not frame[0].startswith(_NOT_USERS)] or frames
     return ":".join(users[-1]) if users else ""
 

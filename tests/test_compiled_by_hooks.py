@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
+
 import pytest
 import torch
 from torch import nn
@@ -54,6 +56,14 @@ def test_the_model_is_low_again_without_the_hook(kind, capture):
         after.sum().backward()
         assert torch.equal(after, before)
     assert not torch.equal(before, source(X))
+
+
+def test_the_first_hook_in_another_dict():
+    amp, source = model_and_source("just in time")
+    amp(X)
+    source[2]._forward_hooks = OrderedDict()
+    source[2].register_forward_hook(lambda module, args, output: output * 0 + 100)
+    assert torch.equal(amp(X), torch.full((4, 8), 100.0))
 
 
 def test_a_hook_with_which_nothing_is_captured_is_told():

@@ -77,12 +77,18 @@ def _first_hook(m):
     m.last.register_forward_hook(lambda module, args, y: y * 9)
 
 
+def _first_hook_in_another_dict(m):
+    m.last._forward_hooks = OrderedDict()
+    _first_hook(m)
+
+
 CHANGES = {
     "weight in the dict": _other_weight_in_the_dict,
     "buffer in the dict": lambda m: m._buffers.__ior__({"high": torch.full((8,), 5.0)}),
     "module in the dict": lambda m: m._modules.__setitem__("last", nn.Linear(8, 8, bias=False)),
     "attribute in the dict": lambda m: vars(m).update(gain=3),
     "first hook": _first_hook,
+    "first hook in another dict": _first_hook_in_another_dict,
     "forward": lambda m: vars(m.last).setdefault("forward", lambda x: x * 7),
     "untied weight": lambda m: setattr(m.last, "weight", parameter(8, 3.0)),
     "untied buffer": lambda m: setattr(m, "high", torch.full((8,), 5.0)),

@@ -17,6 +17,7 @@ import ampgraph
 from ampgraph._compat import compiled_calls, path_inside_wrappers, tracing_lock
 from ampgraph._compat.tracing import CompiledCalls
 from ampgraph.runtime import graph_cache
+from ampgraph.runtime.capture_lock import CaptureLock
 from ampgraph.training.fsdp1 import refuse_fsdp1
 
 SECONDS = 60
@@ -117,6 +118,47 @@ def test_a_call_inside_another_does_not_wait_for_a_capture_that_waits(pool: Thre
     with calls.mutex:
         calls.end()
     captured.result(5)
+
+
+class BranchesInTraining(nn.Module):
+    """No capture ahead of time in training mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.layer(x)
+        return y * 2 if self.training and y.square().sum() > 0 else y
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_threads_fall_back_together(pool: ThreadPoolExecutor) -> None:
+    x = torch.randn(2, 8)
+    amp = ampgraph.convert(BranchesInTraining().eval(), (x,), dtype=torch.bfloat16)
+    amp.train()
+    together = threading.Barrier(3)
+
+    def call() -> torch.Tensor:
+        together.wait(SECONDS)
+        return amp(x)
+
+    results = [future.result(SECONDS) for future in [pool.submit(call) for _ in range(3)]]
+    assert amp.is_just_in_time
+    for result in results:
+        torch.testing.assert_close(result, amp.source(x), atol=0.1, rtol=0)
+
+
+def test_an_interrupted_capture_lets_calls_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    lock = CaptureLock()
+    monkeypatch.setattr(threading.Condition, "wait_for", interrupt)
+    with lock, pytest.raises(KeyboardInterrupt), lock.alone():
+        pass
+    with lock:  # a call that waits would be interrupted
+        assert not lock._captures
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")

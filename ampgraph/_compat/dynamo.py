@@ -140,12 +140,15 @@ class _Guards:
     def __enter__(self) -> None:
         config = torch._dynamo.config
         with compiled_calls.mutex:
+            if self._replaced is None:  # first: it raises if a torch has other names
+                self._replaced = [*_replacements()]
             compiled_calls.begin()
             if self._inside == 0:
                 self._before = tuple(getattr(config, option) for option in self._options)
                 for option in self._options:
                     setattr(config, option, False)
-                self._replace()
+                for owner, name, _, other in self._replaced:
+                    setattr(owner, name, other)
             self._inside += 1
 
     def __exit__(self, *error: object) -> None:
@@ -157,12 +160,6 @@ class _Guards:
                     setattr(torch._dynamo.config, option, value)
                 for owner, name, value, _ in self._replaced or ():
                     setattr(owner, name, value)
-
-    def _replace(self) -> None:
-        if self._replaced is None:
-            self._replaced = list(_replacements())
-        for owner, name, _, other in self._replaced:
-            setattr(owner, name, other)
 
 
 def _replacements() -> Iterator[tuple[type, str, Any, Any]]:

@@ -10,21 +10,20 @@ import builtins
 import contextlib
 import dis
 import functools
+import os
 import sys
-import sysconfig
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from ..own_files import AMPGRAPH, TORCH, is_pythons
 from ..proxy.bound_proxy import class_behind
 from .containers import copied, has_plain_leaves, is_container, is_frozen, is_small, items_of, same
 
-_TORCH = str(Path(torch.__file__).parent)
-_LAYERS = f"{_TORCH}/nn/modules/"
+_LAYERS = os.path.join(TORCH, "nn", "modules", "")
 # The parts of torch whose functions are looked up.
 _OF_TORCH = ("torch", "torch.nn.functional")
 # Python's modules with classes of settings: SimpleNamespace, argparse.Namespace, UserDict.
@@ -50,8 +49,7 @@ _ASKING = ("getattr", "hasattr")
 _BETWEEN = ("PUSH_NULL", "PRECALL", "CACHE", "EXTENDED_ARG")
 # What a capture itself replaces in torch meanwhile.
 _REPLACED = ("is_grad_enabled",)
-_NOT_READ = (f"{_TORCH}/", f"{Path(__file__).parents[1]}/", "<frozen")
-_PYTHON = f"{sysconfig.get_path('stdlib')}/"
+_NOT_READ = (TORCH, AMPGRAPH, "<frozen")
 _OF_EVERY_MODULE = frozenset(vars(nn.Module)) - {"forward"}
 _PARTS = frozenset(vars(nn.Module()))
 GONE = object()
@@ -375,11 +373,6 @@ def _is_read(filename: str) -> bool:
     if filename.startswith(_LAYERS):
         return True
     return not is_pythons(filename) and not filename.startswith(_NOT_READ)
-
-
-def is_pythons(filename: str) -> bool:
-    """Whether a file belongs to Python's library."""
-    return filename.startswith(_PYTHON) and "-packages/" not in filename
 
 
 def is_foreign(cls: type) -> bool:

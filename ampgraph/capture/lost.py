@@ -20,7 +20,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointFunction
 
 from .._compat import AppliedFunction, native_apply
-from .user_code import frames, is_users
+from ..own_files import is_users
+from .user_code import frames
 
 # ``graph_module.meta`` of a captured graph holds under this key what it lost, in words.
 LOST_KEY = "ampgraph_lost"

@@ -16,10 +16,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from ..own_files import is_users
 from .code import Code, is_foreign
 from .containers import has_plain_leaves
 from .side_effects import OF_EVERY_MODULE
-from .user_code import frames, is_users
+from .user_code import frames
 
 # How deep a generator may lie in objects that a module holds or forward's code names.
 _DEEP = 3

@@ -8,10 +8,10 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import os
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from pathlib import Path
 from types import FrameType, MethodType
 from typing import Any
 
@@ -20,15 +20,14 @@ from torch import fx, nn
 from torch.export import ExportedProgram
 
 from .._compat import HigherOrderOperator, OpOverload
+from ..own_files import AMPGRAPH, TORCH, is_pythons
 from ..proxy.module_proxy import source_of
-from .code import Code, Place, is_foreign, is_pythons
+from .code import Code, Place, is_foreign
 from .containers import copied, has_plain_leaves, is_container, same
 from .held_objects import Change
 
-_TORCH = str(Path(torch.__file__).parent)
-_LAYERS = f"{_TORCH}/nn/"
-_HOOKS = f"{_LAYERS}utils/"
-_OURS = str(Path(__file__).parents[1])
+_LAYERS = os.path.join(TORCH, "nn", "")
+_HOOKS = os.path.join(_LAYERS, "utils", "")
 # What every module has: parameters, hooks, the training mode. A forward on a module is its own.
 _OF_EVERY_MODULE = frozenset({*vars(nn.Module()), *vars(nn.Module)} - {"forward"})
 _STRUCTURE = ("_parameters", "_buffers", "_modules")
@@ -285,7 +284,7 @@ def _is_own_method(value: object, module: nn.Module) -> bool:
     if not isinstance(value, MethodType) or value.__self__ is not module:
         return False
     code = getattr(value.__func__, "__code__", None)
-    return code is not None and not code.co_filename.startswith(_TORCH)
+    return code is not None and not code.co_filename.startswith(TORCH)
 
 
 def _is_set_by_torch(frame: FrameType) -> bool:
@@ -325,7 +324,7 @@ def _is_asked_by_model(frame: FrameType, function: Any = None) -> bool:
     own = getattr(function, "__code__", None)  # of methods of tensors that are written in Python
     while (frame.f_code.co_name in _BETWEEN or frame.f_code is own) and frame.f_back:
         frame = frame.f_back
-    return not frame.f_code.co_filename.startswith((_TORCH, _OURS))
+    return not frame.f_code.co_filename.startswith((TORCH, AMPGRAPH))
 
 
 @contextlib.contextmanager

@@ -3,17 +3,11 @@
 from __future__ import annotations
 
 import sys
-import sysconfig
 import traceback
 from collections.abc import Iterator
-from pathlib import Path
 from types import FrameType
 
-import torch
-
-_OURS = str(Path(__file__).parents[1])
-_TORCH = str(Path(torch.__file__).parent)
-_PYTHON = sysconfig.get_path("stdlib")
+from ..own_files import is_users
 
 
 def user_line(error: BaseException) -> str:
@@ -22,13 +16,6 @@ def user_line(error: BaseException) -> str:
         if is_users(frame.filename):
             return f"{frame.filename}:{frame.lineno}" + (f" ({frame.line})" if frame.line else "")
     return ""
-
-
-def is_users(filename: str) -> bool:
-    """Whether a file belongs to the user, not to torch, ampgraph or Python."""
-    if not filename.endswith(".py") or filename.startswith((f"{_TORCH}/", f"{_OURS}/")):
-        return False
-    return not filename.startswith(f"{_PYTHON}/") or "-packages/" in filename.replace("\\", "/")
 
 
 def frames() -> Iterator[FrameType]:

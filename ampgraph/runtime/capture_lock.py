@@ -60,17 +60,25 @@ class CaptureLock:
                 "forward of the source calls the converted model, whose forward is that of the source: "
                 "wrap the converted model, not a function that calls it."
             )
-        with compiled_calls.resting(), self._changed:
+        with self._has_priority():
+            with compiled_calls.resting(), self._changed:
+                self._changed.wait_for(lambda: self._running <= 0 and not self._is_captured)
+                self._is_captured, self._thread = True, threading.get_ident()
+            try:
+                yield
+            finally:
+                self._is_captured, self._thread = False, None
+
+    @contextlib.contextmanager
+    def _has_priority(self) -> Iterator[None]:
+        """Makes further calls wait, until a capture has ended or was interrupted while it waited."""
+        with self._mutex:
             self._captures += 1
-            self._changed.wait_for(lambda: self._running <= 0 and not self._is_captured)
-            self._is_captured, self._thread = True, threading.get_ident()
         try:
             yield
         finally:
             with self._changed:
-                self._thread = None
                 self._captures -= 1
-                self._is_captured = False
                 self._changed.notify_all()
 
     def renew(self) -> None:

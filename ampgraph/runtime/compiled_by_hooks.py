@@ -13,6 +13,8 @@ from ..errors import warn_user
 from .module_structure import HOOKS
 
 _MOST = 8  # sets of hooks whose code is kept
+# A module's dict, and the name of its hooks in it: code may exchange the dict of the hooks.
+_Where = tuple[dict[str, Any], str]
 _Key = tuple[tuple[str, str, tuple[Hashable, ...]], ...]
 
 
@@ -34,8 +36,8 @@ class CompiledByHooks:
     ) -> None:
         self._source, self._compile, self._graphs, self._name = source, compile_source, graphs, name
         self._count = -1
-        self._empty: list[dict[int, Any]] = [{0: "not looked at yet"}]
-        self._held: list[dict[int, Any]] = []
+        self._unhooked: list[_Where] = [({"": {0: "not looked at yet"}}, "")]
+        self._hooked: list[_Where] = []
         self._ids: list[tuple[int, ...]] = []
         self._key: _Key = ()
         self._forms: dict[_Key, Callable] = {(): compile_source()}
@@ -60,20 +62,25 @@ class CompiledByHooks:
     def _current_key(self) -> _Key:
         """Returns the hooks by module and code; looks at all modules only if one gained or lost a hook."""
         count = hooks_registered()
-        if [*map(tuple, self._held)] == self._ids and (count == self._count or not any(self._empty)):
+        if self._held() == self._ids and (count == self._count or not self._has_first_hook()):
             self._count = count
             return self._key
         with tracing_lock():  # a capture in another thread sets hooks for as long as it lasts
             return self._looked_at(count)
 
+    def _held(self) -> list[tuple[int, ...]]:
+        return [tuple(own.get(name, ())) for own, name in self._hooked]
+
+    def _has_first_hook(self) -> bool:
+        return any(own.get(name) for own, name in self._unhooked)
+
     def _looked_at(self, count: int) -> _Key:
-        modules = self._source.named_modules()
-        found = [(path, name, vars(module).get(name, {})) for path, module in modules for name in HOOKS]
-        held = [(path, name, hooks) for path, name, hooks in found if hooks]
-        self._empty = [hooks for _, _, hooks in found if not hooks]
-        self._held = [hooks for _, _, hooks in held]
-        self._ids = [*map(tuple, self._held)]
-        self._key = tuple((path, name, tuple(map(_code_of, hooks.values()))) for path, name, hooks in held)
+        found = [(path, vars(m), name) for path, m in self._source.named_modules() for name in HOOKS]
+        held = [(path, own, name) for path, own, name in found if own.get(name)]
+        self._unhooked = [(own, name) for _, own, name in found if not own.get(name)]
+        self._hooked = [(own, name) for _, own, name in held]
+        self._ids = self._held()
+        self._key = tuple((path, name, tuple(map(_code_of, own[name].values()))) for path, own, name in held)
         self._count = count
         return self._key
 
@@ -82,4 +89,4 @@ def _code_of(hook: object) -> Hashable:
     """Returns the code of a hook, which hooks of one function share, whatever they hold."""
     while isinstance(hook, functools.partial):
         hook = hook.func
-    return getattr(hook, "__code__", id(type(hook)))
+    return getattr(hook, "__code__", type(hook))

@@ -49,9 +49,8 @@ class Structure:
         own = [vars(m) for m in self.modules]
         self._own_forward = [held for held in own if "forward" in held]
         self._no_forward = [held for held in own if "forward" not in held]
-        hooks = [held for o in own for name in HOOKS if (held := o.get(name)) is not None]
-        self._unhooked = [held for held in hooks if not held]
-        self._hooked = [held for held in hooks if held]
+        self._hooked = [held for o in own for name in HOOKS if (held := o.get(name))]
+        self._unhooked = [(o, name) for o in own for name in HOOKS if not o.get(name)]
         # Code may give a module another dict: ``module._forward_hooks = OrderedDict()``.
         places = [(o, name, o[name]) for o in own for name in (*_PARTS, *HOOKS) if o.get(name)]
         self._owners = [owner for owner, _, _ in places]
@@ -106,7 +105,7 @@ class Structure:
         """Whether a module without hooks has one now; checks only if any hook was registered since."""
         if (count := hooks_registered()) == self._hook_count:
             return False
-        if any(self._unhooked):
+        if any(own.get(name) for own, name in self._unhooked):
             return True
         self._hook_count = count
         return False

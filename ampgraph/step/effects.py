@@ -15,8 +15,9 @@ from torch.overrides import TorchFunctionMode
 
 from .._compat import FakeTensor
 from ..capture.random_numbers import noting_random_numbers
-from ..capture.user_code import frames, is_users
+from ..capture.user_code import frames
 from ..errors import AmpGraphError
+from ..own_files import is_users
 from .surroundings import Surroundings
 
 _READS = {"item", "tolist", "numpy", "equal", "allclose", "is_nonzero"}

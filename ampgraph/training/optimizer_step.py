@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol, TypeVar
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import LBFGS, SGD, Adagrad, Adam, Optimizer
 
+from ..own_files import TORCH
 from .judging import Numbers, Share, verdicts
 from .nested_optimizers import Inside, is_inside
 from .step_guard import StepGuard, Verdict
@@ -31,7 +31,6 @@ class Scaler(Numbers, Protocol):
         """Ends the round."""
 
 
-_TORCH = os.path.dirname(torch.__file__) + os.sep
 S = TypeVar("S", bound=Scaler)
 
 
@@ -177,7 +176,7 @@ def has_torchs_step(optimizer: Optimizer) -> bool:
 def _is_torchs(function: Any) -> bool:
     while function is not None:
         code = getattr(function, "__code__", None)
-        if code is None or not code.co_filename.startswith(_TORCH):
+        if code is None or not code.co_filename.startswith(TORCH):
             return False
         function = getattr(function, "__wrapped__", None)
     return True
