@@ -65,11 +65,11 @@ class VerifyError(PassError):
     """The rewritten graph violates an invariant; the message names the node."""
 
 
-def did_you_mean(word: object, legal: Iterable[str], count: int = 3) -> str:
+def did_you_mean(word: object, legal: Iterable[str]) -> str:
     """Returns ``" Did you mean 'a' or 'b'?"`` for the nearest legal words, or an empty string."""
     by_lower = {name.lower(): name for name in reversed(list(legal))}  # the first spelling wins
     near = [
-        by_lower[n] for n in difflib.get_close_matches(str(word).lower(), list(by_lower), n=count, cutoff=0.6)
+        by_lower[n] for n in difflib.get_close_matches(str(word).lower(), list(by_lower), n=3, cutoff=0.6)
     ]
     return f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
 

@@ -50,6 +50,8 @@ from .training.distributed import is_distributed, sharded_error
 from .training.fsdp1 import MANAGED, refuse_fsdp1
 from .training.scaler import LossScaler
 
+# The attributes of a module for its hooks; a copy of a converted model has them.
+_HOOKS = frozenset(name for name in vars(nn.Module()) if "_hook" in name)
 # An error names at most this many parts that a capture lost.
 NAMED = 3
 
@@ -435,10 +437,14 @@ class AmpModule(Converted):
         return self
 
     def __deepcopy__(self, memo: dict) -> AmpModule:
-        return _rebuild(copy.deepcopy(self.source, memo), *self.__reduce__()[1][1:])
+        _, (source, *rest), hooks = self.__reduce__()
+        amp = memo[id(self)] = _rebuild(copy.deepcopy(source, memo), *rest)
+        amp.__setstate__(copy.deepcopy(hooks, memo))
+        return amp
 
     def __reduce__(self) -> tuple:
-        return _rebuild, (self.source, self.options, self.scaler.state_dict(), self.stored_low)
+        hooks = {name: value for name, value in vars(self).items() if name in _HOOKS and value}
+        return _rebuild, (self.source, self.options, self.scaler.state_dict(), self.stored_low), hooks
 
     @property
     def stored_low(self) -> tuple[str, ...]:

@@ -178,6 +178,7 @@ def _read_wide(node: Node) -> None:
 
 
 def _cast(value: Node, dtype: torch.dtype) -> Node:
+    """Casts as the source's region did: the source's own cast, like those in its code."""
     node = value.graph.call_function(torch.ops.aten.to.dtype, (value, dtype))
     node.meta = {k: v for k, v in value.meta.items() if k in ("nn_module_stack", "stack_trace", "custom")}
     node.meta["val"] = evaluate(node, fake_mode_of(value.graph))

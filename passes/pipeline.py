@@ -151,7 +151,7 @@ def rewrite(
     space = workspace(graph_module)
     if space.plan is None:
         raise PassError("the pipeline ended without a plan.")
-    # Analysis results refer to nodes; only the plan stays.
+    # Analysis results refer to nodes; the plan, the seconds and the policy stay.
     graph_module.meta[META_KEY] = Workspace(plan=space.plan, seconds=space.seconds, policy=asked)
     _leave_reasons(graph_module.graph, space.plan)
     return space.plan

@@ -84,12 +84,6 @@ def settle_guard_scope(graph_module: GraphModule, policy: Policy) -> Policy:
     return policy.replace(use_fp16_guard=is_of_guarded_model(graph_module))
 
 
-def precedence_table() -> str:
-    """Returns `PRECEDENCE` as a Markdown table."""
-    rows = [f"| {i} | {rule.name} | {rule.dtype} | `{rule.by}` |" for i, rule in enumerate(PRECEDENCE, 1)]
-    return "\n".join(["| | applies to | dtype | `by` |", "|---|---|---|---|", *rows])
-
-
 def _keep(name: str, by: str, reason: str, applies: Callable[[Node, NodeFacts, Case], object]) -> Rule:
     """Returns a rule that keeps the source's dtype if ``applies`` holds."""
 

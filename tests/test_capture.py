@@ -545,9 +545,7 @@ def test_activation_checkpointing(how):
     amp = convert(model, how, X)
     amp(X).sum().backward()
     source(X).sum().backward()
-    assert dtype_of(amp.graph_module, "linear") == [BF16, BF16] or any(
-        "checkpoint" in str(n.target) for n in amp.graph_module.graph.nodes
-    )
+    assert dtype_of(amp.graph_module, "linear") == [BF16, BF16]
     close(model.a.weight.grad, source.a.weight.grad, 0.05)
 
 

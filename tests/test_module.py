@@ -256,6 +256,29 @@ def test_deepcopy_is_independent():
     close(twin(X), twin.source(X))
 
 
+class NotesItsModule:
+    """A hook that can be pickled."""
+
+    seen: nn.Module | None = None
+
+    def __call__(self, module, args, output):
+        self.seen = module
+
+
+@CAPTURES
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda amp: pickle.loads(pickle.dumps(amp))])
+def test_copies_have_the_hooks(copied, how):
+    amp = convert(Net().eval(), how, X)
+    hook = NotesItsModule()
+    amp.register_forward_hook(hook)
+    amp(X)
+    twin = copied(amp)
+    twin(X)
+    (of_twin,) = twin._forward_hooks.values()
+    assert of_twin.seen is twin
+    assert hook.seen is amp
+
+
 def test_pickle_and_torch_save():
     amp = convert(Net().eval(), "ahead of time", X)
     again = pickle.loads(pickle.dumps(amp))

@@ -323,7 +323,10 @@ def verify_fails(graph_module: GraphModule, match: str) -> None:
 
 
 def test_verify_accepts_a_good_graph():
-    run_passes(rewritten(), [Verify()])
+    graph_module = rewritten()
+    before = graph_module.code
+    assert not run_passes(graph_module, [Verify()]).modified
+    assert graph_module.code == before
 
 
 def test_verify_sees_a_wrong_dtype():

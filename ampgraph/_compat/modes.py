@@ -125,11 +125,6 @@ def autocast_values(
         torch.set_autocast_dtype(device, before[1])
 
 
-def keep_versions(tensors: list[torch.Tensor]) -> contextlib.AbstractContextManager:
-    """Allows writes to ``tensors`` inside without a change of autograd's version counters."""
-    return torch.autograd._unsafe_preserve_version_counter(tuple(tensors))
-
-
 def is_exporting() -> bool:
     """Whether ``torch.export`` traces in this thread; torch's own flag is the process's.
 

@@ -22,7 +22,7 @@ from torch.export import ExportedProgram
 from .._compat import HigherOrderOperator, OpOverload
 from ..own_files import AMPGRAPH, TORCH, is_pythons
 from ..proxy.module_proxy import source_of
-from .code import Code, Place, is_foreign
+from .code import GONE, Code, Place, is_foreign
 from .containers import copied, has_plain_leaves, is_container, same
 from .held_objects import Change
 
@@ -210,15 +210,18 @@ class Reads:
     @contextlib.contextmanager
     def decided(self) -> Iterator[None]:
         """Sets what forward has decided, as the model's next call would find it."""
-        before = {key: dict(vars(self.modules[key])) for key, _ in self.lost}
-        for (module, name), change in self.lost.items():
-            vars(self.modules[module])[name] = change.after
+        places = [(vars(self.modules[module]), name, change) for (module, name), change in self.lost.items()]
+        before = [held.get(name, GONE) for held, name, _ in places]
         try:
+            for held, name, change in places:
+                held[name] = change.after
             yield
         finally:
-            for module, attributes in before.items():
-                vars(self.modules[module]).clear()
-                vars(self.modules[module]).update(attributes)
+            for (held, name, _), value in zip(places, before, strict=True):
+                if value is GONE:
+                    held.pop(name, None)
+                else:
+                    held[name] = value
 
     def forget_decisions(self) -> None:
         """Drops what forward sets; calls compare these attributes then."""
@@ -345,11 +348,11 @@ def recorded(reads: Reads, is_capturing: Callable[[], bool]) -> Iterator[None]:
 
     before = {key: dict(vars(module)) for key, module in reads.modules.items()}
     hashed = vars(nn.Module).get("__hash__")
-    nn.Module.__hash__ = watched_hash  # type: ignore[assignment, method-assign]
-    nn.Module.__setattr__ = watched_set  # type: ignore[method-assign]
-    nn.Module.__getattribute__ = _WatchedGet(outer, reads, is_capturing)  # type: ignore
-    torch.is_grad_enabled = _WatchedQuestion(asked, reads, is_capturing)  # type: ignore[assignment]
     try:
+        nn.Module.__hash__ = watched_hash  # type: ignore[assignment, method-assign]
+        nn.Module.__setattr__ = watched_set  # type: ignore[method-assign]
+        nn.Module.__getattribute__ = _WatchedGet(outer, reads, is_capturing)  # type: ignore
+        torch.is_grad_enabled = _WatchedQuestion(asked, reads, is_capturing)  # type: ignore[assignment]
         yield
     finally:
         if hashed is None:

@@ -17,6 +17,7 @@ from ..tuning.result_error import NAMES as METRICS
 from .option_values import CLASSES, UsageError
 from .terminal import COLOURS
 
+_LONGEST = 300  # characters of a message
 POLICIES = ("O1", "O2", "torch", "paddle", "mindspore", "oneflow")
 _HELP = """\
 SPEC is one of
@@ -77,8 +78,8 @@ class _Parser(argparse.ArgumentParser):
         raise UsageError(f"{_shortened(message)}.{hint} See {self.prog} --help.")
 
 
-def _shortened(message: str, width: int = 300) -> str:
-    return message if len(message) <= width else f"{message[:width]} .."
+def _shortened(message: str) -> str:
+    return message if len(message) <= _LONGEST else f"{message[:_LONGEST]} .."
 
 
 def parser() -> argparse.ArgumentParser:

@@ -33,7 +33,7 @@ PART = "_amp_slots"
 
 
 def shadowed_parameters(
-    graph: fx.Graph, values: Mapping[str, object], shadows: ShadowWeights, casts_fuse: bool = False
+    graph: fx.Graph, values: Mapping[str, object], shadows: ShadowWeights, casts_fuse: bool
 ) -> dict[str, torch.Tensor]:
     """Returns the parameters, by node name, that the graph casts and can read as low copies instead.
 

@@ -89,4 +89,5 @@ def _code_of(hook: object) -> Hashable:
     """Returns the code of a hook, which hooks of one function share, whatever they hold."""
     while isinstance(hook, functools.partial):
         hook = hook.func
-    return getattr(hook, "__code__", type(hook))
+    kind: Any = type(hook)
+    return getattr(hook, "__code__", kind)

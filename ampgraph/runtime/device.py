@@ -20,6 +20,6 @@ def device_of(model: nn.Module, default: torch.device = CPU) -> torch.device:
     return next((tensor.device for tensor in tensors), default)
 
 
-def device_of_tensors(values: Any, default: torch.device = CPU) -> torch.device:
-    """Returns the device of the first tensor in nested containers, or ``default`` if there is none."""
-    return next((leaf.device for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)), default)
+def device_of_tensors(values: Any) -> torch.device:
+    """Returns the device of the first tensor in nested containers, or the CPU if there is none."""
+    return next((leaf.device for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)), CPU)

@@ -77,10 +77,9 @@ def flat_program(graph_module: fx.GraphModule) -> Callable[..., Sequence[Any]]:
     """Returns a function that takes and returns the graph's own inputs and outputs, which are tensors."""
     code = EagerCode(graph_module)
     function, _ = code.bound_to(graph_module, {})
-    cls, forward = code.cls, code.forward
 
-    def run(*inputs: Any) -> Sequence[Any]:
-        outputs: Sequence[Any] = (function if cls.forward is forward else graph_module)(*inputs)
+    def run(*inputs: Any) -> Sequence[Any]:  # holds the code, whose lines show in tracebacks
+        outputs: Sequence[Any] = (function if code.cls.forward is code.forward else graph_module)(*inputs)
         return outputs
 
     return run

@@ -216,7 +216,7 @@ class GraphCache:
         plan: Plan,
         aot: AotGraphs,
         timing: Timing,
-        inputs: Sequence[Any] = (),
+        inputs: Sequence[Any],
     ) -> None:
         """Records a graph that was captured just in time, and the parameters among its inputs."""
         self.watch.add(inputs)

@@ -25,9 +25,7 @@ class Layouts:
         with_offsets: Whether the storage offset of a tensor also matters.
     """
 
-    def __init__(
-        self, source: nn.Module, args: tuple, kwargs: dict[str, Any], with_offsets: bool = False
-    ) -> None:
+    def __init__(self, source: nn.Module, args: tuple, kwargs: dict[str, Any], with_offsets: bool) -> None:
         self._source, self._with_offsets = source, with_offsets
         self._own = self._own_now()
         tensors = self._tensors(args, kwargs)

@@ -24,7 +24,7 @@ class LowStorage:
         names: Paths of parameters that are already stored low (of a copied or unpickled model).
     """
 
-    def __init__(self, model: nn.Module, low_dtype: torch.dtype, names: Iterable[str] = ()):
+    def __init__(self, model: nn.Module, low_dtype: torch.dtype, names: Iterable[str]):
         self._low_dtype = low_dtype
         self._parameters = {id(p): p for n, p in nn.Module.named_parameters(model) if n in set(names)}
 

@@ -15,7 +15,9 @@ from ..proxy.all_parameters import all_parameters
 
 
 def own_error(source: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Exception | None:
-    """Runs the source once and returns its error or None; changes neither its state nor the random state.
+    """Runs a copy of the source once and returns its error or None; the random state does not change.
+
+    A source that cannot be copied runs itself; then only its buffers are put back.
 
     For a bad shape, for example, the error at the user's line says more than an error of the capture.
     """

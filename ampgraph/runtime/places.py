@@ -67,10 +67,9 @@ class _Inside(_Kinds):
 class Places:
     """Some places, and what they held when they were added; of objects there, their attributes as well.
 
-    Plain values are compared, of everything else it counts whether it is the same object. Objects are looked
-    into as far as they may be settings: configurations, namespaces, dataclasses, also inside containers. A
-    check compares objects first, and values where the object is another: a value of another type counts as
-    changed (1.0 for 1).
+    A check compares plain values. Of every other value it compares the identity. It looks into objects that
+    may be settings: configurations, namespaces, dataclasses, also inside containers. It compares objects
+    first, and values where the object is another. A value of another type counts as changed (1.0 for 1).
 
     Args:
         names: The attributes of objects that count; None: all.

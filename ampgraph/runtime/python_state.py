@@ -32,7 +32,7 @@ _SETTINGS = (
 class PythonState:
     """What forward read: attributes, globals, functions, settings of torch; strides and grad mode if asked.
 
-    Left out is what forward sets itself: it would be another at every call.
+    What forward sets itself does not count: it changes at every call.
 
     Args:
         source: The model.

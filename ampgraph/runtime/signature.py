@@ -84,7 +84,7 @@ class Likeness:
 
 
 def _seen(value: Any) -> tuple[Any, Any, Any, Any]:
-    """Returns type, dtype or value, device and sizes; of what has no likeness, the type of no value."""
+    """Returns type, dtype or value, device and sizes; None as the type of a value that never fits."""
     if type(value) is torch.Tensor:
         return torch.Tensor, value.dtype, value.device, value.shape
     return (type(value), value, None, None) if type(value) in _CONSTANTS else (None, None, None, None)

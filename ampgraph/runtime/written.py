@@ -88,7 +88,7 @@ def _is_like_a_number(tensor: torch.Tensor) -> bool:
 
 
 def writes_of(
-    graph_module: fx.GraphModule, args: tuple, kwargs: dict[str, Any], is_compiled: bool = False
+    graph_module: fx.GraphModule, args: tuple, kwargs: dict[str, Any], is_compiled: bool
 ) -> Writes | None:
     """Returns the caller's memory that a graph writes, captured for these arguments; None if it writes none.
 

@@ -113,9 +113,9 @@ class UnscaleGradients(Function):
 class _Times(Function):
     """Multiplies gradients that cross the boundary by a factor; its own backward is `_Once`.
 
-    Inside, what autograd differentiates by is scaled, in every order. A second derivative enters where a
-    gradient left, and its scale and the inverse of the gradient cancel; so where one enters as well. A third
-    derivative crosses the boundary as the gradient did, and so on.
+    Inside, gradients of every order are scaled. A second derivative enters where a gradient left. There the
+    chain rule gives it the factor 1/scale, and the scaling of what enters the factor scale: both cancel, also
+    at the other border. A third derivative crosses as a first one.
     """
 
     @staticmethod

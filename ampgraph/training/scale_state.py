@@ -21,7 +21,6 @@ class ScaleState(nn.Module):
 
     Attributes:
         flags: The flags that the last backward reported to the probe.
-        was_reached: Whether a backward has reported.
         checked: The gradients that boundaries have checked in the current backward.
     """
 
@@ -29,7 +28,6 @@ class ScaleState(nn.Module):
     inverse: Tensor
     probe: Tensor
     flags: Tensor | None
-    was_reached: bool
     checked: CheckedGradients
     _tell: Callable[[Tensor], None]
 
@@ -40,7 +38,6 @@ class ScaleState(nn.Module):
     def _build(self, scale: Tensor, size: int) -> None:
         object.__setattr__(self, "_tell", lambda _: None)
         object.__setattr__(self, "flags", None)
-        object.__setattr__(self, "was_reached", False)
         object.__setattr__(self, "checked", CheckedGradients())
         self.set(scale)
         self._set_probe(size)
@@ -72,7 +69,6 @@ class ScaleState(nn.Module):
     def note(self, flags: Tensor) -> None:
         """Records the flags of a backward."""
         object.__setattr__(self, "flags", flags)
-        object.__setattr__(self, "was_reached", True)
 
     def move(self, device: torch.device) -> None:
         """Moves everything to another device."""

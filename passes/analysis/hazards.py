@@ -48,7 +48,7 @@ def find_hazards(
     facts: Facts,
     fixed: Mapping[Node, Precision],
     low_dtype: torch.dtype,
-    lowers_black: bool = False,
+    lowers_black: bool,
 ) -> dict[Node, Hazard]:
     """Returns the nodes that must stay in the source's dtype.
 

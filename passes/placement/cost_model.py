@@ -86,20 +86,22 @@ def greedy_anchors(problem: Problem, labels: Labels) -> dict[Node, Node]:
     return chosen
 
 
-def cost_of(problem: Problem, labels: Labels, anchors: Anchors, shared: bool = True) -> Cost:
+def cost_of(problem: Problem, labels: Labels, anchors: Anchors) -> Cost:
     """Counts the bytes of a labelling.
 
     Args:
         problem: The pinned graph.
         labels: A precision for every variable.
         anchors: The operand that each float32 promoting op over low operands widens.
-        shared: Whether one cast serves all uses of a tensor; ``torch.autocast`` shares only weights.
     """
-    return cost_of_casts(problem, labels, demands(problem, labels, anchors), shared)
+    return cost_of_casts(problem, labels, demands(problem, labels, anchors), shared=True)
 
 
 def cost_of_casts(problem: Problem, labels: Labels, casts_of: Demands, shared: bool) -> Cost:
-    """Counts the bytes of a labelling whose `demands` are known; see `cost_of`."""
+    """Counts the bytes of a labelling whose `demands` are known; see `cost_of`.
+
+    With ``shared`` one cast serves all uses of a tensor; ``torch.autocast`` shares only those of weights.
+    """
     traffic = bytes_of(problem.moved, labels)
     casts = cast_bytes = activation_casts = activation_bytes = 0
     for (tensor, _), uses in casts_of.items():
