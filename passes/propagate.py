@@ -30,6 +30,7 @@ from .analysis.hazards import find_hazards
 from .analysis.precision import Precision
 from .analysis.problem import Hazard, Problem, Variable, force_followers
 from .analysis.range_hazards import Values, find_range_hazards
+from .analysis.widened import find_widened
 from .base import Pass, Pins, workspace
 from .precedence import ABOVE_HAZARDS, HAZARD, LISTED, Case, settle_by, settle_guard_scope
 
@@ -89,7 +90,7 @@ class PropagatePrecision(Pass):
         exact = find_hazards(graph_module, values.facts, labels, self.policy.low_dtype, lowers_black)
         exact |= find_carried(graph_module.graph, values.facts)
         if self.policy.level == "O3":
-            return exact
+            return find_widened(values.facts) | exact
         return find_range_hazards(values, labels, self.policy.level == "O1") | exact
 
     def _rules(self, graph_module: GraphModule) -> RuleBook:
