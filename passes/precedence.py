@@ -278,8 +278,8 @@ ABOVE_HAZARDS = (
 
 HAZARD = Rule(
     "positions, arithmetic on inputs, angles, decisions and results that rounding would spoil, state that "
-    "a graph keeps for its next call, values that may leave the low range; at O3, black ops on what the model's "
-    "code casts to float32",
+    "a graph keeps for its next call, values that may leave the low range; at O3, black ops on what the "
+    "model's code casts to float32",
     "hazard",
     "the source's",
     _by_hazard,
