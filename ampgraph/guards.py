@@ -57,7 +57,9 @@ def fp32_guard() -> Iterator[None]:
 
 def _keeping_marks() -> contextlib.AbstractContextManager:
     """Keeps the marks in an export that the user runs, for a later conversion."""
-    return fx_traceback.preserve_node_meta() if is_exporting() else contextlib.nullcontext()
+    if torch.compiler.is_dynamo_compiling() or not is_exporting():  # Dynamo traces bodies of torch.cond
+        return contextlib.nullcontext()
+    return fx_traceback.preserve_node_meta()
 
 
 def guard_of(node: Node) -> str | None:

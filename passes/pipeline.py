@@ -10,7 +10,7 @@ from torch import fx
 
 from ampgraph._compat import HigherOrderOperator, OpOverload, tracing_lock, without_new_guards
 from ampgraph.errors import PassError
-from ampgraph.guards import FP16, guard_of
+from ampgraph.guards import FP16, FP32, guard_of, set_guard
 from ampgraph.marks import (
     META_KEY,
     DecisionMark,
@@ -26,6 +26,7 @@ from ampgraph.plan import Plan
 from ampgraph.policy.policy import Policy
 from ampgraph.policy.rules import ModulePaths
 
+from .analysis.bodies import bodies_of
 from .analysis.facts import tensors
 from .analysis.precision import Precision
 from .analysis.ranges import is_table
@@ -43,9 +44,6 @@ from .place import PlaceCasts
 from .precedence import settle_guard_scope
 from .propagate import PropagatePrecision
 from .verify import Verify
-
-# Higher-order ops whose bodies compute on whole tensors.
-_WITH_BODIES = ("cond", "while_loop", "map_impl", "scan", "associative_scan", "invoke_subgraph")
 
 
 def default_pipeline(
@@ -140,8 +138,11 @@ def rewrite(
     """
     asked, policy = policy, settle_guard_scope(graph_module, policy)
     modules = tuple(modules)
-    for body, operands in _bodies(graph_module):
-        _mark_parameters(graph_module, body, operands)
+    if policy.level != "O0" and bodies_of(graph_module):
+        run_passes(graph_module, (InlineRegions(policy),))  # a region around such an op holds for its body
+    for body, callers in bodies_of(graph_module).items():
+        _mark_parameters(graph_module, body, callers[0])
+        _hand_down_guards(body, callers)
         inside = policy.replace(save_norms_low=False, save_softmax_low=False, wide_weight_gradients=False)
         rewrite(body, inside, modules, check_rules=False)
     graph_module.meta[META_KEY] = Workspace()
@@ -183,22 +184,18 @@ def _may_go_low(node: fx.Node, policy: Policy) -> bool:
     return rule is not None and (rule.cls is not OpClass.BLACK or policy.level == "O3")
 
 
-def _bodies(graph_module: fx.GraphModule) -> Iterator[tuple[fx.GraphModule, list[fx.Node]]]:
-    """Yields each sub-graph that a higher-order op runs, with the op's tensor operands, once."""
-    seen: set[int] = set()
-    for node in graph_module.graph.nodes:
-        if not isinstance(node.target, HigherOrderOperator) or node.target.name() not in _WITH_BODIES:
-            continue
-        operands = [n for n in node.all_input_nodes if n.op != "get_attr" or "val" in n.meta]
-        for reference in node.all_input_nodes:
-            body = getattr(graph_module, str(reference.target), None) if reference.op == "get_attr" else None
-            if isinstance(body, fx.GraphModule) and id(body) not in seen:
-                seen.add(id(body))
-                yield body, operands
+def _hand_down_guards(body: fx.GraphModule, callers: list[fx.Node]) -> None:
+    """Gives ops of a body the guard around the ops that run it; float32 if the guards differ."""
+    around = {guard_of(node) for node in callers}
+    guard = around.pop() if len(around) == 1 else FP32 if FP32 in around else None
+    for node in body.graph.nodes:
+        if guard and node.op == "call_function" and not guard_of(node):
+            set_guard(node, guard)
 
 
-def _mark_parameters(graph_module: fx.GraphModule, body: fx.GraphModule, operands: list[fx.Node]) -> None:
+def _mark_parameters(graph_module: fx.GraphModule, body: fx.GraphModule, caller: fx.Node) -> None:
     inputs = body.graph.find_nodes(op="placeholder")
+    operands = [n for n in caller.all_input_nodes if n.op != "get_attr" or "val" in n.meta]
     for inner, outer in zip(reversed(inputs), reversed(operands), strict=False):
         known = input_mark(inner)
         is_parameter = outer.op == "get_attr" or input_mark(outer).is_parameter

@@ -32,6 +32,7 @@ from .._compat import (
 from ..errors import AheadOfTimeError, CaptureError
 from ..training.distributed import sharded_error
 from .batch_norm import with_cumulative_average
+from .body_modules import name_modules_of_bodies
 from .distinct import distinct
 from .held_objects import noting_set_attributes
 from .inference_mode import traced_as_no_grad
@@ -231,6 +232,7 @@ def _traced(
     for module in program.graph_module.modules():
         if isinstance(module, fx.GraphModule):
             _complete_users(module.graph)
+    name_modules_of_bodies(program.graph_module, model)
     return program
 
 
