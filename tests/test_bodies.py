@@ -1,0 +1,112 @@
+"""Bodies of ``torch.cond`` and of loops: guards, autocast regions and rules decide there as elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._higher_order_ops.while_loop import while_loop
+
+import ampgraph
+from ampgraph import Policy
+from ampgraph.passes.analysis.bodies import bodies_of
+
+from .helpers import dtype_of
+
+BF16, FP32 = torch.bfloat16, torch.float32
+X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
+CAPTURES = pytest.mark.parametrize("capture", ["ahead of time", "just in time"])
+
+
+def branches(model: Branches, x: Tensor) -> Tensor:
+    return torch.cond(x.sum() > 0, lambda y: model.a(y), lambda y: model.b(y), (x,))
+
+
+def loop(model: Branches, x: Tensor) -> Tensor:
+    return while_loop(lambda i, y: i < 2, lambda i, y: (i + 1, model.a(y)), (torch.tensor(0), x))[1]
+
+
+class Branches(nn.Module):
+    def __init__(self, function: Callable[[Branches, Tensor], Tensor] = branches) -> None:
+        super().__init__()
+        self.a, self.b, self.function = nn.Linear(8, 8), nn.Linear(8, 8), function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(self, x)
+
+
+def exact_region(function: Callable) -> Callable:
+    def inside(model: Branches, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            return function(model, x)
+
+    return inside
+
+
+def of_bodies(model: nn.Module, capture: str, **rules: str) -> list[list[torch.dtype]]:
+    """The dtypes of the linear layers in each body, of a graph that runs right."""
+    torch._dynamo.reset()
+    policy = Policy(dtype=BF16, rules=rules)
+    amp = ampgraph.convert(model.eval(), (X,), policy=policy, capture=capture, backend="eager")
+    with torch.no_grad():
+        torch.testing.assert_close(amp(X), model(X), rtol=0.05, atol=0.05)
+    return [dtypes for body in bodies_of(amp.graph_module) if (dtypes := dtype_of(body, "linear"))]
+
+
+@CAPTURES
+def test_bodies_follow_the_lists(capture: str) -> None:
+    assert of_bodies(Branches(), capture) == [[BF16], [BF16]]
+
+
+@CAPTURES
+@pytest.mark.parametrize("function", [branches, loop])
+def test_a_region_around_holds_inside(function: Callable, capture: str) -> None:
+    found = of_bodies(Branches(exact_region(function)), capture)
+    assert found == [[FP32]] * len(found) != []
+
+
+@CAPTURES
+def test_a_guard_inside_one_branch(capture: str) -> None:
+    def guarded(model: Branches, x: Tensor) -> Tensor:
+        def exact(y: Tensor) -> Tensor:
+            with ampgraph.fp32_guard():
+                return model.a(y)
+
+        return torch.cond(x.sum() > 0, exact, lambda y: model.b(y), (x,))
+
+    assert of_bodies(Branches(guarded), capture) == [[FP32], [BF16]]
+
+
+@CAPTURES
+@pytest.mark.parametrize(
+    ("rules", "expected"),
+    [
+        ({"inner.a": "fp32"}, [[FP32], [BF16]]),
+        ({"inner.b": "fp32"}, [[BF16], [FP32]]),
+        ({"inner": "fp32"}, [[FP32], [FP32]]),
+        ({"inner": "fp32", "inner.b": "low"}, [[FP32], [BF16]]),
+    ],
+)
+def test_rules_find_modules_in_branches(rules: dict, expected: list, capture: str) -> None:
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Branches()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(x) * 2
+
+    assert of_bodies(Outer(), capture, **rules) == expected
+
+
+def test_modules_of_bodies_inside_bodies() -> None:
+    def nested(model: Branches, x: Tensor) -> Tensor:
+        return torch.cond(x.sum() > -1e4, lambda y: branches(model, y), lambda y: model.b(y), (x,))
+
+    torch._dynamo.reset()
+    policy = Policy(dtype=BF16, rules={"a": "fp32"})
+    amp = ampgraph.convert(Branches(nested).eval(), (X,), policy=policy)
+    outer, other = bodies_of(amp.graph_module)
+    assert [dtype_of(body, "linear") for body in (*bodies_of(outer), other)] == [[FP32], [BF16], [BF16]]
