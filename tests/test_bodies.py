@@ -56,8 +56,9 @@ def of_bodies(model: nn.Module, capture: str, **rules: str) -> list[list[torch.d
 
 
 @CAPTURES
-def test_bodies_follow_the_lists(capture: str) -> None:
-    assert of_bodies(Branches(), capture) == [[BF16], [BF16]]
+@pytest.mark.parametrize(("function", "expected"), [(branches, [[BF16], [BF16]]), (loop, [[BF16]])])
+def test_bodies_follow_the_lists(function: Callable, expected: list, capture: str) -> None:
+    assert of_bodies(Branches(function), capture) == expected
 
 
 @CAPTURES

@@ -193,12 +193,22 @@ def _is_dynamic(value: object) -> bool:
 
 
 def _use_one_fake_mode(graph_module: fx.GraphModule, mode: FakeTensorMode | None) -> None:
-    """Moves constants from the fake mode of tracing into the fake mode of the graph."""
-    for node in graph_module.graph.nodes:
-        fakes = [leaf for leaf in tree_leaves(node.meta.get("val")) if isinstance(leaf, FakeTensor)]
-        if mode is None or all(fake.fake_mode is mode for fake in fakes):
-            continue
-        if node.op == "get_attr":
-            node.meta["val"] = mode.from_tensor(getattr(graph_module, node.target))
-        else:
-            node.meta["val"] = evaluate(node, mode)
+    """Moves constants from the fake mode of tracing into the fake mode of the graph, also in its bodies."""
+    if mode is None:
+        return
+    for part in [m for m in graph_module.modules() if isinstance(m, fx.GraphModule)]:
+        for node in part.graph.nodes:
+            fakes = [leaf for leaf in tree_leaves(node.meta.get("val")) if isinstance(leaf, FakeTensor)]
+            if any(fake.fake_mode is not mode for fake in fakes):
+                node.meta["val"] = _in_mode(node, part, mode)
+
+
+def _in_mode(node: fx.Node, part: fx.GraphModule, mode: FakeTensorMode) -> Any:
+    """Returns the fake value of a node in a mode; what it reads is in this mode already."""
+    if node.op == "get_attr":
+        return mode.from_tensor(getattr(part, str(node.target)))
+    if node.op == "call_function":
+        return evaluate(node, mode)
+    value = node.meta["val"]  # a constant that a loop carries
+    with mode:
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
