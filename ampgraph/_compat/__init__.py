@@ -3,7 +3,7 @@
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from .custom_functions import AppliedFunction, native_apply
+from .custom_functions import AppliedFunction, float32_forward, in_float32_forward, native_apply
 from .dict_versions import dict_versions, has_dict_versions
 from .dynamo import (
     BreakLog,
@@ -130,6 +130,7 @@ __all__ = [
     "fake_mode_of",
     "find_backend",
     "flat_inputs",
+    "float32_forward",
     "graph_being_traced",
     "has_content",
     "has_dict_versions",
@@ -138,6 +139,7 @@ __all__ = [
     "has_saved_tensor_hooks",
     "has_triton",
     "hooks_registered",
+    "in_float32_forward",
     "in_transform",
     "inductor_modes",
     "is_any_autocast_enabled",

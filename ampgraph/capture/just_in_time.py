@@ -23,12 +23,14 @@ from .._compat import (
     accept_real_constants,
     autocast_values,
     evaluate,
+    in_float32_forward,
     is_module_tensor,
     is_of_transform,
     outside_tracing,
     without_wait,
 )
 from ..errors import CaptureError
+from ..guards import FP32, set_guard
 from ..marks import InputMark, set_input_mark
 from ..ops.kernels import computes_on_tensors
 from ..passes.analysis.ranges import peak_of
@@ -83,6 +85,9 @@ def lower_dynamo_graph(graph_module: fx.GraphModule, inputs: list) -> fx.GraphMo
         elif is_module_tensor(old):
             set_input_mark(new, InputMark(is_table=True))
     _use_one_fake_mode(lowered, mode)
+    for node in lowered.graph.nodes:
+        if in_float32_forward(node.meta.get("stack_trace") or ""):
+            set_guard(node, FP32)
     lowered.recompile()
     return lowered
 

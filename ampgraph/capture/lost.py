@@ -19,7 +19,8 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointFunction
 
-from .._compat import AppliedFunction, native_apply
+from .._compat import AppliedFunction, float32_forward, native_apply
+from ..guards import fp32_guard
 from ..own_files import is_users
 from .user_code import frames
 
@@ -63,7 +64,8 @@ def noting_lost_backwards(model: nn.Module, is_capturing: Callable[[], bool]) ->
             note(f"the backward of {cls.__qualname__}")
         looked_at.append(cls)
         try:
-            return native_apply(cls)(*args, **kwargs)
+            with fp32_guard() if float32_forward(cls) else contextlib.nullcontext():
+                return native_apply(cls)(*args, **kwargs)
         finally:
             looked_at.pop()
 
