@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from ..proxy.bound_proxy import class_behind
+from ..proxy.module_parts import OF_EVERY_MODULE
 from .containers import copied, has_plain_leaves, is_container, is_frozen, is_small, items_of, same
 
 _TORCH = str(Path(torch.__file__).parent)
@@ -52,8 +53,7 @@ _BETWEEN = ("PUSH_NULL", "PRECALL", "CACHE", "EXTENDED_ARG")
 _REPLACED = ("is_grad_enabled",)
 _NOT_READ = (f"{_TORCH}/", f"{Path(__file__).parents[1]}/", "<frozen")
 _PYTHON = f"{sysconfig.get_path('stdlib')}/"
-_OF_EVERY_MODULE = frozenset(vars(nn.Module)) - {"forward"}
-_PARTS = frozenset(vars(nn.Module()))
+_OF_NN_MODULE = frozenset(vars(nn.Module)) - {"forward"}
 GONE = object()
 _DEPTH = 3  # of objects inside what a module holds
 
@@ -130,7 +130,7 @@ class Code:
                 continue
             for module in root.modules():
                 self._follow(class_behind(type(module)))
-                own = [value for name, value in vars(module).items() if name not in _PARTS]
+                own = [value for name, value in vars(module).items() if name not in OF_EVERY_MODULE]
                 for value in (*own, *module._forward_hooks.values(), *module._forward_pre_hooks.values()):
                     self._follow_held(value, _DEPTH)
         self._read()
@@ -397,7 +397,7 @@ def _is_foreign(module: str) -> bool:
 
 def _has_own(cls: type, name: str) -> bool:
     """Whether a class has an attribute that is neither every module's nor Python's or torch's."""
-    if name in _OF_EVERY_MODULE:
+    if name in _OF_NN_MODULE:
         return False
     owner = next((c for c in cls.__mro__ if name in vars(c)), None)
     return owner is not None and (issubclass(owner, nn.Module) or not is_foreign(owner))

@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from ..proxy.module_parts import OF_EVERY_MODULE
 from .code import Code, is_foreign
 from .containers import has_plain_leaves
-from .side_effects import OF_EVERY_MODULE
 from .user_code import frames, is_users
 
 # How deep a generator may lie in objects that a module holds or forward's code names.

@@ -20,6 +20,7 @@ from torch import fx, nn
 from torch.export import ExportedProgram
 
 from .._compat import HigherOrderOperator, OpOverload
+from ..proxy.module_parts import OF_EVERY_MODULE, TABLES
 from ..proxy.module_proxy import source_of
 from .code import Code, Place, is_foreign, is_pythons
 from .containers import copied, has_plain_leaves, is_container, same
@@ -30,8 +31,7 @@ _LAYERS = f"{_TORCH}/nn/"
 _HOOKS = f"{_LAYERS}utils/"
 _OURS = str(Path(__file__).parents[1])
 # What every module has: parameters, hooks, the training mode. A forward on a module is its own.
-_OF_EVERY_MODULE = frozenset({*vars(nn.Module()), *vars(nn.Module)} - {"forward"})
-_STRUCTURE = ("_parameters", "_buffers", "_modules")
+_OF_NN_MODULE = frozenset({*OF_EVERY_MODULE, *vars(nn.Module)} - {"forward"})
 Key = tuple[int, str]
 
 _AUTOGRAD_NAMES = ("requires_grad", "grad_fn", "is_leaf")
@@ -94,7 +94,7 @@ class Reads:
 
     def counts(self, module: nn.Module, name: str) -> bool:
         """Whether an attribute may be a setting; the modes of the model's own modules are compared anyway."""
-        return name not in _OF_EVERY_MODULE or (name == "training" and id(module) not in self._own)
+        return name not in _OF_NN_MODULE or (name == "training" and id(module) not in self._own)
 
     def note_read(self, module: nn.Module, name: str, value: object) -> None:
         key = id(module), name
@@ -115,7 +115,7 @@ class Reads:
     def note_missing(self, module: nn.Module, name: str) -> None:
         """Records that a module has no such attribute; its parameters and submodules are structure."""
         held = vars(module)
-        if self._is_watched(module) and not any(name in held[kind] for kind in _STRUCTURE):
+        if self._is_watched(module) and not any(name in held[kind] for kind in TABLES):
             self.missing.setdefault((id(module), name))
 
     def of(self, other: nn.Module) -> Reads:
@@ -159,7 +159,7 @@ class Reads:
     def note_all(self, module: nn.Module) -> None:
         """Records all attributes of a module whose dict the model reads, and the keys it may ask for."""
         held = vars(module)
-        for name in [name for name in held if name not in _OF_EVERY_MODULE]:
+        for name in [name for name in held if name not in _OF_NN_MODULE]:
             self.note_read(module, name, held[name])
         for name in sorted(self.code.strings - held.keys()):
             self.note_missing(module, name)
@@ -335,7 +335,7 @@ def recorded(reads: Reads, is_capturing: Callable[[], bool]) -> Iterator[None]:
     outer = vars(nn.Module).get("__getattribute__")  # a capture inside a capture
 
     def watched_set(self: nn.Module, name: str, value: Any) -> None:
-        if name not in _OF_EVERY_MODULE and is_capturing():
+        if name not in _OF_NN_MODULE and is_capturing():
             reads.note_set(self, name, value)
         set_attribute(self, name, value)
 

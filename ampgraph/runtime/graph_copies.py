@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from torch import fx
 
+from ..proxy.module_parts import TABLES
+
 
 def copy_graph(graph: fx.Graph) -> fx.Graph:
     """Returns a copy with the same names and signature; ``copy.deepcopy`` warns and copies more."""
@@ -20,7 +22,7 @@ def copy_graph(graph: fx.Graph) -> fx.Graph:
 def copy_graph_module(graph_module: fx.GraphModule) -> fx.GraphModule:
     """Returns a graph module with a copied graph over the same live modules and tensors."""
     copied = fx.GraphModule({}, fx.Graph())
-    for name in ("_parameters", "_buffers", "_modules"):
+    for name in TABLES:
         copied.__dict__[name] = graph_module.__dict__[name]
     for name, value in graph_module.__dict__.items():
         if name.startswith("_constant_"):

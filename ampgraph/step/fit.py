@@ -24,6 +24,7 @@ from .._compat import (
 )
 from ..errors import PolicyError
 from ..module import AmpModule
+from ..proxy.module_parts import HOOKS
 from ..runtime.module_structure import Flags
 from ..runtime.signature import signature_of
 from ..training import optimizer_step
@@ -88,7 +89,7 @@ class Fit:
             return "it is called under torch.autocast, or without gradients"
         if has_saved_tensor_hooks():
             return "it is called inside hooks for the tensors that autograd saves"
-        if amp._forward_hooks or amp._forward_pre_hooks or amp._backward_hooks or amp._backward_pre_hooks:
+        if any(getattr(amp, name) for name in HOOKS):
             return "the converted model has hooks"
         if has_global_hooks():
             return "there are hooks for all modules of the process"
