@@ -15,14 +15,13 @@ from torch.overrides import TorchFunctionMode
 
 from .._compat import FakeTensor
 from ..capture.random_numbers import noting_random_numbers
+from ..capture.real_writes import writes
 from ..capture.user_code import frames, is_users
 from ..errors import AmpGraphError
 from .surroundings import Surroundings
 
 _READS = {"item", "tolist", "numpy", "equal", "allclose", "is_nonzero"}
 _READS |= {f"__{name}__" for name in ("float", "int", "bool", "index", "complex", "array", "contains")}
-_OPERATORS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor")
-_WRITES = {"__setitem__", "__set__", *(f"__i{name}__" for name in (*_OPERATORS, "lshift", "rshift"))}
 
 
 class RefusedOutside(TorchFunctionMode):
@@ -40,8 +39,7 @@ class RefusedOutside(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name == "__set__" and getattr(func, "__self__", None) is Tensor.data:
             raise AmpGraphError(f"loss_fn replaces the memory of a tensor{_line()}")
-        is_in_place = name.endswith("_") and not name.endswith("__")
-        is_write = is_in_place or name in _WRITES or "out" in kwargs
+        is_write = name == "__set__" or writes(func) or "out" in kwargs
         if is_write or name in _READS:
             involved = (kwargs["out"],) if "out" in kwargs else args[:1] if is_write else args
             if any(isinstance(x, Tensor) and not isinstance(x, FakeTensor) for x in involved):
