@@ -82,6 +82,7 @@ from .modes import (
     running_node,
     without_wrappers,
 )
+from .optimizers import has_step_hooks, note_step, takes_found_inf
 from .parameter_data import data_of, times_asked, times_asked_in_all, watch_data
 from .quiet import (
     errors_raised_not_logged,
@@ -137,6 +138,7 @@ __all__ = [
     "has_dispatch_modes",
     "has_global_hooks",
     "has_saved_tensor_hooks",
+    "has_step_hooks",
     "has_triton",
     "hooks_registered",
     "in_transform",
@@ -171,6 +173,7 @@ __all__ = [
     "no_saved_tensor_hooks",
     "no_selective_checkpoint",
     "node_number",
+    "note_step",
     "optimizer_hooks",
     "outside_tracing",
     "outside_transforms",
@@ -187,6 +190,7 @@ __all__ = [
     "sizes_written_as_numbers",
     "storage_key",
     "store_of_ranks",
+    "takes_found_inf",
     "telling_no_export",
     "times_asked",
     "times_asked_in_all",

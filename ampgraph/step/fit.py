@@ -17,6 +17,7 @@ from .._compat import (
     data_of,
     has_global_hooks,
     has_saved_tensor_hooks,
+    has_step_hooks,
     is_any_autocast_enabled,
     kernel_settings,
     storage_key,
@@ -217,7 +218,7 @@ def _reason_of_optimizer(optimizer: Optimizer) -> str | None:
         return f"{name} is not an optimizer of torch"
     if not all(group.get("fused") for group in optimizer.param_groups):
         return f"{name} is not fused; where torch has a fused form of it, pass fused=True"
-    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks or has_other_hooks():
+    if has_step_hooks(optimizer) or has_other_hooks():
         return f"{name} has hooks"
     return None if _is_own_step(optimizer) else f"the step of this {name} is replaced"
 
