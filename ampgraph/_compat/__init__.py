@@ -2,8 +2,9 @@
 
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 
-from .custom_functions import AppliedFunction, native_apply
+from .custom_functions import AppliedFunction, function_of, native_apply
 from .dict_versions import dict_versions, has_dict_versions
 from .dynamo import (
     BreakLog,
@@ -35,11 +36,14 @@ from .global_hooks import has_global_hooks, no_global_hooks, optimizer_hooks
 from .grad_scaler import is_scaled_by_grad_scaler
 from .graphs import (
     all_op_names,
+    calling_convention,
     flat_inputs,
     graph_being_traced,
     is_same_shape,
     is_untraced_generator,
     outside_tracing,
+    pytree_info,
+    rename,
     set_calling_convention,
     size_conditions,
     size_expression,
@@ -104,6 +108,7 @@ __all__ = [
     "SET_GRAD_ENABLED",
     "VERSION",
     "AppliedFunction",
+    "BatchNorm",
     "BreakLog",
     "Content",
     "FakeTensor",
@@ -119,6 +124,7 @@ __all__ = [
     "aot_eager",
     "apart_from_dynamo",
     "autocast_values",
+    "calling_convention",
     "cheap_source_lines",
     "compiled_by_dynamo",
     "compiled_calls",
@@ -132,6 +138,7 @@ __all__ = [
     "fake_mode_of",
     "find_backend",
     "flat_inputs",
+    "function_of",
     "graph_being_traced",
     "has_content",
     "has_dict_versions",
@@ -178,7 +185,9 @@ __all__ = [
     "outside_tracing",
     "outside_transforms",
     "path_inside_wrappers",
+    "pytree_info",
     "quiet_export",
+    "rename",
     "result_dtypes",
     "returns_no_argument",
     "run_by_autograd",

@@ -11,7 +11,7 @@ from torch.export import ExportedProgram
 from torch.fx import Graph, GraphModule, Node
 from torch.fx._pytree import tree_flatten_spec
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_proxy_mode
-from torch.fx.graph import _PyTreeCodeGen, _PyTreeInfo
+from torch.fx.graph import CodeGen, _PyTreeCodeGen, _PyTreeInfo
 
 from .fake_tensors import fake_mode_of
 from .modes import SET_GRAD_ENABLED
@@ -91,12 +91,23 @@ def set_calling_convention(graph_module: GraphModule, program: ExportedProgram) 
     graph_module.graph.set_codegen(_PyTreeCodeGen(_PyTreeInfo(list(names), in_spec, out_spec)))
 
 
+def calling_convention(graph: Graph) -> CodeGen:
+    """Returns what writes the head and the end of a graph's code; ``Graph.set_codegen`` takes it."""
+    return graph._codegen
+
+
+def pytree_info(graph: Graph) -> _PyTreeInfo | None:
+    """Returns the structure of a graph's arguments and results; None if they are flat tensors."""
+    codegen = graph._codegen
+    return codegen.pytree_info if isinstance(codegen, _PyTreeCodeGen) else None
+
+
 def flat_inputs(graph_module: GraphModule, args: tuple, kwargs: dict[str, Any] | None = None) -> list[Any]:
     """Returns the values of a graph's placeholders for a call with these arguments."""
-    codegen = graph_module.graph._codegen
-    if not isinstance(codegen, _PyTreeCodeGen):
+    info = pytree_info(graph_module.graph)
+    if info is None:
         return list(args)
-    return tree_flatten_spec((tuple(args), dict(kwargs or {})), codegen.pytree_info.in_spec)
+    return tree_flatten_spec((tuple(args), dict(kwargs or {})), info.in_spec)
 
 
 def wrap_grad_modes(graph_module: GraphModule) -> GraphModule:
@@ -143,6 +154,11 @@ def whole_grad_regions(is_here: Callable[[], bool], lose: Callable[[str], None])
         yield
     finally:
         regions._is_set_grad_enabled_sub_mod = original
+
+
+def rename(node: Node, name: str) -> None:
+    """Gives a node a name; a number follows if the graph has such a name already."""
+    node._rename(name)
 
 
 def all_op_names() -> set[str]:

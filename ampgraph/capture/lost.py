@@ -19,7 +19,7 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointFunction
 
-from .._compat import AppliedFunction, native_apply
+from .._compat import AppliedFunction, function_of, native_apply
 from .user_code import frames, is_users
 
 # ``graph_module.meta`` of a captured graph holds under this key what it lost, in words.
@@ -68,7 +68,7 @@ def noting_lost_backwards(model: nn.Module, is_capturing: Callable[[], bool]) ->
 
     def made(original: Callable, context: BackwardCFunction) -> None:
         # ``apply`` that was stored before the capture may be the native one, which makes a context.
-        cls = context._forward_cls  # type: ignore[attr-defined]
+        cls = function_of(context)
         if is_capturing() and cls not in looked_at and _is_models(cls):
             note(f"the backward of {cls.__qualname__}")
         original(context)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from .._compat import inductor_modes, with_own_code
+from .._compat import calling_convention, inductor_modes, with_own_code
 from ..capture.unlift import WHOLE, hold
 from ..passes import Pass, ScaleLoss, run_passes
 from ..proxy.bound_proxy import over_dict_of
@@ -192,4 +192,4 @@ def _of_whole(own: list[int]) -> Callable:
 def _key(graph_module: fx.GraphModule) -> tuple:
     """Returns what graphs with the same code have in common: text, functions, structure of arguments."""
     calls = tuple(n.target for n in graph_module.graph.nodes if n.op == "call_function")
-    return graph_module.code, calls, id(graph_module.graph._codegen)
+    return graph_module.code, calls, id(calling_convention(graph_module.graph))

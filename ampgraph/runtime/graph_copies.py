@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import fx
 
+from .._compat import calling_convention
 from ..proxy.module_parts import TABLES
 
 
@@ -14,7 +15,7 @@ def copy_graph(graph: fx.Graph) -> fx.Graph:
     result = copied.graph_copy(graph, values)
     node = copied.output(result)
     node.meta.update(graph.output_node().meta)
-    copied.set_codegen(graph._codegen)
+    copied.set_codegen(calling_convention(graph))
     keep_names(graph, copied)
     return copied
 
