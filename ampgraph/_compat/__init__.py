@@ -100,6 +100,7 @@ from .quiet import (
     quiet_export,
 )
 from .ranks import RankStore, store_of_ranks, waited, without_wait
+from .replaced_attribute import replaced
 from .source_lines import cheap_source_lines
 from .storages import Content, current_backward, has_content, may_be_swapped
 from .tracing import compiled_calls, tracing_lock
@@ -192,6 +193,7 @@ __all__ = [
     "pytree_info",
     "quiet_export",
     "rename",
+    "replaced",
     "result_dtypes",
     "returns_no_argument",
     "run_by_autograd",

@@ -6,8 +6,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from torch.fx.graph import CodeGen, _PyTreeCodeGen, _PyTreeInfo
 
 from .fake_tensors import fake_mode_of
 from .modes import SET_GRAD_ENABLED
+from .replaced_attribute import replaced
 
 
 def size_hint(size: int | torch.SymInt, fallback: int = 1) -> int:
@@ -124,8 +125,9 @@ def wrap_grad_modes(graph_module: GraphModule) -> GraphModule:
     return replace_set_grad_with_hop_pass(graph_module, None)[0]
 
 
-@contextmanager
-def whole_grad_regions(is_here: Callable[[], bool], lose: Callable[[str], None]) -> Iterator[None]:
+def whole_grad_regions(
+    is_here: Callable[[], bool], lose: Callable[[str], None]
+) -> AbstractContextManager[None]:
     """Makes ``torch.export`` keep regions of a grad mode inside ``torch.autocast``, which it drops.
 
     It takes a part of the graph for such a region only if the part starts with the change of the mode. Inside
@@ -137,8 +139,6 @@ def whole_grad_regions(is_here: Callable[[], bool], lose: Callable[[str], None])
         lose: Called with a description of each region that is lost.
     """
     from torch._export.passes import replace_set_grad_with_hop_pass as regions
-
-    original = regions._is_set_grad_enabled_sub_mod
 
     def is_region(node: Node, omit_if_same_with_ambient: bool = False) -> bool:
         if node.op != "call_module":
@@ -153,11 +153,7 @@ def whole_grad_regions(is_here: Callable[[], bool], lose: Callable[[str], None])
             lose(f"the grad mode of the region around {', '.join(sorted(ops))}")
         return not sub_graphs
 
-    regions._is_set_grad_enabled_sub_mod = is_region
-    try:
-        yield
-    finally:
-        regions._is_set_grad_enabled_sub_mod = original
+    return replaced(regions, "_is_set_grad_enabled_sub_mod", is_region)
 
 
 def rename(node: Node, name: str) -> None:

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch._subclasses import fake_tensor
 
+from .replaced_attribute import replaced
+
 
 def is_dynamo_error(error: BaseException) -> bool:
     """Whether ``torch.compile``'s front end raised this, perhaps around another error."""
@@ -82,14 +84,12 @@ def quiet_export(is_here: Callable[[], bool]) -> Iterator[list[str]]:
 
     known = list(logging.root.manager.loggerDict.items())
     loggers = [log for name, log in known if name.startswith("torch") and isinstance(log, logging.Logger)]
-    _trace.print = print_elsewhere  # type: ignore[attr-defined]
-    frontend_utils.warnings = types.SimpleNamespace(warn=warn_later)  # type: ignore[assignment]
-    try:
-        with _filtered(loggers, keep):
-            yield told
-    finally:
-        frontend_utils.warnings = warnings
-        vars(_trace).pop("print", None)
+    with (
+        replaced(_trace, "print", print_elsewhere),
+        replaced(frontend_utils, "warnings", types.SimpleNamespace(warn=warn_later)),
+        _filtered(loggers, keep),
+    ):
+        yield told
 
 
 def _assigned(message: str) -> list[str]:
