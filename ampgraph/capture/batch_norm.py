@@ -6,17 +6,16 @@ torch's forward converts the batch counter to a Python number, which no capture 
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 import torch
 from torch import nn
 
-from .._compat import BatchNorm
+from .._compat import BatchNorm, replaced
 
 
-@contextlib.contextmanager
-def with_cumulative_average(is_capturing: Callable[[], bool]) -> Iterator[None]:
+def with_cumulative_average(is_capturing: Callable[[], bool]) -> AbstractContextManager[None]:
     """Keeps the batch counter a tensor in threads that are capturing."""
     original = BatchNorm.forward
 
@@ -25,11 +24,7 @@ def with_cumulative_average(is_capturing: Callable[[], bool]) -> Iterator[None]:
             return _averaging(self, input)
         return original(self, input)
 
-    BatchNorm.forward = forward  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        BatchNorm.forward = original  # type: ignore[method-assign]
+    return replaced(BatchNorm, "forward", forward)
 
 
 def _averaging(norm: BatchNorm, input: torch.Tensor) -> torch.Tensor:

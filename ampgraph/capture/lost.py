@@ -19,7 +19,7 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointFunction
 
-from .._compat import AppliedFunction, function_of, native_apply
+from .._compat import AppliedFunction, function_of, native_apply, replaced
 from .user_code import frames, is_users
 
 # ``graph_module.meta`` of a captured graph holds under this key what it lost, in words.
@@ -124,24 +124,17 @@ class _WatchedNode:
         return getattr(self._node, name)
 
 
-@contextlib.contextmanager
-def _patched(owner: type, name: str, function: Callable, kind: Callable = lambda f: f) -> Iterator[None]:
+def _patched(
+    owner: type, name: str, function: Callable, kind: Callable = lambda f: f
+) -> contextlib.AbstractContextManager[None]:
     """Replaces a method by ``function``, which gets the original as its first argument."""
-    own = owner.__dict__.get(name)
     original = getattr(owner, name)
 
     @functools.wraps(original)
     def instead(*args: Any, **kwargs: Any) -> Any:
         return function(original, *args, **kwargs)
 
-    setattr(owner, name, kind(instead))
-    try:
-        yield
-    finally:
-        if own is None:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, own)
+    return replaced(owner, name, kind(instead))
 
 
 def _place(names: dict[int, str], model: nn.Module) -> str:

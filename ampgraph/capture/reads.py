@@ -19,7 +19,7 @@ import torch
 from torch import fx, nn
 from torch.export import ExportedProgram
 
-from .._compat import HigherOrderOperator, OpOverload
+from .._compat import HigherOrderOperator, OpOverload, replaced
 from ..proxy.module_parts import OF_EVERY_MODULE, TABLES
 from ..proxy.module_proxy import source_of
 from .code import Code, Place, is_foreign, is_pythons
@@ -331,7 +331,7 @@ def _is_asked_by_model(frame: FrameType, function: Any = None) -> bool:
 @contextlib.contextmanager
 def recorded(reads: Reads, is_capturing: Callable[[], bool]) -> Iterator[None]:
     """Records the reads of forward in threads that are capturing; restores attributes."""
-    set_attribute, asked = nn.Module.__setattr__, torch.is_grad_enabled
+    set_attribute = nn.Module.__setattr__
     outer = vars(nn.Module).get("__getattribute__")  # a capture inside a capture
 
     def watched_set(self: nn.Module, name: str, value: Any) -> None:
@@ -345,24 +345,15 @@ def recorded(reads: Reads, is_capturing: Callable[[], bool]) -> Iterator[None]:
         return object.__hash__(self)
 
     before = {key: dict(vars(module)) for key, module in reads.modules.items()}
-    hashed = vars(nn.Module).get("__hash__")
-    nn.Module.__hash__ = watched_hash  # type: ignore[assignment, method-assign]
-    nn.Module.__setattr__ = watched_set  # type: ignore[method-assign]
-    nn.Module.__getattribute__ = _WatchedGet(outer, reads, is_capturing)  # type: ignore
-    torch.is_grad_enabled = _WatchedQuestion(asked, reads, is_capturing)  # type: ignore[assignment]
     try:
-        yield
+        with (
+            replaced(nn.Module, "__hash__", watched_hash),
+            replaced(nn.Module, "__setattr__", watched_set),
+            replaced(nn.Module, "__getattribute__", _WatchedGet(outer, reads, is_capturing)),
+            replaced(torch, "is_grad_enabled", _WatchedQuestion(torch.is_grad_enabled, reads, is_capturing)),
+        ):
+            yield
     finally:
-        if hashed is None:
-            del nn.Module.__hash__
-        else:
-            nn.Module.__hash__ = hashed  # type: ignore[method-assign]
-        torch.is_grad_enabled = asked
-        if outer is None:
-            del nn.Module.__getattribute__
-        else:
-            nn.Module.__getattribute__ = outer  # type: ignore[method-assign]
-        nn.Module.__setattr__ = set_attribute  # type: ignore[method-assign]
         _put_back(reads, before)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
-from .._compat import FakeTensor
+from .._compat import FakeTensor, replaced
 from ..capture.random_numbers import noting_random_numbers
 from ..capture.real_writes import writes
 from ..capture.user_code import frames, is_users
@@ -48,8 +48,7 @@ class RefusedOutside(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-@contextlib.contextmanager
-def without_saved_tensor_hooks() -> Iterator[None]:
+def without_saved_tensor_hooks() -> contextlib.AbstractContextManager[None]:
     """Refuses hooks for the tensors that autograd saves: no graph calls them, so it recomputes nothing.
 
     Raises:
@@ -62,11 +61,7 @@ def without_saved_tensor_hooks() -> Iterator[None]:
             raise AmpGraphError(f"loss_fn checkpoints, or has hooks for what autograd saves{_line()}")
         original(hooks)
 
-    saved_tensors_hooks.__enter__ = enter  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        saved_tensors_hooks.__enter__ = original  # type: ignore[method-assign]
+    return replaced(saved_tensors_hooks, "__enter__", enter)
 
 
 @contextlib.contextmanager
