@@ -26,6 +26,7 @@ from ampgraph.policy.policy import LOW_DTYPES, Policy
 from .analysis.alias import returned_views, strided_memory, viewed, written_args, written_memory
 from .analysis.arguments import argument, argument_name, tensor_arguments
 from .analysis.facts import (
+    DECIDED,
     Facts,
     NodeFacts,
     Operand,
@@ -40,10 +41,6 @@ from .analysis.low_dtype_probe import probe_low_dtype
 from .base import Pass, workspace
 
 _CASTS_LIKE = (torch.ops.aten.type_as.default, torch.ops.aten.to.other)
-
-
-# The rules under which the node's label decides the dtype of the operand.
-_DECIDED = (OperandRule.NODE_DTYPE, OperandRule.PROMOTED, OperandRule.DTYPE_ARG)
 
 
 class _Shared(NamedTuple):
@@ -124,7 +121,7 @@ class ClassifyOps(Pass):
             return
         if fact.op is None or fact.op.is_opaque or not has_kernel(node, self.policy.low_dtype):
             return
-        operands = (operand.tensor for operand in fact.operands if operand.rule in _DECIDED)
+        operands = (operand.tensor for operand in fact.operands if operand.rule in DECIDED)
         fact.refuses_low, fact.wide_results = probe_low_dtype(node, operands, self.policy.low_dtype)
         fact.elements -= sum(_elements_of(node.meta["val"][i]) for i in fact.wide_results)
 
@@ -139,7 +136,7 @@ class ClassifyOps(Pass):
 
     def _operand(self, node: Node, fact: NodeFacts, path: tuple[int | str, ...], tensor: Node) -> Operand:
         rule = self._rule(node, fact, path, tensor)
-        follow = rule in _DECIDED
+        follow = rule in DECIDED
         if follow and fact.op is not None and fact.op.follow_slots is not None:
             follow = argument_name(node, path) in fact.op.follow_slots
         return Operand(path, tensor, rule, follow)

@@ -33,6 +33,7 @@ from ampgraph.ops.kernels import may_convert, promotes
 from ampgraph.policy.policy import LOW_DTYPES, Policy
 
 from .analysis.alias import viewed, written_args
+from .analysis.graph_walk import function_name
 from .base import Pass
 
 _SET_GRAD, _AUTOCAST = "wrap_with_set_grad_enabled", "wrap_with_autocast"
@@ -64,24 +65,24 @@ class InlineRegions(Pass):
 
 def _next_region(graph: Graph, kinds: tuple[str, ...]) -> Node | None:
     for node in graph.nodes:
-        if node.op == "call_function" and _name(node) in kinds:
+        if _is_region(node, kinds):
             return node
     return None
 
 
 def has_writing_regions(graph_module: GraphModule) -> bool:
     """Whether the graph has a grad-mode region that writes memory in place."""
-    regions = [n for n in graph_module.graph.nodes if n.op == "call_function" and _name(n) == _SET_GRAD]
+    regions = [node for node in graph_module.graph.nodes if _is_region(node, (_SET_GRAD,))]
     bodies = [getattr(graph_module, str(_body(region).target)) for region in regions]
     return any(written_args(node) for body in bodies for node in body.graph.nodes)
 
 
+def _is_region(node: Node, kinds: Sequence[str]) -> bool:
+    return node.op == "call_function" and function_name(node) in kinds
+
+
 def _body(region: Node) -> Node:
     return next(a for a in region.args if isinstance(a, Node) and a.op == "get_attr")
-
-
-def _name(node: Node) -> str:
-    return getattr(node.target, "__name__", "")
 
 
 def _inline(graph_module: GraphModule, region: Node, low_dtype: torch.dtype) -> None:
@@ -91,7 +92,7 @@ def _inline(graph_module: GraphModule, region: Node, low_dtype: torch.dtype) -> 
     body = getattr(graph_module, str(body_ref.target))
     inputs = body.graph.find_nodes(op="placeholder")
     values: dict[Node, Any] = dict(zip(inputs, region.args[at + 1 :], strict=True))
-    is_grad_region = _name(region) == _SET_GRAD
+    is_grad_region = function_name(region) == _SET_GRAD
     enabled = bool(region.args[0] if is_grad_region else region.args[2])
     outputs: Any = ()
     with graph.inserting_before(region):

@@ -19,6 +19,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from ampgraph._compat import no_ambient_autocast
 
+from .analysis.graph_walk import function_name
 from .base import Pass
 
 _ENTER, _LEAVE, _GRADIENT = "_increment_nesting", "_decrement_nesting", "_autograd_grad"
@@ -40,7 +41,7 @@ class InlineTransforms(Pass):
 
     def run(self, graph_module: GraphModule) -> bool:
         graph = graph_module.graph
-        if not any(_name(node).endswith(_ENTER) for node in graph.nodes):
+        if not any(function_name(node).endswith(_ENTER) for node in graph.nodes):
             return False
         _erase(graph, _HOOK_SWITCHES)  # a transform inside another one switches them back to off
         for region in list(_regions(graph)):
@@ -53,7 +54,7 @@ def _regions(graph: Graph) -> Iterator[list[Node]]:
     """Yields the nodes of each outermost transform, from the call that enters it to the one that leaves."""
     depth, region = 0, list[Node]()
     for node in graph.nodes:
-        name = _name(node)
+        name = function_name(node)
         depth += name.endswith(_ENTER)
         if depth or region:
             region.append(node)
@@ -67,16 +68,12 @@ def _goes_on(region: list[Node]) -> bool:
     """Whether a later call takes a gradient of what a transform made: the function that ``vjp`` returns."""
     members = set(region)
     later = {user for node in region for user in node.users} - members
-    return any(_name(user) == _GRADIENT or user.target is operator.getitem for user in later)
-
-
-def _name(node: Node) -> str:
-    return getattr(node.target, "__name__", "")
+    return any(function_name(user) == _GRADIENT or user.target is operator.getitem for user in later)
 
 
 def _erase(graph: Graph, names: tuple[str, ...]) -> None:
     for node in graph.nodes:
-        if _name(node) in names:
+        if function_name(node) in names:
             graph.erase_node(node)
 
 

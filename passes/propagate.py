@@ -25,7 +25,7 @@ from ampgraph.policy.policy import Policy
 from ampgraph.policy.rules import ModulePaths, RuleBook
 
 from .analysis.carried import find_carried
-from .analysis.facts import OperandRule
+from .analysis.facts import DECIDED, OperandRule
 from .analysis.hazards import find_hazards
 from .analysis.precision import Precision
 from .analysis.problem import Hazard, Problem, Variable, force_followers
@@ -150,9 +150,6 @@ def _consumers_are_low(node: Node, problem: Problem, narrowable: set[Node]) -> b
 
 
 def _is_low_anyway(user: Node, rule: OperandRule, problem: Problem, narrowable: set[Node]) -> bool:
-    if (
-        rule not in (OperandRule.NODE_DTYPE, OperandRule.PROMOTED, OperandRule.DTYPE_ARG)
-        or user not in problem.variables
-    ):
+    if rule not in DECIDED or user not in problem.variables:
         return False
     return problem.variables[user].pinned is Precision.LOW or user in narrowable

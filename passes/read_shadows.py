@@ -13,6 +13,7 @@ from torch.fx import Graph, GraphModule, Node
 from ampgraph._compat import OpOverload
 from ampgraph.marks import BoundaryMark, set_mark
 from ampgraph.ops.fusion_tables import CONVOLUTIONS, EXTERN, READS_MEMORY
+from ampgraph.policy.policy import LOW_DTYPES
 from ampgraph.training.gradient_boundary import shadow_weights
 
 from .analysis.gradient_flow import Entrances, differentiable_outputs, groups, reached_by_gradients
@@ -91,8 +92,7 @@ def _attribute(graph: Graph, target: str, cast: Node) -> Node:
 
 def casts_of(node: Node) -> list[Node]:
     """Returns the inserted casts to a low dtype directly after a node."""
-    low = (torch.float16, torch.bfloat16)
-    return [user for user in node.users if is_inserted_cast(user) and user.meta["val"].dtype in low]
+    return [user for user in node.users if is_inserted_cast(user) and user.meta["val"].dtype in LOW_DTYPES]
 
 
 def is_laid_out_again(parameter: Node) -> bool:

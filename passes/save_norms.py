@@ -10,6 +10,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from ampgraph._compat import evaluate, fake_mode_of
+from ampgraph.marks import drop_mark
 from ampgraph.training.norm_gradient import norm_gradient
 
 from .analysis.norms import Norm, norm_at
@@ -92,7 +93,7 @@ class _Edit:
         norm = self.norm
         assert norm.inverse is not None
         result = self.graph.node_copy(norm.output)
-        result.meta.pop("ampgraph", None)
+        drop_mark(result)
         for node in (*norm.inside, result):
             node.replace_input_with(norm.x, x)
         if norm.weight is not None and weight is not None:

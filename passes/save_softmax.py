@@ -9,6 +9,7 @@ import torch
 from torch.fx import GraphModule
 
 from ampgraph._compat import evaluate, fake_mode_of
+from ampgraph.marks import drop_mark
 from ampgraph.training.softmax_gradient import softmax_gradient
 
 from .analysis.softmax import Softmax, softmax_at
@@ -47,7 +48,7 @@ class SaveSoftmax(Pass):
             x.meta["val"] = evaluate(x, fake_mode_of(graph))
             inherit_metadata(x, output)
             result = graph.node_copy(output)
-        result.meta.pop("ampgraph", None)
+        drop_mark(result)
         result.replace_input_with(softmax.x, x)
         output.target = softmax_gradient
         output.args = (softmax.x, result, softmax.dim, self.low_dtype)

@@ -9,6 +9,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from ampgraph._compat import FakeTensorMode, evaluate, fake_mode_of
+from ampgraph.marks import drop_mark
 from ampgraph.training.weight_gradient import weight_gradient
 
 from .analysis.weight_products import WeightProduct, weight_product_at
@@ -55,7 +56,7 @@ def _widen(graph: Graph, product: WeightProduct, mode: FakeTensorMode | None) ->
     read[product.rows] = flat
     with graph.inserting_before(output):
         result = graph.node_copy(output, read.__getitem__)
-    result.meta.pop("ampgraph", None)
+    drop_mark(result)
     result.meta["val"] = evaluate(result, mode)
     output.target = weight_gradient
     output.args = (product.rows, low.args[0], product.bias, result, flat, read[low], product.is_transposed)

@@ -1,9 +1,14 @@
-"""Every private torch API that ampgraph uses, in one place. Tried on torch 2.11 and 2.13."""
+"""Every private torch API that ampgraph uses, in one place.
+
+Each file says on which versions of torch it was tried; the classes that are imported here were on 2.11, 2.13,
+2.14 and 2.15.
+"""
 
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 
-from .custom_functions import AppliedFunction, float32_forward, in_float32_forward, native_apply
+from .custom_functions import AppliedFunction, float32_forward, function_of, in_float32_forward, native_apply
 from .dict_versions import dict_versions, has_dict_versions
 from .dynamo import (
     BreakLog,
@@ -35,11 +40,14 @@ from .global_hooks import has_global_hooks, no_global_hooks, optimizer_hooks
 from .grad_scaler import is_scaled_by_grad_scaler
 from .graphs import (
     all_op_names,
+    calling_convention,
     flat_inputs,
     graph_being_traced,
     is_same_shape,
     is_untraced_generator,
     outside_tracing,
+    pytree_info,
+    rename,
     set_calling_convention,
     size_conditions,
     size_expression,
@@ -81,6 +89,7 @@ from .modes import (
     running_node,
     without_wrappers,
 )
+from .optimizers import has_step_hooks, note_step, takes_found_inf
 from .parameter_data import data_of, times_asked, times_asked_in_all, watch_data
 from .quiet import (
     errors_raised_not_logged,
@@ -90,6 +99,7 @@ from .quiet import (
     quiet_export,
 )
 from .ranks import RankStore, store_of_ranks, waited, without_wait
+from .replaced_attribute import replaced
 from .source_lines import cheap_source_lines
 from .storages import Content, current_backward, has_content, may_be_swapped
 from .tracing import compiled_calls, tracing_lock
@@ -102,6 +112,7 @@ __all__ = [
     "SET_GRAD_ENABLED",
     "VERSION",
     "AppliedFunction",
+    "BatchNorm",
     "BreakLog",
     "Content",
     "FakeTensor",
@@ -117,6 +128,7 @@ __all__ = [
     "aot_eager",
     "apart_from_dynamo",
     "autocast_values",
+    "calling_convention",
     "cheap_source_lines",
     "compiled_by_dynamo",
     "compiled_calls",
@@ -131,12 +143,14 @@ __all__ = [
     "find_backend",
     "flat_inputs",
     "float32_forward",
+    "function_of",
     "graph_being_traced",
     "has_content",
     "has_dict_versions",
     "has_dispatch_modes",
     "has_global_hooks",
     "has_saved_tensor_hooks",
+    "has_step_hooks",
     "has_triton",
     "hooks_registered",
     "in_float32_forward",
@@ -171,11 +185,15 @@ __all__ = [
     "no_saved_tensor_hooks",
     "no_selective_checkpoint",
     "node_number",
+    "note_step",
     "optimizer_hooks",
     "outside_tracing",
     "outside_transforms",
     "path_inside_wrappers",
+    "pytree_info",
     "quiet_export",
+    "rename",
+    "replaced",
     "result_dtypes",
     "returns_no_argument",
     "run_by_autograd",
@@ -187,6 +205,7 @@ __all__ = [
     "sizes_written_as_numbers",
     "storage_key",
     "store_of_ranks",
+    "takes_found_inf",
     "telling_no_export",
     "times_asked",
     "times_asked_in_all",

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from .replaced_attribute import replaced
+
 _ANSWER = "_answer_of_ampgraph"
 _HOOK = "register_buffer_assignment_hook"
 # They print the names of symbols.
@@ -42,21 +44,16 @@ def telling_no_export(is_here: Callable[[], bool], note: Callable[[str], None]) 
         note(caller)
         return False
 
-    outer, code = vars(torch.compiler).get(_ANSWER), function.__code__
-    setattr(torch.compiler, _ANSWER, answer)
-    function.__code__ = _is_exporting.__code__
-    try:
-        yield
-    finally:
-        function.__code__ = code
-        if outer is None:
-            delattr(torch.compiler, _ANSWER)
-        else:
-            setattr(torch.compiler, _ANSWER, outer)
+    code = function.__code__
+    with replaced(torch.compiler, _ANSWER, answer):
+        function.__code__ = _is_exporting.__code__
+        try:
+            yield
+        finally:
+            function.__code__ = code
 
 
-@contextlib.contextmanager
-def sizes_written_as_numbers(is_here: Callable[[], bool]) -> Iterator[None]:
+def sizes_written_as_numbers(is_here: Callable[[], bool]) -> contextlib.AbstractContextManager[None]:
     """Gives the model's code the number if it makes text of a dynamic size, such as the key of a table.
 
     Without this the text is the name of a symbol, and no guard tells the sizes apart. The number fixes the
@@ -71,19 +68,10 @@ def sizes_written_as_numbers(is_here: Callable[[], bool]) -> Iterator[None]:
             return repr(size)
         return str(int(size))
 
-    outer = vars(torch.SymInt).get("__str__")
-    torch.SymInt.__str__ = text  # type: ignore[method-assign, assignment]
-    try:
-        yield
-    finally:
-        if outer is None:
-            del torch.SymInt.__str__
-        else:
-            torch.SymInt.__str__ = outer  # type: ignore[method-assign]
+    return replaced(torch.SymInt, "__str__", text)
 
 
-@contextlib.contextmanager
-def no_copies_into_buffers(is_here: Callable[[], bool]) -> Iterator[None]:
+def no_copies_into_buffers(is_here: Callable[[], bool]) -> contextlib.AbstractContextManager[None]:
     """Keeps torch.export from copying what forward assigns to a buffer of the root into the buffer.
 
     It copies once more after ``self.mean += x``, takes a wrong index if another buffer is None, and leaves
@@ -96,17 +84,12 @@ def no_copies_into_buffers(is_here: Callable[[], bool]) -> Iterator[None]:
 
     register = getattr(_trace, _HOOK, None)
     if register is None:
-        yield
-        return
+        return contextlib.nullcontext()
 
     def register_unless_here(root: nn.Module, assigned: dict[str, str]) -> Any:
         return register(root, {} if is_here() else assigned)
 
-    setattr(_trace, _HOOK, register_unless_here)
-    try:
-        yield
-    finally:
-        setattr(_trace, _HOOK, register)
+    return replaced(_trace, _HOOK, register_unless_here)
 
 
 def _module(frame: FrameType) -> str:

@@ -1,4 +1,7 @@
-"""Fake tensors: the results of a node and their dtypes."""
+"""Fake tensors: the results of a node and their dtypes. Tried on torch 2.11, 2.13, 2.14 and 2.15.
+
+`evaluate` as it is now: on 2.13 alone.
+"""
 
 from __future__ import annotations
 

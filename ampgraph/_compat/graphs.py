@@ -1,9 +1,13 @@
-"""Graphs, their sizes and their memory."""
+"""Graphs, their sizes and their memory. Tried on torch 2.11, 2.13, 2.14 and 2.15.
+
+`storage_key` as it is now: on 2.11 and 2.13. `size_expression`, `is_same_shape`, `without_new_guards`,
+`size_conditions`: on 2.13 alone. Where a function names its versions, these hold.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -11,10 +15,11 @@ from torch.export import ExportedProgram
 from torch.fx import Graph, GraphModule, Node
 from torch.fx._pytree import tree_flatten_spec
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_proxy_mode
-from torch.fx.graph import _PyTreeCodeGen, _PyTreeInfo
+from torch.fx.graph import CodeGen, _PyTreeCodeGen, _PyTreeInfo
 
 from .fake_tensors import fake_mode_of
 from .modes import SET_GRAD_ENABLED
+from .replaced_attribute import replaced
 
 
 def size_hint(size: int | torch.SymInt, fallback: int = 1) -> int:
@@ -91,12 +96,23 @@ def set_calling_convention(graph_module: GraphModule, program: ExportedProgram) 
     graph_module.graph.set_codegen(_PyTreeCodeGen(_PyTreeInfo(list(names), in_spec, out_spec)))
 
 
+def calling_convention(graph: Graph) -> CodeGen:
+    """Returns what writes the head and the end of a graph's code; ``Graph.set_codegen`` takes it."""
+    return graph._codegen
+
+
+def pytree_info(graph: Graph) -> _PyTreeInfo | None:
+    """Returns the structure of a graph's arguments and results; None if they are flat tensors."""
+    codegen = graph._codegen
+    return codegen.pytree_info if isinstance(codegen, _PyTreeCodeGen) else None
+
+
 def flat_inputs(graph_module: GraphModule, args: tuple, kwargs: dict[str, Any] | None = None) -> list[Any]:
     """Returns the values of a graph's placeholders for a call with these arguments."""
-    codegen = graph_module.graph._codegen
-    if not isinstance(codegen, _PyTreeCodeGen):
+    info = pytree_info(graph_module.graph)
+    if info is None:
         return list(args)
-    return tree_flatten_spec((tuple(args), dict(kwargs or {})), codegen.pytree_info.in_spec)
+    return tree_flatten_spec((tuple(args), dict(kwargs or {})), info.in_spec)
 
 
 def wrap_grad_modes(graph_module: GraphModule) -> GraphModule:
@@ -109,8 +125,9 @@ def wrap_grad_modes(graph_module: GraphModule) -> GraphModule:
     return replace_set_grad_with_hop_pass(graph_module, None)[0]
 
 
-@contextmanager
-def whole_grad_regions(is_here: Callable[[], bool], lose: Callable[[str], None]) -> Iterator[None]:
+def whole_grad_regions(
+    is_here: Callable[[], bool], lose: Callable[[str], None]
+) -> AbstractContextManager[None]:
     """Makes ``torch.export`` keep regions of a grad mode inside ``torch.autocast``, which it drops.
 
     It takes a part of the graph for such a region only if the part starts with the change of the mode. Inside
@@ -122,8 +139,6 @@ def whole_grad_regions(is_here: Callable[[], bool], lose: Callable[[str], None])
         lose: Called with a description of each region that is lost.
     """
     from torch._export.passes import replace_set_grad_with_hop_pass as regions
-
-    original = regions._is_set_grad_enabled_sub_mod
 
     def is_region(node: Node, omit_if_same_with_ambient: bool = False) -> bool:
         if node.op != "call_module":
@@ -138,11 +153,12 @@ def whole_grad_regions(is_here: Callable[[], bool], lose: Callable[[str], None])
             lose(f"the grad mode of the region around {', '.join(sorted(ops))}")
         return not sub_graphs
 
-    regions._is_set_grad_enabled_sub_mod = is_region
-    try:
-        yield
-    finally:
-        regions._is_set_grad_enabled_sub_mod = original
+    return replaced(regions, "_is_set_grad_enabled_sub_mod", is_region)
+
+
+def rename(node: Node, name: str) -> None:
+    """Gives a node a name; a number follows if the graph has such a name already."""
+    node._rename(name)
 
 
 def all_op_names() -> set[str]:

@@ -4,27 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator
 from traceback import FrameSummary, StackSummary
 from types import FrameType
 from typing import Any
 
 from torch.fx import proxy
 
+from .replaced_attribute import replaced
+
 _ANCHORS: set[tuple[str, str]] = getattr(proxy, "_STACK_TRACE_ANCHORS", set())
 
 
-@contextlib.contextmanager
-def cheap_source_lines() -> Iterator[None]:
+def cheap_source_lines() -> contextlib.AbstractContextManager[None]:
     """Saves a tenth of an export's time: a tracer reads the lines of the model's code alone."""
-    before = vars(proxy).get("CapturedTraceback")
-    if before is not None:  # only some versions use it
-        proxy.CapturedTraceback = _StackOfForward  # type: ignore[misc, assignment]
-    try:
-        yield
-    finally:
-        if before is not None:
-            proxy.CapturedTraceback = before  # type: ignore[misc]
+    if not hasattr(proxy, "CapturedTraceback"):  # only some versions use it
+        return contextlib.nullcontext()
+    return replaced(proxy, "CapturedTraceback", _StackOfForward)
 
 
 class _StackOfForward:

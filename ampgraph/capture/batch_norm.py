@@ -6,32 +6,28 @@ torch's forward converts the batch counter to a Python number, which no capture 
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
+
+from .._compat import BatchNorm, replaced
 
 
-@contextlib.contextmanager
-def with_cumulative_average(is_capturing: Callable[[], bool]) -> Iterator[None]:
+def with_cumulative_average(is_capturing: Callable[[], bool]) -> AbstractContextManager[None]:
     """Keeps the batch counter a tensor in threads that are capturing."""
-    original = _BatchNorm.forward
+    original = BatchNorm.forward
 
-    def forward(self: _BatchNorm, input: torch.Tensor) -> torch.Tensor:
+    def forward(self: BatchNorm, input: torch.Tensor) -> torch.Tensor:
         if self.momentum is None and self.training and self.track_running_stats and is_capturing():
             return _averaging(self, input)
         return original(self, input)
 
-    _BatchNorm.forward = forward  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        _BatchNorm.forward = original  # type: ignore[method-assign]
+    return replaced(BatchNorm, "forward", forward)
 
 
-def _averaging(norm: _BatchNorm, input: torch.Tensor) -> torch.Tensor:
+def _averaging(norm: BatchNorm, input: torch.Tensor) -> torch.Tensor:
     """Normalizes by the statistics of the batch (momentum 1) and updates the averages."""
     norm._check_input_dim(input)
     if norm.running_mean is None or norm.running_var is None or norm.num_batches_tracked is None:

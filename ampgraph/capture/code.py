@@ -21,6 +21,7 @@ from torch import nn
 
 from ..own_files import AMPGRAPH, TORCH, is_pythons
 from ..proxy.bound_proxy import class_behind
+from ..proxy.module_parts import OF_EVERY_MODULE
 from .containers import copied, has_plain_leaves, is_container, is_frozen, is_small, items_of, same
 
 _LAYERS = os.path.join(TORCH, "nn", "modules", "")
@@ -50,8 +51,7 @@ _BETWEEN = ("PUSH_NULL", "PRECALL", "CACHE", "EXTENDED_ARG")
 # What a capture itself replaces in torch meanwhile.
 _REPLACED = ("is_grad_enabled",)
 _NOT_READ = (TORCH, AMPGRAPH, "<frozen")
-_OF_EVERY_MODULE = frozenset(vars(nn.Module)) - {"forward"}
-_PARTS = frozenset(vars(nn.Module()))
+_OF_NN_MODULE = frozenset(vars(nn.Module)) - {"forward"}
 GONE = object()
 _DEPTH = 3  # of objects inside what a module holds
 
@@ -128,7 +128,7 @@ class Code:
                 continue
             for module in root.modules():
                 self._follow(class_behind(type(module)))
-                own = [value for name, value in vars(module).items() if name not in _PARTS]
+                own = [value for name, value in vars(module).items() if name not in OF_EVERY_MODULE]
                 for value in (*own, *module._forward_hooks.values(), *module._forward_pre_hooks.values()):
                     self._follow_held(value, _DEPTH)
         self._read()
@@ -390,7 +390,7 @@ def _is_foreign(module: str) -> bool:
 
 def _has_own(cls: type, name: str) -> bool:
     """Whether a class has an attribute that is neither every module's nor Python's or torch's."""
-    if name in _OF_EVERY_MODULE:
+    if name in _OF_NN_MODULE:
         return False
     owner = next((c for c in cls.__mro__ if name in vars(c)), None)
     return owner is not None and (issubclass(owner, nn.Module) or not is_foreign(owner))

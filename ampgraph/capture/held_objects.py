@@ -13,9 +13,9 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from .._compat import FakeTensor
+from ..proxy.module_parts import OF_EVERY_MODULE
 from .code import GONE, is_foreign
 from .containers import is_plain, same
-from .side_effects import OF_EVERY_MODULE
 
 _DEPTH = 3  # of objects inside objects
 _NO_STATE = (torch.Tensor, nn.Module, type, ModuleType, FunctionType, MethodType)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from .._compat import SET_GRAD_ENABLED
+from .._compat import SET_GRAD_ENABLED, replaced
 
 
 @contextlib.contextmanager
@@ -34,8 +34,8 @@ def traced_as_no_grad(is_capturing: Callable[[], bool]) -> Iterator[None]:
         else:
             SET_GRAD_ENABLED(outer)
 
-    torch.inference_mode.__enter__, torch.inference_mode.__exit__ = entered, left  # type: ignore[method-assign]
-    try:
+    with (
+        replaced(torch.inference_mode, "__enter__", entered),
+        replaced(torch.inference_mode, "__exit__", left),
+    ):
         yield
-    finally:
-        torch.inference_mode.__enter__, torch.inference_mode.__exit__ = enter, leave  # type: ignore[method-assign]

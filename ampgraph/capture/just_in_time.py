@@ -27,6 +27,7 @@ from .._compat import (
     is_module_tensor,
     is_of_transform,
     outside_tracing,
+    rename,
     without_wait,
 )
 from ..errors import CaptureError
@@ -79,7 +80,7 @@ def lower_dynamo_graph(graph_module: fx.GraphModule, inputs: list) -> fx.GraphMo
     lowered.meta.update(graph_module.meta)
     for old, new, value in zip(placeholders, lowered.graph.find_nodes(op="placeholder"), inputs, strict=True):
         new.meta.update({key: old.meta[key] for key in _CARRIED if key in old.meta})
-        new._rename(old.name)
+        rename(new, old.name)
         if isinstance(value, torch.nn.Parameter):
             set_input_mark(new, InputMark(is_parameter=True, peak=peak_of(value)))
         elif is_module_tensor(old):

@@ -19,7 +19,7 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointFunction
 
-from .._compat import AppliedFunction, float32_forward, native_apply
+from .._compat import AppliedFunction, float32_forward, function_of, native_apply, replaced
 from ..guards import fp32_guard
 from ..own_files import is_users
 from .user_code import frames
@@ -71,7 +71,7 @@ def noting_lost_backwards(model: nn.Module, is_capturing: Callable[[], bool]) ->
 
     def made(original: Callable, context: BackwardCFunction) -> None:
         # ``apply`` that was stored before the capture may be the native one, which makes a context.
-        cls = context._forward_cls  # type: ignore[attr-defined]
+        cls = function_of(context)
         if is_capturing() and cls not in looked_at and _is_models(cls):
             note(f"the backward of {cls.__qualname__}")
         original(context)
@@ -127,24 +127,17 @@ class _WatchedNode:
         return getattr(self._node, name)
 
 
-@contextlib.contextmanager
-def _patched(owner: type, name: str, function: Callable, kind: Callable = lambda f: f) -> Iterator[None]:
+def _patched(
+    owner: type, name: str, function: Callable, kind: Callable = lambda f: f
+) -> contextlib.AbstractContextManager[None]:
     """Replaces a method by ``function``, which gets the original as its first argument."""
-    own = owner.__dict__.get(name)
     original = getattr(owner, name)
 
     @functools.wraps(original)
     def instead(*args: Any, **kwargs: Any) -> Any:
         return function(original, *args, **kwargs)
 
-    setattr(owner, name, kind(instead))
-    try:
-        yield
-    finally:
-        if own is None:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, own)
+    return replaced(owner, name, kind(instead))
 
 
 def _place(names: dict[int, str], model: nn.Module) -> str:

@@ -16,10 +16,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from .._compat import replaced
 from ..own_files import is_users
+from ..proxy.module_parts import OF_EVERY_MODULE
 from .code import Code, is_foreign
 from .containers import has_plain_leaves
-from .side_effects import OF_EVERY_MODULE
 from .user_code import frames
 
 # How deep a generator may lie in objects that a module holds or forward's code names.
@@ -51,12 +52,11 @@ def noting_random_numbers(
     before = [(each, each.get()) for each in generators if each is not None]
     seeded = torch.random.default_generator
     watched = _WatchedSeeds(seeded, note, is_capturing)
-    torch.random.default_generator = watched  # type: ignore[assignment]
     names = {id(value): name for value, name in reversed(held)}
     try:
-        yield RandomNumbers(found, names, note)
+        with replaced(torch.random, "default_generator", watched):
+            yield RandomNumbers(found, names, note)
     finally:
-        torch.random.default_generator = seeded
         if watched.before is not None:
             seeded.set_state(watched.before)
         for generator, state in before:

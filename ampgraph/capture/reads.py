@@ -19,8 +19,9 @@ import torch
 from torch import fx, nn
 from torch.export import ExportedProgram
 
-from .._compat import HigherOrderOperator, OpOverload
+from .._compat import HigherOrderOperator, OpOverload, replaced
 from ..own_files import AMPGRAPH, TORCH, is_pythons
+from ..proxy.module_parts import OF_EVERY_MODULE, TABLES
 from ..proxy.module_proxy import source_of
 from .code import GONE, Code, Place, is_foreign
 from .containers import copied, has_plain_leaves, is_container, same
@@ -29,8 +30,7 @@ from .held_objects import Change
 _LAYERS = os.path.join(TORCH, "nn", "")
 _HOOKS = os.path.join(_LAYERS, "utils", "")
 # What every module has: parameters, hooks, the training mode. A forward on a module is its own.
-_OF_EVERY_MODULE = frozenset({*vars(nn.Module()), *vars(nn.Module)} - {"forward"})
-_STRUCTURE = ("_parameters", "_buffers", "_modules")
+_OF_NN_MODULE = frozenset({*OF_EVERY_MODULE, *vars(nn.Module)} - {"forward"})
 Key = tuple[int, str]
 
 _AUTOGRAD_NAMES = ("requires_grad", "grad_fn", "is_leaf")
@@ -93,7 +93,7 @@ class Reads:
 
     def counts(self, module: nn.Module, name: str) -> bool:
         """Whether an attribute may be a setting; the modes of the model's own modules are compared anyway."""
-        return name not in _OF_EVERY_MODULE or (name == "training" and id(module) not in self._own)
+        return name not in _OF_NN_MODULE or (name == "training" and id(module) not in self._own)
 
     def note_read(self, module: nn.Module, name: str, value: object) -> None:
         key = id(module), name
@@ -114,7 +114,7 @@ class Reads:
     def note_missing(self, module: nn.Module, name: str) -> None:
         """Records that a module has no such attribute; its parameters and submodules are structure."""
         held = vars(module)
-        if self._is_watched(module) and not any(name in held[kind] for kind in _STRUCTURE):
+        if self._is_watched(module) and not any(name in held[kind] for kind in TABLES):
             self.missing.setdefault((id(module), name))
 
     def of(self, other: nn.Module) -> Reads:
@@ -158,7 +158,7 @@ class Reads:
     def note_all(self, module: nn.Module) -> None:
         """Records all attributes of a module whose dict the model reads, and the keys it may ask for."""
         held = vars(module)
-        for name in [name for name in held if name not in _OF_EVERY_MODULE]:
+        for name in [name for name in held if name not in _OF_NN_MODULE]:
             self.note_read(module, name, held[name])
         for name in sorted(self.code.strings - held.keys()):
             self.note_missing(module, name)
@@ -333,11 +333,11 @@ def _is_asked_by_model(frame: FrameType, function: Any = None) -> bool:
 @contextlib.contextmanager
 def recorded(reads: Reads, is_capturing: Callable[[], bool]) -> Iterator[None]:
     """Records the reads of forward in threads that are capturing; restores attributes."""
-    set_attribute, asked = nn.Module.__setattr__, torch.is_grad_enabled
+    set_attribute = nn.Module.__setattr__
     outer = vars(nn.Module).get("__getattribute__")  # a capture inside a capture
 
     def watched_set(self: nn.Module, name: str, value: Any) -> None:
-        if name not in _OF_EVERY_MODULE and is_capturing():
+        if name not in _OF_NN_MODULE and is_capturing():
             reads.note_set(self, name, value)
         set_attribute(self, name, value)
 
@@ -347,24 +347,15 @@ def recorded(reads: Reads, is_capturing: Callable[[], bool]) -> Iterator[None]:
         return object.__hash__(self)
 
     before = {key: dict(vars(module)) for key, module in reads.modules.items()}
-    hashed = vars(nn.Module).get("__hash__")
     try:
-        nn.Module.__hash__ = watched_hash  # type: ignore[assignment, method-assign]
-        nn.Module.__setattr__ = watched_set  # type: ignore[method-assign]
-        nn.Module.__getattribute__ = _WatchedGet(outer, reads, is_capturing)  # type: ignore
-        torch.is_grad_enabled = _WatchedQuestion(asked, reads, is_capturing)  # type: ignore[assignment]
-        yield
+        with (
+            replaced(nn.Module, "__hash__", watched_hash),
+            replaced(nn.Module, "__setattr__", watched_set),
+            replaced(nn.Module, "__getattribute__", _WatchedGet(outer, reads, is_capturing)),
+            replaced(torch, "is_grad_enabled", _WatchedQuestion(torch.is_grad_enabled, reads, is_capturing)),
+        ):
+            yield
     finally:
-        if hashed is None:
-            del nn.Module.__hash__
-        else:
-            nn.Module.__hash__ = hashed  # type: ignore[method-assign]
-        torch.is_grad_enabled = asked
-        if outer is None:
-            del nn.Module.__getattribute__
-        else:
-            nn.Module.__getattribute__ = outer  # type: ignore[method-assign]
-        nn.Module.__setattr__ = set_attribute  # type: ignore[method-assign]
         _put_back(reads, before)
 
 

@@ -32,7 +32,7 @@ class RealWrites:
         if function in _SETTERS:
             self._note_set(function, args[0])
             return
-        if not _writes(function) and "out" not in kwargs:
+        if not writes(function) and "out" not in kwargs:
             return
         written = [leaf for leaf in tree_leaves((args[:1], kwargs.get("out"))) if isinstance(leaf, Tensor)]
         for tensor in written:
@@ -59,7 +59,7 @@ class RealWrites:
 
 
 @functools.lru_cache(maxsize=4096)
-def _writes(function: Callable) -> bool:
+def writes(function: Callable) -> bool:
     """Whether a function of torch writes its first argument: ``add_``, ``+=``, ``x[0] = y``."""
     name = getattr(function, "__name__", "")
     if name.startswith("__"):

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from .._compat import storage_key
+from ..proxy.module_parts import TABLES
 from ..proxy.module_proxy import source_of
 
-_TABLES = ("_parameters", "_buffers", "_modules")  # a TorchScript module has others
 SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 
@@ -91,7 +91,7 @@ class Replaced:
         self.paths.extend(path for path in paths if path not in self.paths)
 
     def _state(self) -> list[dict[str, Any]]:
-        tables = [[vars(m).get(name, {}) for name in _TABLES] for m in self._sources.values()]
+        tables = [[vars(m).get(name, {}) for name in TABLES] for m in self._sources.values()]
         return [{k: v for table in of_one for k, v in table.items()} for of_one in tables]
 
 
@@ -125,7 +125,7 @@ def _is_lost(old: Any, new: Any, is_set: bool) -> bool:
 
 
 def _tables(module: nn.Module) -> Iterator[Any]:
-    yield from (vars(module)[n] for n in (*_TABLES, "_non_persistent_buffers_set") if n in vars(module))
+    yield from (vars(module)[n] for n in (*TABLES, "_non_persistent_buffers_set") if n in vars(module))
 
 
 def _restore(table: Any, content: Any) -> None:

@@ -11,10 +11,9 @@ from typing import Any, NamedTuple
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from ..proxy.module_parts import OF_EVERY_MODULE
 from ..proxy.module_proxy import source_of
 from .containers import is_plain
-
-OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 
 class _Seen(NamedTuple):

@@ -10,7 +10,7 @@ from torch import nn
 
 from .._compat import hooks_registered, tracing_lock
 from ..errors import warn_user
-from .module_structure import HOOKS
+from ..proxy.module_parts import HOOKS
 
 _MOST = 8  # sets of hooks whose code is kept
 # A module's dict, and the name of its hooks in it: code may exchange the dict of the hooks.

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
+from .._compat import flat_inputs, pytree_info
 from ..ops.bindings import call_of
 from ..passes.analysis.facts import is_cast
 from ..training.gradient_boundary import shadow_weights, shadow_weights_eagerly
@@ -46,8 +47,10 @@ class EagerProgram:
         self._code, self._otherwise = code, otherwise  # the code keeps the source text for errors
         self._class, self._forward = code.cls, code.forward
         self._function, self._parameters = code.bound_to(root, instead or {})
-        info = code.graph_module.graph._codegen.pytree_info  # type: ignore[attr-defined]
-        self._in_spec, self._out_spec = info.in_spec, info.out_spec
+        info = pytree_info(code.graph_module.graph)
+        assert info is not None  # else `is_writable` is false
+        assert info.out_spec is not None
+        self._out_spec = info.out_spec
         self._flat = _number_of_flat_arguments(info.in_spec)
         self._is_single = info.out_spec.is_leaf()
 
@@ -55,7 +58,9 @@ class EagerProgram:
         """Runs the graph on arguments of the structure that it was captured with."""
         if self._class.forward is not self._forward:
             return self._otherwise(*args, **kwargs)
-        leaves = args if len(args) == self._flat and not kwargs else self._leaves(args, kwargs)
+        leaves: Sequence[Any] = args
+        if kwargs or len(args) != self._flat:
+            leaves = flat_inputs(self._code.graph_module, args, kwargs)
         try:
             outputs = self._function(*leaves)
         except KeyError:
@@ -63,9 +68,6 @@ class EagerProgram:
                 raise
             return self._otherwise(*args, **kwargs)  # a parameter became another kind of attribute
         return outputs[0] if self._is_single else pytree.tree_unflatten(outputs, self._out_spec)
-
-    def _leaves(self, args: tuple, kwargs: dict[str, Any]) -> tuple:
-        return tuple(fx._pytree.tree_flatten_spec((args, kwargs), self._in_spec))
 
 
 def eager_program(graph_module: fx.GraphModule) -> EagerProgram:
@@ -92,10 +94,9 @@ def _dicts(owner: Any) -> tuple[dict[str, Any], ...]:
 
 def is_writable(graph_module: fx.GraphModule) -> bool:
     """Whether the graph contains only calls of functions, and its arguments are pytrees."""
-    nodes = graph_module.graph.nodes
-    return isinstance(graph_module.graph._codegen, fx.graph._PyTreeCodeGen) and not any(
-        n.op in ("call_module", "call_method") for n in nodes
-    )
+    graph = graph_module.graph
+    has_other_calls = any(node.op in ("call_module", "call_method") for node in graph.nodes)
+    return pytree_info(graph) is not None and not has_other_calls
 
 
 def _number_of_flat_arguments(spec: pytree.TreeSpec) -> int:

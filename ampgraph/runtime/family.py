@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from .._compat import with_own_code
+from .._compat import calling_convention, inductor_modes, with_own_code
 from ..capture.unlift import WHOLE, hold
 from ..passes import Pass, ScaleLoss, run_passes
 from ..proxy.bound_proxy import over_dict_of
@@ -27,9 +27,6 @@ from .eager_program import EagerCode, EagerProgram, is_writable
 from .graph_copies import copy_graph_module
 from .lowering import AotGraphs, compiled_module
 from .options import Options
-
-# Modes that record CUDA graphs, which belong to the addresses of one block's parameters.
-_OF_ONE_BLOCK = ("reduce-overhead", "max-autotune")
 
 
 class RunGiven(nn.Module):
@@ -147,12 +144,17 @@ class Families:
 
     def of(self, graph_module: fx.GraphModule, options: Options) -> Family | None:
         """Returns the family of a planned graph; None if its blocks cannot share code."""
-        if options.mode in _OF_ONE_BLOCK or not is_writable(graph_module):
+        if _is_of_one_block(options.mode) or not is_writable(graph_module):
             return None
         key = _key(graph_module)
         if key not in self._found:
             self._found[key] = Family(graph_module, options)
         return self._found[key]
+
+
+def _is_of_one_block(mode: str | None) -> bool:
+    """Whether a mode records CUDA graphs, which belong to the addresses of one block's parameters."""
+    return mode is not None and bool(inductor_modes().get(mode, {}).get("triton.cudagraphs"))
 
 
 def parts_of(source: nn.Module, planned: fx.GraphModule, constants: dict[str, torch.Tensor]) -> nn.Module:
@@ -190,4 +192,4 @@ def _of_whole(own: list[int]) -> Callable:
 def _key(graph_module: fx.GraphModule) -> tuple:
     """Returns what graphs with the same code have in common: text, functions, structure of arguments."""
     calls = tuple(n.target for n in graph_module.graph.nodes if n.op == "call_function")
-    return graph_module.code, calls, id(graph_module.graph._codegen)
+    return graph_module.code, calls, id(calling_convention(graph_module.graph))

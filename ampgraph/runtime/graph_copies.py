@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from torch import fx
 
+from .._compat import calling_convention
+from ..proxy.module_parts import TABLES
+
 
 def copy_graph(graph: fx.Graph) -> fx.Graph:
     """Returns a copy with the same names and signature; ``copy.deepcopy`` warns and copies more."""
@@ -12,7 +15,7 @@ def copy_graph(graph: fx.Graph) -> fx.Graph:
     result = copied.graph_copy(graph, values)
     node = copied.output(result)
     node.meta.update(graph.output_node().meta)
-    copied.set_codegen(graph._codegen)
+    copied.set_codegen(calling_convention(graph))
     keep_names(graph, copied)
     return copied
 
@@ -20,7 +23,7 @@ def copy_graph(graph: fx.Graph) -> fx.Graph:
 def copy_graph_module(graph_module: fx.GraphModule) -> fx.GraphModule:
     """Returns a graph module with a copied graph over the same live modules and tensors."""
     copied = fx.GraphModule({}, fx.Graph())
-    for name in ("_parameters", "_buffers", "_modules"):
+    for name in TABLES:
         copied.__dict__[name] = graph_module.__dict__[name]
     for name, value in graph_module.__dict__.items():
         if name.startswith("_constant_"):

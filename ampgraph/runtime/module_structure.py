@@ -11,10 +11,8 @@ import torch
 from torch import nn
 
 from .._compat import dict_versions, hooks_registered
+from ..proxy.module_parts import HOOKS, TABLES
 from .held_tensors import HeldTensors, Kinds
-
-HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-_PARTS = ("_parameters", "_buffers", "_modules")
 
 # The training mode of every module, because a model may run other code in another mode; and the kinds of
 # its tensors.
@@ -52,7 +50,7 @@ class Structure:
         self._hooked = [held for o in own for name in HOOKS if (held := o.get(name))]
         self._unhooked = [(o, name) for o in own for name in HOOKS if not o.get(name)]
         # Code may give a module another dict: ``module._forward_hooks = OrderedDict()``.
-        places = [(o, name, o[name]) for o in own for name in (*_PARTS, *HOOKS) if o.get(name)]
+        places = [(o, name, o[name]) for o in own for name in (*TABLES, *HOOKS) if o.get(name)]
         self._owners = [owner for owner, _, _ in places]
         self._names = [name for _, name, _ in places]
         self._dicts = [held for _, _, held in places]

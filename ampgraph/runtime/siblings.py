@@ -25,6 +25,7 @@ from ..origin import module_names
 from ..passes.analysis.magnitudes import values_that_count
 from ..passes.pipeline import rewrite
 from ..proxy.bound_proxy import class_behind
+from ..proxy.module_parts import HOOKS
 from .captured_graph import CapturedGraph, Timing
 from .family import Families, parts_of
 from .graph_copies import copy_graph
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
     from ..training.scaler import LossScaler
     from .shadow_weights import ShadowWeights
 
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _TENSORS = (torch.Tensor, nn.Parameter)
 
 
@@ -249,7 +249,7 @@ def _structure(source: nn.Module) -> list | None:
     for path, module in source.named_modules(remove_duplicate=False):
         own = vars(module)
         is_patched = module is not source and "forward" in own
-        if is_patched or any(getattr(module, name) for name in _HOOKS):
+        if is_patched or any(getattr(module, name) for name in HOOKS):
             return None
         number = modules.setdefault(id(module), len(modules))
         found.append((path, number, class_behind(type(module)), module.training, frozenset(own)))

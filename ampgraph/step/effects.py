@@ -13,8 +13,9 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
-from .._compat import FakeTensor
+from .._compat import FakeTensor, replaced
 from ..capture.random_numbers import noting_random_numbers
+from ..capture.real_writes import writes
 from ..capture.user_code import frames
 from ..errors import AmpGraphError
 from ..own_files import is_users
@@ -22,8 +23,6 @@ from .surroundings import Surroundings
 
 _READS = {"item", "tolist", "numpy", "equal", "allclose", "is_nonzero"}
 _READS |= {f"__{name}__" for name in ("float", "int", "bool", "index", "complex", "array", "contains")}
-_OPERATORS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor")
-_WRITES = {"__setitem__", "__set__", *(f"__i{name}__" for name in (*_OPERATORS, "lshift", "rshift"))}
 
 
 class RefusedOutside(TorchFunctionMode):
@@ -41,8 +40,7 @@ class RefusedOutside(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name == "__set__" and getattr(func, "__self__", None) is Tensor.data:
             raise AmpGraphError(f"loss_fn replaces the memory of a tensor{_line()}")
-        is_in_place = name.endswith("_") and not name.endswith("__")
-        is_write = is_in_place or name in _WRITES or "out" in kwargs
+        is_write = name == "__set__" or writes(func) or "out" in kwargs
         if is_write or name in _READS:
             involved = (kwargs["out"],) if "out" in kwargs else args[:1] if is_write else args
             if any(isinstance(x, Tensor) and not isinstance(x, FakeTensor) for x in involved):
@@ -51,8 +49,7 @@ class RefusedOutside(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-@contextlib.contextmanager
-def without_saved_tensor_hooks() -> Iterator[None]:
+def without_saved_tensor_hooks() -> contextlib.AbstractContextManager[None]:
     """Refuses hooks for the tensors that autograd saves: no graph calls them, so it recomputes nothing.
 
     Raises:
@@ -65,11 +62,7 @@ def without_saved_tensor_hooks() -> Iterator[None]:
             raise AmpGraphError(f"loss_fn checkpoints, or has hooks for what autograd saves{_line()}")
         original(hooks)
 
-    saved_tensors_hooks.__enter__ = enter  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        saved_tensors_hooks.__enter__ = original  # type: ignore[method-assign]
+    return replaced(saved_tensors_hooks, "__enter__", enter)
 
 
 @contextlib.contextmanager

@@ -17,6 +17,7 @@ from .._compat import (
     data_of,
     has_global_hooks,
     has_saved_tensor_hooks,
+    has_step_hooks,
     is_any_autocast_enabled,
     kernel_settings,
     storage_key,
@@ -24,6 +25,7 @@ from .._compat import (
 )
 from ..errors import PolicyError
 from ..module import AmpModule
+from ..proxy.module_parts import HOOKS
 from ..runtime.module_structure import Flags
 from ..runtime.signature import signature_of
 from ..training import optimizer_step
@@ -88,7 +90,7 @@ class Fit:
             return "it is called under torch.autocast, or without gradients"
         if has_saved_tensor_hooks():
             return "it is called inside hooks for the tensors that autograd saves"
-        if amp._forward_hooks or amp._forward_pre_hooks or amp._backward_hooks or amp._backward_pre_hooks:
+        if any(getattr(amp, name) for name in HOOKS):
             return "the converted model has hooks"
         if has_global_hooks():
             return "there are hooks for all modules of the process"
@@ -216,7 +218,7 @@ def _reason_of_optimizer(optimizer: Optimizer) -> str | None:
         return f"{name} is not an optimizer of torch"
     if not all(group.get("fused") for group in optimizer.param_groups):
         return f"{name} is not fused; where torch has a fused form of it, pass fused=True"
-    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks or has_other_hooks():
+    if has_step_hooks(optimizer) or has_other_hooks():
         return f"{name} has hooks"
     return None if _is_own_step(optimizer) else f"the step of this {name} is replaced"
 

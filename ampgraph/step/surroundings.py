@@ -16,8 +16,8 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ..capture.code import Code, Place, is_foreign
 from ..capture.containers import is_container, is_plain, items_of
-from ..capture.side_effects import OF_EVERY_MODULE
 from ..module import AmpModule
+from ..proxy.module_parts import OF_EVERY_MODULE
 from ..runtime.module_structure import Structure
 from ..runtime.places import Places
 

@@ -11,7 +11,7 @@ from torch import Tensor, fx
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
-from .._compat import compiled_by_dynamo
+from .._compat import compiled_by_dynamo, note_step
 from ..module import AmpModule
 from ..passes.analysis.alias import written_memory
 from ..runtime.captured_graph import CapturedGraph
@@ -126,7 +126,7 @@ class WholeStep:
         finally:  # an interrupted graph may have written parameters, too
             with Inside(self._optimizer):  # the scaler knows of this step
                 tell_of_step(self._optimizer)
-        self._optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers warn of a step left out
+        note_step(self._optimizer)
         if shadows is not None:
             shadows.note_fresh(self._fresh)
         if scaler.is_enabled():

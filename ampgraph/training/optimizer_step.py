@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import LBFGS, SGD, Adagrad, Adam, Optimizer
 
+from .._compat import note_step, takes_found_inf
 from ..own_files import TORCH
 from .judging import Numbers, Share, verdicts
 from .nested_optimizers import Inside, is_inside
@@ -159,7 +160,7 @@ def _skips_on_device(optimizer: Optimizer) -> bool:
     Torch's fused kernels do. But a loaded state may have turned them off, a class that adds to their step
     changes more, and the first step of SGD makes momentum buffers that have no values if it is left out.
     """
-    if not getattr(optimizer, "_step_supports_amp_scaling", False):
+    if not takes_found_inf(optimizer):
         return False
     is_plain = has_torchs_step(optimizer) and all(group.get("fused") for group in optimizer.param_groups)
     if isinstance(optimizer, (Adam, SGD, Adagrad)) and not is_plain:
@@ -231,7 +232,7 @@ def _report(found: list[tuple[Scaler, Verdict]]) -> None:
 
 
 def _leave_out(optimizer: Optimizer) -> None:
-    optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers warn of a step left out
+    note_step(optimizer)
     tell_wrapper(optimizer, skipped=True)
 
 

@@ -12,7 +12,7 @@ from ..numerics.neighbours import Neighbours, is_changeable
 from ..numerics.run_model import Part
 from ..passes import ClassifyOps, PropagatePrecision, Workspace, run_passes, workspace
 from ..passes.analysis.alias import written_memory
-from ..passes.analysis.facts import OperandRule
+from ..passes.analysis.facts import DECIDED
 from ..passes.analysis.precision import FP32
 from ..passes.analysis.problem import Problem
 from ..passes.analysis.range_hazards import Values
@@ -22,9 +22,6 @@ from ..passes.placement.cost_model import cost_of
 from ..passes.placement.labelling import Placement
 from ..policy.policy import Policy
 from ..report.graph_view import with_bodies
-
-# Through these, an op that runs low reads low.
-NARROWED = (OperandRule.NODE_DTYPE, OperandRule.PROMOTED, OperandRule.DTYPE_ARG)
 
 
 class PlannedGraph:
@@ -60,7 +57,7 @@ class PlannedGraph:
             if variable.pinned is FP32 or node.op != "call_function":
                 continue
             operands = self.problem.facts[node].operands
-            for tensor in (node, *(o.tensor for o in operands if o.rule in NARROWED)):
+            for tensor in (node, *(o.tensor for o in operands if o.rule in DECIDED)):
                 for root in self.roots[tensor]:
                     found[root].add(node)
         return {root: frozenset(nodes) for root, nodes in found.items()}

@@ -32,9 +32,10 @@ from torch.utils import _pytree as pytree
 from .._compat import SET_GRAD_ENABLED, HigherOrderOperator, OpOverload
 from ..numerics.side_run import in_dtypes_of
 from ..passes.analysis.alias import written_args, written_memory
+from ..passes.analysis.facts import DECIDED
 from ..passes.analysis.precision import FP32
 from ..runtime.run_graph import Draws, GraphRun, is_random
-from .planned_graph import NARROWED, PlannedGraph
+from .planned_graph import PlannedGraph
 
 # Backwards altogether, and at least so many for a batch.
 PROBES, LEAST_PROBES = 8, 2
@@ -258,7 +259,7 @@ class Probes:
             return None
         if is_random(node) or written_args(node):
             return None
-        narrowed = {o.tensor for o in graph.problem.facts[node].operands if o.rule in NARROWED}
+        narrowed = {o.tensor for o in graph.problem.facts[node].operands if o.rule in DECIDED}
 
         def low(tensor: Node) -> Any:
             value = run.values[tensor]

@@ -28,6 +28,10 @@ class OperandRule(enum.Enum):
     SOURCE_DTYPE = "the dtype it had in the source"
 
 
+# The rules under which the label of a node decides in which dtype it computes with the operand.
+DECIDED = frozenset({OperandRule.NODE_DTYPE, OperandRule.PROMOTED, OperandRule.DTYPE_ARG})
+
+
 class Operand(NamedTuple):
     """One argument through which a node reads a tensor: ``(args, kwargs)`` path, tensor, rule."""
 

@@ -24,6 +24,11 @@ def kind(node: Node) -> str:
     return kernels.functional_name(node.target) if isinstance(node.target, OpOverload) else ""
 
 
+def function_name(node: Node) -> str:
+    """Returns the Python name of the function that a node calls; empty for a name in text."""
+    return getattr(node.target, "__name__", "")
+
+
 def operands(node: Node) -> tuple[Any, Any]:
     """Returns the first two arguments of an ATen call, however they were given; None for what is missing."""
     args = node.args

@@ -9,7 +9,7 @@ from torch.fx import Node
 
 from ampgraph.ops.lists import OpClass
 
-from ..analysis.facts import OperandRule
+from ..analysis.facts import DECIDED, OperandRule
 from ..analysis.precision import FP32, LOW, Precision
 from ..analysis.problem import Problem
 from .build_network import Price, Weigher, cut_network
@@ -19,8 +19,6 @@ from .fused_kernels import FusedKernels
 
 # Steps that may be spent on proving one plan minimal: table entries of eliminations, and cuts by their size.
 MAX_WORK = 200_000
-# How a float32 node reads what it computes with.
-_WIDENED = {OperandRule.NODE_DTYPE, OperandRule.PROMOTED, OperandRule.DTYPE_ARG}
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,7 +128,7 @@ def _has_wide_readers(
 def _widens(problem: Problem, reader: Node, tensor: Node, labels: Mapping[Node, Precision]) -> bool:
     """Whether a float32 reader wants a tensor in float32."""
     rules = {o.rule for o in problem.facts[reader].operands if o.tensor is tensor}
-    return labels.get(reader) is FP32 and bool(rules) and rules <= _WIDENED
+    return labels.get(reader) is FP32 and bool(rules) and rules <= DECIDED
 
 
 def with_wide_norms(problem: Problem, kernels: FusedKernels, placement: Placement) -> Placement:
