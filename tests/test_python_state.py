@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import ampgraph
 from ampgraph.capture import Reads
 from ampgraph.capture.ahead_of_time import capture_program
-from ampgraph.capture.code import Place
+from ampgraph.capture.code_place import Place
 from ampgraph.runtime.places import Places
 from tests.helpers import close
 

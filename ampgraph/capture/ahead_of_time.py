@@ -39,12 +39,13 @@ from .inference_mode import traced_as_no_grad
 from .kept_tensors import KeptTensors
 from .lost import LOST_KEY, noting_lost_backwards
 from .random_numbers import noting_random_numbers, values_named
-from .reads import Reads, recorded
+from .reads import Reads
 from .real_writes import RealWrites
 from .replaced import Replaced
 from .side_effects import noting_written_containers, without_new_state
 from .user_code import user_line
 from .watched_calls import WatchedCalls
+from .watched_modules import recorded
 
 _here = threading.local()
 

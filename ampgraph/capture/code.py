@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import builtins
 import contextlib
-import dis
 import functools
 import os
 import sys
 from collections.abc import Iterable, Iterator
-from types import CodeType, FunctionType, MethodType, ModuleType
-from typing import Any, NamedTuple
+from types import FunctionType, MethodType, ModuleType
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,15 +21,14 @@ from torch import nn
 from ..own_files import AMPGRAPH, TORCH, is_pythons
 from ..proxy.bound_proxy import class_behind
 from ..proxy.module_parts import OF_EVERY_MODULE
+from .bytecode import asked_for, codes_in, global_names, imported
+from .code_place import GONE, Place
 from .containers import copied, has_plain_leaves, is_container, is_frozen, is_small, items_of, same
+from .user_code import is_foreign, is_foreign_module
 
 _LAYERS = os.path.join(TORCH, "nn", "modules", "")
 # The parts of torch whose functions are looked up.
 _OF_TORCH = ("torch", "torch.nn.functional")
-# Python's modules with classes of settings: SimpleNamespace, argparse.Namespace, UserDict.
-_OF_SETTINGS = ("types", "argparse", "collections")
-# What reads or sets a global; inside a class body also what reads a name.
-_OF_GLOBALS = {name for name in dis.opmap if "GLOBAL" in name} | {"LOAD_NAME"}
 _BUILTINS = frozenset(dir(builtins))
 _ARITHMETIC = (
     *("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "divmod", "pow"),
@@ -46,49 +44,11 @@ _OPERATORS = {
     f"__{name}__"
     for name in (*_OTHER_OPERATORS, *(f"{side}{op}" for side in ("", "r", "i") for op in _ARITHMETIC))
 }
-_ASKING = ("getattr", "hasattr")
-_BETWEEN = ("PUSH_NULL", "PRECALL", "CACHE", "EXTENDED_ARG")
 # What a capture itself replaces in torch meanwhile.
 _REPLACED = ("is_grad_enabled",)
 _NOT_READ = (TORCH, AMPGRAPH, "<frozen")
 _OF_NN_MODULE = frozenset(vars(nn.Module)) - {"forward"}
-GONE = object()
 _DEPTH = 3  # of objects inside what a module holds
-
-
-class Place(NamedTuple):
-    """Where a value is: in a dict by key, or in a class or a closure's cell by attribute.
-
-    Attributes:
-        holder: The dict, class or cell.
-        name: The key or attribute.
-        path: As a user writes it.
-    """
-
-    holder: Any
-    name: str
-    path: str
-
-    def value(self) -> Any:
-        if isinstance(self.holder, dict):
-            return self.holder.get(self.name, GONE)
-        try:
-            return getattr(self.holder, self.name)
-        except (AttributeError, ValueError):  # ValueError: an empty cell
-            return GONE
-
-    def put(self, value: Any) -> None:
-        """Sets the value; `GONE` and what a class inherits by deletion."""
-        if isinstance(self.holder, dict):
-            self.holder.pop(self.name, None)
-        elif not isinstance(self.holder, type) or self.name in vars(self.holder):
-            delattr(self.holder, self.name)
-        if self.value() is value:
-            return
-        if isinstance(self.holder, dict):
-            self.holder[self.name] = value
-        else:
-            setattr(self.holder, self.name, value)
 
 
 class Code:
@@ -162,21 +122,21 @@ class Code:
                 self._look_up(holder, path, new)
 
     def _read_function(self, function: FunctionType) -> None:
-        codes = [*_codes(function.__code__)]
+        codes = [*codes_in(function.__code__)]
         names = {name for code in codes for name in code.co_names}
         self.names |= names
         constants = [constant for code in codes for constant in code.co_consts]
         self.strings |= {c for c in constants if isinstance(c, str) and c.isidentifier()}
         module, known = function.__module__ or "", function.__globals__
-        for name in _global_names(function.__code__):
+        for name in global_names(function.__code__):
             if name in known or name not in _BUILTINS:  # a name that is not there may come
                 self._add(known, name, f"{module}.{name}")
-        for path, name in _asked_for(function.__code__):
+        for path, name in asked_for(function.__code__):
             value = _found(known, path)
             held = (vars(value), value.__qualname__) if isinstance(value, FunctionType) else _holder(value)
             if held is not None:
                 self._add(held[0], name, f"{held[1]}.{name}")
-        for name in _imported(function.__code__):
+        for name in imported(function.__code__):
             self._follow(sys.modules.get(name))
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             self._add(cell, "cell_contents", f"{function.__qualname__}.{name}")
@@ -274,7 +234,7 @@ def _is_filled_cache(place: Place, before: Any) -> bool:
 def _holder(value: Any) -> tuple[Any, str] | None:
     """Returns where the names of a Python module or class are, and its own name; None if it is torch's."""
     if isinstance(value, ModuleType):
-        is_read = value.__name__ in _OF_TORCH or not _is_foreign(value.__name__)
+        is_read = value.__name__ in _OF_TORCH or not is_foreign_module(value.__name__)
         return (vars(value), value.__name__) if is_read else None
     if isinstance(value, type) and (issubclass(value, nn.Module) or not is_foreign(value)):
         return value, value.__qualname__
@@ -317,48 +277,6 @@ def _wrapped_in(wrapper: FunctionType) -> Iterator[Any]:
             yield from (getattr(held, "func", None), type(held))
 
 
-def _codes(code: CodeType) -> Iterator[CodeType]:
-    """Yields the code of a function and of those inside it."""
-    yield code
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _codes(constant)
-
-
-@functools.lru_cache(maxsize=4096)
-def _global_names(code: CodeType) -> frozenset[str]:
-    """Returns the names of globals in a function and those inside it, without names of attributes."""
-    own = (step.argval for step in dis.get_instructions(code) if step.opname in _OF_GLOBALS)
-    inner = (constant for constant in code.co_consts if isinstance(constant, CodeType))
-    return frozenset(own).union(*map(_global_names, inner))
-
-
-@functools.lru_cache(maxsize=4096)
-def _asked_for(code: CodeType) -> tuple[tuple[tuple[str, ...], str], ...]:
-    """Returns what code asks for by text: (settings, run), "scale" of ``hasattr(settings.run, "scale")``."""
-    found: list[tuple[tuple[str, ...], str]] = []
-    for own in _codes(code):
-        path: list[str] = []
-        is_asking = False
-        for step in dis.get_instructions(own):
-            if step.opname == "LOAD_GLOBAL" and step.argval in _ASKING:
-                path, is_asking = [], True
-            elif is_asking and step.opname in ("LOAD_GLOBAL", "LOAD_ATTR"):
-                path.append(step.argval)
-            elif is_asking and step.opname not in _BETWEEN:
-                if path and step.opname == "LOAD_CONST" and isinstance(step.argval, str):
-                    found.append(((*path,), step.argval))
-                is_asking = False
-    return (*found,)
-
-
-@functools.lru_cache(maxsize=4096)
-def _imported(code: CodeType) -> tuple[str, ...]:
-    """Returns the Python modules that code imports when it runs."""
-    steps = (step for own in _codes(code) for step in dis.get_instructions(own))
-    return tuple(str(step.argval) for step in steps if step.opname == "IMPORT_NAME")
-
-
 def _found(known: dict[str, Any], path: tuple[str, ...]) -> Any:
     """Returns what a path of names leads to, through Python modules and classes only."""
     value = known.get(path[0], GONE)
@@ -373,19 +291,6 @@ def _is_read(filename: str) -> bool:
     if filename.startswith(_LAYERS):
         return True
     return not is_pythons(filename) and not filename.startswith(_NOT_READ)
-
-
-def is_foreign(cls: type) -> bool:
-    """Whether a class is Python's or torch's, or compiled: its behaviour is not a setting of a model."""
-    module: object = cls.__module__
-    return not isinstance(module, str) or _is_foreign(module)  # of Cython's functions it is a descriptor
-
-
-def _is_foreign(module: str) -> bool:
-    root = module.partition(".")[0]
-    if root in _OF_SETTINGS:
-        return False
-    return root in ("torch", "ampgraph") or root in sys.stdlib_module_names
 
 
 def _has_own(cls: type, name: str) -> bool:

@@ -14,8 +14,9 @@ from torch.utils._pytree import tree_leaves
 
 from .._compat import FakeTensor
 from ..proxy.module_parts import OF_EVERY_MODULE
-from .code import GONE, is_foreign
+from .code_place import GONE
 from .containers import is_plain, same
+from .user_code import is_foreign
 
 _DEPTH = 3  # of objects inside objects
 _NO_STATE = (torch.Tensor, nn.Module, type, ModuleType, FunctionType, MethodType)

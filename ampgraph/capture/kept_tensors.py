@@ -21,8 +21,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from .._compat import FakeTensor
-from .code import GONE, Place, is_foreign
+from .code_place import GONE, Place
 from .held_objects import objects_inside
+from .user_code import is_foreign
 
 _CONTAINERS = (dict, list, deque, set, tuple)
 _RESTORABLE = (dict, list, deque)

@@ -19,9 +19,9 @@ from torch import nn
 from .._compat import replaced
 from ..own_files import is_users
 from ..proxy.module_parts import OF_EVERY_MODULE
-from .code import Code, is_foreign
+from .code import Code
 from .containers import has_plain_leaves
-from .user_code import frames
+from .user_code import frames, is_foreign
 
 # How deep a generator may lie in objects that a module holds or forward's code names.
 _DEEP = 3

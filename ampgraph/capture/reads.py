@@ -8,29 +8,28 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import os
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from types import FrameType, MethodType
+from collections.abc import Iterable, Iterator, Mapping
+from types import MethodType
 from typing import Any
 
 import torch
 from torch import fx, nn
 from torch.export import ExportedProgram
 
-from .._compat import HigherOrderOperator, OpOverload, replaced
-from ..own_files import AMPGRAPH, TORCH, is_pythons
+from .._compat import HigherOrderOperator, OpOverload
+from ..own_files import TORCH, is_pythons
 from ..proxy.module_parts import OF_EVERY_MODULE, TABLES
 from ..proxy.module_proxy import source_of
-from .code import GONE, Code, Place, is_foreign
-from .containers import copied, has_plain_leaves, is_container, same
+from .code import Code
+from .code_place import GONE, Place
+from .containers import copied, has_plain_leaves, same
 from .held_objects import Change
+from .user_code import is_asked_by_model, is_foreign, is_set_by_torch
 
-_LAYERS = os.path.join(TORCH, "nn", "")
-_HOOKS = os.path.join(_LAYERS, "utils", "")
 # What every module has: parameters, hooks, the training mode. A forward on a module is its own.
-_OF_NN_MODULE = frozenset({*OF_EVERY_MODULE, *vars(nn.Module)} - {"forward"})
+OF_NN_MODULE = frozenset({*OF_EVERY_MODULE, *vars(nn.Module)} - {"forward"})
 Key = tuple[int, str]
 
 _AUTOGRAD_NAMES = ("requires_grad", "grad_fn", "is_leaf")
@@ -39,7 +38,6 @@ _OF_AUTOGRAD = frozenset(getattr(torch.Tensor, name).__get__ for name in _AUTOGR
 _OF_LAYOUT = frozenset(
     {*(getattr(torch.Tensor, name) for name in _LAYOUT_NAMES), torch.is_conj, torch.is_neg}
 )
-_BETWEEN = ("__torch_function__", "handle_torch_function")
 # Strides decide whether these ops copy, and so whether a later write reaches the argument.
 _COPY_OR_NOT = frozenset(
     f
@@ -93,7 +91,7 @@ class Reads:
 
     def counts(self, module: nn.Module, name: str) -> bool:
         """Whether an attribute may be a setting; the modes of the model's own modules are compared anyway."""
-        return name not in _OF_NN_MODULE or (name == "training" and id(module) not in self._own)
+        return name not in OF_NN_MODULE or (name == "training" and id(module) not in self._own)
 
     def note_read(self, module: nn.Module, name: str, value: object) -> None:
         key = id(module), name
@@ -151,14 +149,14 @@ class Reads:
         frame = sys._getframe(2)
         while is_pythons(frame.f_code.co_filename) and frame.f_back:  # a WeakKeyDictionary
             frame = frame.f_back
-        is_asked = _is_asked_by_model(frame)
+        is_asked = is_asked_by_model(frame)
         self.asks_for_itself = self.asks_for_itself or is_asked
         return is_asked
 
     def note_all(self, module: nn.Module) -> None:
         """Records all attributes of a module whose dict the model reads, and the keys it may ask for."""
         held = vars(module)
-        for name in [name for name in held if name not in _OF_NN_MODULE]:
+        for name in [name for name in held if name not in OF_NN_MODULE]:
             self.note_read(module, name, held[name])
         for name in sorted(self.code.strings - held.keys()):
             self.note_missing(module, name)
@@ -168,7 +166,7 @@ class Reads:
         if not self._is_watched(module):
             return
         self._set.add(key)
-        if _is_set_by_torch(sys._getframe(2)):
+        if is_set_by_torch(sys._getframe(2)):
             self._set_by_torch.add(key)
         if key not in self.attributes:
             self._set_first.add(key)
@@ -245,19 +243,19 @@ class Reads:
 
     def note_gradients(self) -> None:
         """Records a read of grad mode by the model's code; torch's layers read it only to choose a kernel."""
-        self.asks_for_gradients |= _is_asked_by_model(sys._getframe(2))
+        self.asks_for_gradients |= is_asked_by_model(sys._getframe(2))
 
     def note_call(self, function: Any) -> None:
         """Records the state that a tensor function or getter returns to the model's code."""
         caller = sys._getframe(2)
         if function in _OF_AUTOGRAD:
-            self.asks_for_gradients |= _is_asked_by_model(caller, function)
+            self.asks_for_gradients |= is_asked_by_model(caller, function)
         elif function in _OF_LAYOUT:
-            self.asks_for_layout |= _is_asked_by_model(caller, function)
+            self.asks_for_layout |= is_asked_by_model(caller, function)
         elif function == torch.Tensor.storage_offset:
-            self.asks_for_offset |= _is_asked_by_model(caller, function)
+            self.asks_for_offset |= is_asked_by_model(caller, function)
         elif function in _COPY_OR_NOT:
-            self._may_copy |= _is_asked_by_model(caller, function)
+            self._may_copy |= is_asked_by_model(caller, function)
 
     def note_program(self, program: ExportedProgram) -> None:
         """Records the in-place writes that the captured graph shows, and what its branches may ask for."""
@@ -290,17 +288,6 @@ def _is_own_method(value: object, module: nn.Module) -> bool:
     return code is not None and not code.co_filename.startswith(TORCH)
 
 
-def _is_set_by_torch(frame: FrameType) -> bool:
-    """Whether torch's layers set an attribute, such as the flat weights of ``nn.LSTM``.
-
-    The hooks of torch.nn.utils do not count: pruning reads the weights that they set.
-    """
-    while frame.f_code.co_name == "__setattr__" and frame.f_back:
-        frame = frame.f_back
-    file = frame.f_code.co_filename
-    return file.startswith(_LAYERS) and not file.startswith(_HOOKS)
-
-
 def _has_branches(program: ExportedProgram) -> bool:
     """Whether Dynamo has captured code (a branch of ``torch.cond``, a loop), whose questions no mode sees."""
     operators = (
@@ -320,97 +307,3 @@ def _written(program: ExportedProgram) -> Iterator[fx.Node]:
             is_write = isinstance(node.target, OpOverload) and node.target._schema.is_mutable
             if is_write and node.all_input_nodes and node.all_input_nodes[0].name not in buffers:
                 yield node.all_input_nodes[0]
-
-
-def _is_asked_by_model(frame: FrameType, function: Any = None) -> bool:
-    """Whether the code that asks through torch's modes is neither torch's nor ampgraph's."""
-    own = getattr(function, "__code__", None)  # of methods of tensors that are written in Python
-    while (frame.f_code.co_name in _BETWEEN or frame.f_code is own) and frame.f_back:
-        frame = frame.f_back
-    return not frame.f_code.co_filename.startswith((TORCH, AMPGRAPH))
-
-
-@contextlib.contextmanager
-def recorded(reads: Reads, is_capturing: Callable[[], bool]) -> Iterator[None]:
-    """Records the reads of forward in threads that are capturing; restores attributes."""
-    set_attribute = nn.Module.__setattr__
-    outer = vars(nn.Module).get("__getattribute__")  # a capture inside a capture
-
-    def watched_set(self: nn.Module, name: str, value: Any) -> None:
-        if name not in _OF_NN_MODULE and is_capturing():
-            reads.note_set(self, name, value)
-        set_attribute(self, name, value)
-
-    def watched_hash(self: nn.Module) -> int:
-        if is_capturing():
-            reads.note_itself()
-        return object.__hash__(self)
-
-    before = {key: dict(vars(module)) for key, module in reads.modules.items()}
-    try:
-        with (
-            replaced(nn.Module, "__hash__", watched_hash),
-            replaced(nn.Module, "__setattr__", watched_set),
-            replaced(nn.Module, "__getattribute__", _WatchedGet(outer, reads, is_capturing)),
-            replaced(torch, "is_grad_enabled", _WatchedQuestion(torch.is_grad_enabled, reads, is_capturing)),
-        ):
-            yield
-    finally:
-        _put_back(reads, before)
-
-
-def _put_back(reads: Reads, before: dict[int, dict[str, Any]]) -> None:
-    """Restores the model's lists and dicts, which torch.export replaces by copies."""
-    for key, attributes in before.items():
-        held = vars(reads.modules[key])
-        for name, value in attributes.items():
-            if not is_container(value) or held.get(name) is value:
-                continue
-            if same(held.get(name), value):
-                held[name] = value
-            elif (key, name) in reads.attributes:
-                reads.note_carried((key, name), value)
-
-
-class _WatchedGet:
-    """``nn.Module.__getattribute__`` as an object, because Dynamo traces into a function."""
-
-    def __init__(self, outer: Any, reads: Reads, is_capturing: Callable[[], bool]) -> None:
-        self._outer, self._reads, self._is_capturing = outer, reads, is_capturing
-
-    def __get__(self, module: nn.Module | None, owner: type | None = None) -> Callable[..., Any]:
-        # Dynamo captures bodies of torch.cond; it calls this on the class, with the module as an argument.
-        return self._get if module is None else functools.partial(self._get, module)
-
-    def _get(self, module: nn.Module, name: str) -> Any:
-        try:
-            value = (
-                self._outer.__get__(module)(name) if self._outer else object.__getattribute__(module, name)
-            )
-        except AttributeError:
-            if not name.startswith("__") and self._is_capturing() and self._reads.counts(module, name):
-                self._reads.note_missing(module, name)
-            raise
-        if name == "__dict__" and self._is_capturing() and self._reads.note_itself():
-            self._reads.note_all(module)
-        if not name.startswith("__") and self._is_capturing() and self._reads.counts(module, name):
-            self._reads.note_read(module, name, value)
-        return value
-
-
-class _WatchedQuestion:
-    """``torch.is_grad_enabled`` with recording; equal to it, because Dynamo looks functions up in tables."""
-
-    def __init__(self, function: Callable[[], bool], reads: Reads, is_capturing: Callable[[], bool]) -> None:
-        self._function, self._reads, self._is_capturing = function, reads, is_capturing
-
-    def __call__(self) -> bool:
-        if self._is_capturing():
-            self._reads.note_gradients()
-        return self._function()
-
-    def __eq__(self, other: object) -> bool:
-        return other is self or other == self._function
-
-    def __hash__(self) -> int:
-        return hash(self._function)

@@ -7,7 +7,7 @@ from itertools import chain
 from operator import attrgetter, is_, itemgetter
 from typing import Any
 
-from ..capture.code import GONE, Place
+from ..capture.code_place import GONE, Place
 from ..capture.containers import equal, is_container, items_of, same
 
 _BUILT_IN = (dict, list, tuple, set, frozenset)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from ..capture.code import GONE, Place, is_foreign
+from ..capture.code_place import GONE, Place
 from ..capture.containers import (
     copied,
     has_plain_leaves,
@@ -21,6 +21,7 @@ from ..capture.containers import (
     is_small,
     items_of,
 )
+from ..capture.user_code import is_foreign
 from .place_reads import ContainerReads, is_still, reads_of
 
 _DEPTH = 3  # of objects inside objects: model.config.rope.base

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from ..capture import is_capturing_here
-from ..capture.code import Place
+from ..capture.code_place import Place
 from ..capture.reads import Reads
 from ..proxy.all_parameters import all_parameters
 from .layouts import Layouts

@@ -14,8 +14,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from ..capture.code import Code, Place, is_foreign
+from ..capture.code import Code
+from ..capture.code_place import Place
 from ..capture.containers import is_container, is_plain, items_of
+from ..capture.user_code import is_foreign
 from ..module import AmpModule
 from ..proxy.module_parts import OF_EVERY_MODULE
 from ..runtime.module_structure import Structure

@@ -1,0 +1,55 @@
+"""Names in the byte code of functions: globals, what ``getattr`` asks for by text, imports."""
+
+from __future__ import annotations
+
+import dis
+import functools
+from collections.abc import Iterator
+from types import CodeType
+
+# What reads or sets a global; inside a class body also what reads a name.
+_OF_GLOBALS = {name for name in dis.opmap if "GLOBAL" in name} | {"LOAD_NAME"}
+_ASKING = ("getattr", "hasattr")
+_BETWEEN = ("PUSH_NULL", "PRECALL", "CACHE", "EXTENDED_ARG")
+
+
+def codes_in(code: CodeType) -> Iterator[CodeType]:
+    """Yields the code of a function and of those inside it."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from codes_in(constant)
+
+
+@functools.lru_cache(maxsize=4096)
+def global_names(code: CodeType) -> frozenset[str]:
+    """Returns the names of globals in a function and those inside it, without names of attributes."""
+    own = (step.argval for step in dis.get_instructions(code) if step.opname in _OF_GLOBALS)
+    inner = (constant for constant in code.co_consts if isinstance(constant, CodeType))
+    return frozenset(own).union(*map(global_names, inner))
+
+
+@functools.lru_cache(maxsize=4096)
+def asked_for(code: CodeType) -> tuple[tuple[tuple[str, ...], str], ...]:
+    """Returns what code asks for by text: (settings, run), "scale" of ``hasattr(settings.run, "scale")``."""
+    found: list[tuple[tuple[str, ...], str]] = []
+    for own in codes_in(code):
+        path: list[str] = []
+        is_asking = False
+        for step in dis.get_instructions(own):
+            if step.opname == "LOAD_GLOBAL" and step.argval in _ASKING:
+                path, is_asking = [], True
+            elif is_asking and step.opname in ("LOAD_GLOBAL", "LOAD_ATTR"):
+                path.append(step.argval)
+            elif is_asking and step.opname not in _BETWEEN:
+                if path and step.opname == "LOAD_CONST" and isinstance(step.argval, str):
+                    found.append(((*path,), step.argval))
+                is_asking = False
+    return (*found,)
+
+
+@functools.lru_cache(maxsize=4096)
+def imported(code: CodeType) -> tuple[str, ...]:
+    """Returns the Python modules that code imports when it runs."""
+    steps = (step for own in codes_in(code) for step in dis.get_instructions(own))
+    return tuple(str(step.argval) for step in steps if step.opname == "IMPORT_NAME")
