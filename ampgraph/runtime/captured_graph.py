@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import operator
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -12,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx, nn
 
-from .._compat import flat_inputs, outside_transforms, tracing_lock
+from .._compat import flat_inputs, new_lock, outside_transforms, tracing_lock
 from ..guards import is_capturing
 from ..passes import ExplicitCasts, Pass, ReadShadows, run_passes
 from ..plan import Plan
@@ -95,7 +94,7 @@ class CapturedGraph:
     _runs_by: Runner | None = None
     _is_scaled: bool = False
     _explicit: fx.GraphModule | None = None
-    _lock: threading.RLock = field(default_factory=threading.RLock, repr=False)
+    _lock: Any = field(default_factory=new_lock, repr=False)
 
     def __post_init__(self) -> None:
         if isinstance(self.graph, fx.GraphModule):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import threading
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
 from operator import attrgetter, is_
@@ -22,6 +21,7 @@ from .._compat import (
     SET_GRAD_ENABLED,
     data_of,
     has_dispatch_modes,
+    new_lock,
     no_selective_checkpoint,
     times_asked,
     times_asked_in_all,
@@ -35,7 +35,7 @@ SHADOW_PREFIX = "amp_shadow_"
 # No memory has this address.
 _NOWHERE = -1
 # Keeps threads from reading a copy during a refresh. One lock for all models, which must stay copyable.
-_lock = threading.RLock()
+_lock = new_lock()
 _Item = TypeVar("_Item")
 _version, _shape = attrgetter("_version"), attrgetter("shape")
 
