@@ -181,6 +181,13 @@ class CapturedGraph:
                 self._runners, self._kept = {}, self._runners
             self._runs_by = run
 
+    def drop_shadowed(self) -> None:
+        """Drops the graphs that read low copies. A call that needs one makes another."""
+        with self._lock:
+            for made in (self._graphs, self._runners, self._kept):
+                made.pop((True, True), None)
+                made.pop((False, True), None)
+
     def run_in_transform(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the graph eagerly for the transforms of ``torch.func``.
 

@@ -164,18 +164,29 @@ class GraphCache:
             and last.captured.fits(args, kwargs, is_untouched=last.flags is flags)
         ):
             self._current, self._current_flags = last.captured, flags
-            found = (
-                last if last.flags is flags else last._replace(flags=flags, is_in_place=self.is_in_place())
-            )
+            found = last
+            if last.flags is not flags:
+                found = last._replace(flags=flags, is_in_place=self._reads_copies())
         else:
             captured = self._find(args, kwargs, flags)
-            found = Found(structure, flags, Likeness(args, kwargs), captured, self.is_in_place())
+            found = Found(structure, flags, Likeness(args, kwargs), captured, self._reads_copies())
         self._last = found
         return found
 
     def is_in_place(self) -> bool:
         """Whether the model has the parameters that its low copies are of."""
         return self.shadows is not None and self.shadows.are_in_place()
+
+    def _reads_copies(self) -> bool:
+        """Whether a call reads low copies. If not, frees those of parameters that are gone."""
+        if self.shadows is None or self.shadows.are_in_place():
+            return self.shadows is not None
+        if self.shadows.have_lost():
+            with self.lock.alone():  # a call that runs may read them
+                for captured in self:
+                    captured.drop_shadowed()
+                self.shadows.drop_lost()
+        return False
 
     def _find(self, args: tuple, kwargs: dict[str, Any], flags: Flags) -> CapturedGraph:
         """Returns the captured graph of a call that is not like the last."""

@@ -156,6 +156,15 @@ class ShadowWeights(nn.Module):
         """
         return self._home.is_same()
 
+    def have_lost(self) -> bool:
+        """Whether a parameter that has a copy is gone."""
+        return any(master() is None for master in self._columns.masters)
+
+    def drop_lost(self) -> None:
+        """Drops the copies of parameters that are gone. No graph that reads them may run."""
+        with _lock:
+            self._masters()
+
     def names_of(self, masters: Sequence[Tensor]) -> list[str]:
         """Returns the attributes that hold the shadows of parameters; creates missing ones."""
         with _lock:
@@ -245,6 +254,9 @@ class ShadowWeights(nn.Module):
             kept = [i for i, master in enumerate(masters) if master is not None]
             items = [*self._shadows.items()]
             self._shadows = dict(items[i] for i in kept)
+            for (_, shadow), master in zip(items, masters, strict=True):
+                if master is None:
+                    object.__setattr__(self, shadow.name, None)  # old graphs look for the name
             self._columns = _Columns.of(self._shadows.values())
             self._seen = _State(*([field[i] for i in kept] for field in self._seen))
             masters = [masters[i] for i in kept]
