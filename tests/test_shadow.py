@@ -368,6 +368,19 @@ def test_a_call_that_began_before_a_parameter_was_replaced_ends_well():
     torch.testing.assert_close(late, now, rtol=0, atol=0)
 
 
+def test_parameters_that_are_lent_at_an_exchange_have_no_low_copies():
+    """``fully_shard`` lends parameters in memory that it writes again without a sign."""
+    model, amp = converted()
+    amp(X)
+    model[2] = nn.LayerNorm(16)
+    lent = {name: nn.Parameter(2 * p.detach()) for name, p in model.named_parameters()}
+    for _ in range(2):
+        torch.func.functional_call(amp, lent, (X,))
+    assert not any(amp._graphs.shadows.accepts(p) for p in lent.values())
+    with torch.no_grad():
+        torch.testing.assert_close(amp(X), fresh_output(model), rtol=0, atol=0)
+
+
 def test_a_parameter_that_takes_the_address_of_another_is_read():
     """Python gives the memory of a deleted object to the next one of its size."""
     model, amp = converted()

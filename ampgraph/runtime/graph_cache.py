@@ -276,6 +276,8 @@ class GraphCache:
             return
         if not self._options.just_in_time:
             self._graphs.clear()  # first: another thread trusts graphs that it finds with the structure
+        if self.shadows is not None:
+            self.shadows.follow()
         self._structure = Structure(self._source, self.shadows is not None)
 
     def _known(
