@@ -275,7 +275,10 @@ class GraphCache:
         if self._structure.is_current():
             return
         if not self._options.just_in_time:
+            dropped = [*self]
             self._graphs.clear()  # first: another thread trusts graphs that it finds with the structure
+            if self._siblings is not None:
+                self._siblings.drop(dropped)
         if self.shadows is not None:
             self.shadows.follow()
         self._structure = Structure(self._source, self.shadows is not None)
