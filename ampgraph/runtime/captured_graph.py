@@ -70,6 +70,7 @@ class CapturedGraph:
         lost: The parts of the model's backward that the graph lacks; gradients would be wrong.
         family: The graphs that run blocks which are alike; None for a model by itself.
         parts: What the family's graphs read of this block.
+        found_at: When a search found it last.
     """
 
     graph: fx.GraphModule | Callable[[], fx.GraphModule]
@@ -87,6 +88,7 @@ class CapturedGraph:
     lost: tuple[str, ...] = ()
     family: Family | None = None
     parts: nn.Module | None = None
+    found_at: int = 0
     _made: tuple[fx.GraphModule, Callable] | None = None  # with its code
     _graphs: dict[tuple[bool, bool], fx.GraphModule] = field(default_factory=dict)
     _runners: dict[tuple[bool, bool], Callable] = field(default_factory=dict)
