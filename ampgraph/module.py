@@ -108,7 +108,7 @@ class AmpModule(Converted):
 
     @property
     def graph_modules(self) -> list[fx.GraphModule]:
-        """All rewritten graphs so far; with graph breaks, one call runs several."""
+        """All rewritten graphs that are kept; with graph breaks, one call runs several."""
         return [captured.graph_module for captured in self._graphs]
 
     @property

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
+import weakref
 from collections import OrderedDict
 
 import pytest
@@ -148,6 +150,25 @@ def test_parts_of_the_same_kind_are_not_captured_again():
     model.sizes, model.gain = [1, 2], int("1")
     assert_like(amp(X), model(X))
     assert len(amp.graph_modules) == 1
+
+
+def test_an_exchanged_layer_has_low_copies_and_the_old_one_is_freed():
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+    amp = ampgraph.convert(model, (X,), dtype=torch.bfloat16, backend="eager")
+    amp(X)
+    old, shadows = weakref.ref(model[0].weight), amp._graphs.shadows
+    kept = shadows.of(model[2].weight)
+    model[0] = nn.Linear(8, 8)
+    for _ in range(2):
+        with torch.no_grad():
+            model[0].weight.mul_(2)
+            assert_like(amp(X), model(X))
+    gc.collect()
+    assert old() is None
+    assert amp._graphs.is_in_place()
+    amp(X)
+    assert {id(master) for _, master in shadows.pairs()} == {*map(id, model.parameters())}
+    assert shadows.of(model[2].weight) is kept
 
 
 needs_versions = pytest.mark.skipif(not has_dict_versions(), reason="this Python has no versions of dicts")

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import pickle
 import types
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -371,6 +373,36 @@ def test_a_block_that_changes_after_its_capture_still_lends_it(captures) -> None
     assert len(captures) == 1
     del model.layers[0].unused
     check(model, x, expected)
+
+
+def test_exchanged_parts_of_blocks_are_freed() -> None:
+    model, x = net(3), torch.randn(5, WIDTH)
+    ampgraph.convert_blocks(model, "layers.*", policy=Policy(dtype=torch.bfloat16), backend="eager")
+    model(x)
+    old = [weakref.ref(layer.up.weight) for layer in model.layers]
+    for layer in model.layers:
+        layer.up = nn.Linear(WIDTH, 16)
+    model(x)
+    gc.collect()
+    assert [weight() for weight in old] == [None] * 3
+
+
+def test_the_others_keep_their_graphs_if_the_parts_of_one_are_exchanged(captures) -> None:
+    model, x = net(3), torch.randn(5, WIDTH)
+    blocks = ampgraph.convert_blocks(model, "layers.*", policy=Policy(dtype=torch.bfloat16))
+    model(x)
+    graphs = [block.graph_module for block in blocks.values()]
+    model.layers[0].up = nn.Linear(WIDTH, 16)
+    captures.clear()
+    expected = alone(net_like(model), x, Policy(dtype=torch.bfloat16))
+    captures.clear()
+    check(model, x, expected)
+    assert len(captures) == 1
+    assert [block.graph_module is graph for block, graph in zip(blocks.values(), graphs, strict=True)] == [
+        False,
+        True,
+        True,
+    ]
 
 
 def test_other_classes_rules_and_arguments_are_other_captures(captures) -> None:

@@ -337,6 +337,50 @@ def test_a_parameter_replaced_later_is_cast_in_the_graph():
     torch.testing.assert_close(second.detach(), fresh_output(model), rtol=0, atol=0)
 
 
+def low_copies(amp):
+    """The low copies that the model keeps, also those that no graph reads."""
+    copies = vars(amp._graphs.shadows).values()
+    return [x for x in copies if isinstance(x, torch.Tensor)]
+
+
+@CAPTURES
+def test_the_copy_of_a_parameter_that_is_gone_is_freed(args):
+    model, amp = converted(args)
+    for _ in range(3):
+        amp(X).sum().backward()
+        model[0].weight = nn.Parameter(torch.randn(16, 8))
+    amp(X).sum().backward()
+    sizes = [tuple(copy.shape) for copy in low_copies(amp)]
+    assert sizes.count((16, 8)) == (args is None)  # just in time, a graph reads a copy of the new weight
+    assert sorted(set(sizes)) == [(4,), (4, 16), (16,)] + [(16, 8)] * (args is None)
+
+
+def test_a_call_that_began_before_a_parameter_was_replaced_ends_well():
+    """Another thread replaces a weight after the call has found its graph."""
+    model, amp = converted()
+    with torch.no_grad():
+        amp(X)
+        found = amp._graphs.find_for_run((X,), {})
+        model[0].weight = nn.Parameter(torch.randn(16, 8))
+        now = amp(X)
+        with amp._graphs.lock:
+            late = found.captured.run((X,), {}, found.is_in_place)
+    torch.testing.assert_close(late, now, rtol=0, atol=0)
+
+
+def test_parameters_that_are_lent_at_an_exchange_have_no_low_copies():
+    """``fully_shard`` lends parameters in memory that it writes again without a sign."""
+    model, amp = converted()
+    amp(X)
+    model[2] = nn.LayerNorm(16)
+    lent = {name: nn.Parameter(2 * p.detach()) for name, p in model.named_parameters()}
+    for _ in range(2):
+        torch.func.functional_call(amp, lent, (X,))
+    assert not any(amp._graphs.shadows.accepts(p) for p in lent.values())
+    with torch.no_grad():
+        torch.testing.assert_close(amp(X), fresh_output(model), rtol=0, atol=0)
+
+
 def test_a_parameter_that_takes_the_address_of_another_is_read():
     """Python gives the memory of a deleted object to the next one of its size."""
     model, amp = converted()

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, TimeoutError
 from types import ModuleType
 
@@ -14,10 +15,11 @@ import torch
 from torch import nn
 
 import ampgraph
-from ampgraph._compat import compiled_calls, path_inside_wrappers, tracing_lock
+from ampgraph._compat import compiled_calls, global_hooks, new_lock, path_inside_wrappers, tracing_lock
 from ampgraph._compat.tracing import CompiledCalls
-from ampgraph.runtime import graph_cache
+from ampgraph.runtime import capture_lock, graph_cache, held_tensors, shadow_weights
 from ampgraph.runtime.capture_lock import CaptureLock
+from ampgraph.training import optimizer_steps
 from ampgraph.training.fsdp1 import refuse_fsdp1
 
 SECONDS = 60
@@ -161,17 +163,54 @@ def test_an_interrupted_capture_lets_calls_go_on(monkeypatch: pytest.MonkeyPatch
         assert not lock._captures
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+def exit_code_of_fork(is_right: Callable[[], bool]) -> int:
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0 if is_right() else 1)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+
+
+@needs_fork
 def test_a_forked_process_has_free_locks(pool: ThreadPoolExecutor) -> None:
     capture = pool.submit(ampgraph.convert, Slow(), (torch.randn(2, 8),))
     assert inside.wait(SECONDS)
-    pid = os.fork()
-    if pid == 0:
-        is_free = tracing_lock().acquire(blocking=False) and not compiled_calls._captures
-        os._exit(0 if is_free else 1)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    code = exit_code_of_fork(lambda: tracing_lock().acquire(blocking=False) and not compiled_calls._captures)
+    assert code == 0
     leave.set()
     capture.result(SECONDS)
+
+
+@needs_fork
+def test_locks_that_another_thread_held_at_a_fork_are_free(pool: ThreadPoolExecutor) -> None:
+    model = nn.Sequential(nn.Linear(8, 8))
+    (block,) = ampgraph.convert_blocks(model, "0", dtype=torch.bfloat16, backend="eager").values()
+    model(torch.randn(2, 8))
+    captured = block._graphs.current
+    of_process = (shadow_weights._lock, held_tensors._lock, global_hooks._lock, capture_lock._guard)
+    locks = (*of_process, optimizer_steps._listeners._lock, captured._lock, captured.family._lock)
+
+    def hold() -> None:
+        with contextlib.ExitStack() as stack:
+            for lock in locks:
+                stack.enter_context(lock)
+            wait_inside()
+
+    holds = pool.submit(hold)
+    assert inside.wait(SECONDS)
+    code = exit_code_of_fork(lambda: all(lock.acquire(blocking=False) for lock in locks))
+    leave.set()
+    holds.result(SECONDS)
+    assert code == 0
+
+
+@needs_fork
+def test_the_thread_that_forks_keeps_its_locks() -> None:
+    lock = new_lock()
+    with lock:
+        assert exit_code_of_fork(lock._is_owned) == 0
 
 
 def test_modules_of_torch_that_another_thread_is_loading(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,6 +36,7 @@ from .fake_tensors import (
     result_dtypes,
     with_dtypes,
 )
+from .forked import after_fork, new_lock
 from .global_hooks import has_global_hooks, no_global_hooks, optimizer_hooks
 from .grad_scaler import is_scaled_by_grad_scaler
 from .graphs import (
@@ -124,6 +125,7 @@ __all__ = [
     "accept_real_constants",
     "active_data_parallel",
     "after_backward",
+    "after_fork",
     "all_op_names",
     "aot_eager",
     "apart_from_dynamo",
@@ -176,6 +178,7 @@ __all__ = [
     "may_be_swapped",
     "native_apply",
     "never_log_raised_errors",
+    "new_lock",
     "next_node_number",
     "no_ambient_autocast",
     "no_copies_into_buffers",

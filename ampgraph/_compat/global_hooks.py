@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Iterator
 from typing import Any
 
 from torch.nn.modules import module
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+
+from .forked import new_lock
 
 _HOOKS: tuple[dict[int, Any], ...] = (
     module._global_forward_pre_hooks,
@@ -16,7 +17,7 @@ _HOOKS: tuple[dict[int, Any], ...] = (
     module._global_backward_pre_hooks,
     module._global_backward_hooks,
 )
-_lock = threading.Lock()
+_lock = new_lock()
 _hidden: list[dict[int, Any]] = [{} for _ in _HOOKS]
 _inside = 0
 

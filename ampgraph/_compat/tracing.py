@@ -7,11 +7,12 @@ while they trace. If another thread runs compiled code at that time, the code fa
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
 import threading
 from collections.abc import Iterator
 from typing import Any
+
+from .forked import after_fork, renew_lock
 
 # A thread inside a compiled call may itself wait for the one that captures: for a worker that it started.
 LONGEST_WAIT = 10.0
@@ -126,9 +127,8 @@ compiled_calls = CompiledCalls()
 def _after_fork() -> None:
     compiled_calls.renew()
     lock = getattr(sys.modules.get("torch._dynamo.convert_frame"), "compile_lock", None)
-    if lock is not None and not lock._is_owned():
-        lock._at_fork_reinit()
+    if lock is not None:
+        renew_lock(lock)
 
 
-if hasattr(os, "register_at_fork"):  # not on Windows
-    os.register_at_fork(after_in_child=_after_fork)
+after_fork(_after_fork)

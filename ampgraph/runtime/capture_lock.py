@@ -7,14 +7,13 @@ float32 values. A graph that ran at that time would compute with these values.
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 import weakref
 from collections.abc import Iterator
 
 from torch import nn
 
-from .._compat import compiled_calls
+from .._compat import after_fork, compiled_calls, new_lock
 from ..capture import is_capturing_here
 from ..errors import CaptureError
 
@@ -91,7 +90,7 @@ class CaptureLock:
 
 
 _locks: weakref.WeakKeyDictionary[nn.Module, CaptureLock] = weakref.WeakKeyDictionary()
-_guard = threading.Lock()
+_guard = new_lock()
 
 
 def lock_of(source: nn.Module) -> CaptureLock:
@@ -101,11 +100,8 @@ def lock_of(source: nn.Module) -> CaptureLock:
 
 
 def _after_fork() -> None:
-    global _guard
-    _guard = threading.Lock()
     for lock in [*_locks.values()]:
         lock.renew()
 
 
-if hasattr(os, "register_at_fork"):  # not on Windows
-    os.register_at_fork(after_in_child=_after_fork)
+after_fork(_after_fork)

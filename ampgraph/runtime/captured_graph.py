@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import operator
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -12,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx, nn
 
-from .._compat import flat_inputs, outside_transforms, tracing_lock
+from .._compat import flat_inputs, new_lock, outside_transforms, tracing_lock
 from ..guards import is_capturing
 from ..passes import ExplicitCasts, Pass, ReadShadows, run_passes
 from ..plan import Plan
@@ -71,6 +70,7 @@ class CapturedGraph:
         lost: The parts of the model's backward that the graph lacks; gradients would be wrong.
         family: The graphs that run blocks which are alike; None for a model by itself.
         parts: What the family's graphs read of this block.
+        found_at: When a search found it last.
     """
 
     graph: fx.GraphModule | Callable[[], fx.GraphModule]
@@ -88,6 +88,7 @@ class CapturedGraph:
     lost: tuple[str, ...] = ()
     family: Family | None = None
     parts: nn.Module | None = None
+    found_at: int = 0
     _made: tuple[fx.GraphModule, Callable] | None = None  # with its code
     _graphs: dict[tuple[bool, bool], fx.GraphModule] = field(default_factory=dict)
     _runners: dict[tuple[bool, bool], Callable] = field(default_factory=dict)
@@ -95,7 +96,7 @@ class CapturedGraph:
     _runs_by: Runner | None = None
     _is_scaled: bool = False
     _explicit: fx.GraphModule | None = None
-    _lock: threading.RLock = field(default_factory=threading.RLock, repr=False)
+    _lock: Any = field(default_factory=new_lock, repr=False)
 
     def __post_init__(self) -> None:
         if isinstance(self.graph, fx.GraphModule):
@@ -181,6 +182,13 @@ class CapturedGraph:
             elif self._runs_by is None:
                 self._runners, self._kept = {}, self._runners
             self._runs_by = run
+
+    def drop_shadowed(self) -> None:
+        """Drops the graphs that read low copies. A call that needs one makes another."""
+        with self._lock:
+            for made in (self._graphs, self._runners, self._kept):
+                made.pop((True, True), None)
+                made.pop((False, True), None)
 
     def run_in_transform(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the graph eagerly for the transforms of ``torch.func``.

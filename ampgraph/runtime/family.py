@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import operator
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from .._compat import calling_convention, inductor_modes, with_own_code
+from .._compat import calling_convention, inductor_modes, new_lock, with_own_code
 from ..capture.unlift import WHOLE, hold
 from ..passes import Pass, ScaleLoss, run_passes
 from ..proxy.bound_proxy import over_dict_of
@@ -82,7 +81,7 @@ class Family:
         self._targets = [(n.name, str(n.target)) for n in self.planned.graph.find_nodes(op="get_attr")]
         self._castable: dict[bool, list[str]] = {}
         self._derived: list[tuple[tuple[Pass, ...], _Derived]] = []
-        self._lock = threading.RLock()
+        self._lock = new_lock()
 
     def values(self, parts: nn.Module) -> dict[str, object]:
         """Returns a block's values by node name."""

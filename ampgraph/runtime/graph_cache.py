@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from collections.abc import Hashable, Iterator, Sequence
@@ -39,6 +40,8 @@ from .written import lost_by_compilers, writes_of
 log = logging.getLogger("ampgraph")
 
 MANY_CAPTURES = 8
+# One more capture drops the graph whose last use is longest ago. What still runs it keeps it.
+MOST_GRAPHS = 64
 
 
 class Found(NamedTuple):
@@ -91,6 +94,7 @@ class GraphCache:
         self._siblings = None if options.policy.level == "O3" else siblings
         self._structure = Structure(source, copies)
         self._graphs: dict[tuple[Flags, Hashable], list[CapturedGraph]] = {}
+        self._searches = itertools.count()
         self._last: Found | None = None
         self._current: CapturedGraph | None = None
         self._current_flags: Flags | None = None
@@ -164,18 +168,29 @@ class GraphCache:
             and last.captured.fits(args, kwargs, is_untouched=last.flags is flags)
         ):
             self._current, self._current_flags = last.captured, flags
-            found = (
-                last if last.flags is flags else last._replace(flags=flags, is_in_place=self.is_in_place())
-            )
+            found = last
+            if last.flags is not flags:
+                found = last._replace(flags=flags, is_in_place=self._reads_copies())
         else:
             captured = self._find(args, kwargs, flags)
-            found = Found(structure, flags, Likeness(args, kwargs), captured, self.is_in_place())
+            found = Found(structure, flags, Likeness(args, kwargs), captured, self._reads_copies())
         self._last = found
         return found
 
     def is_in_place(self) -> bool:
         """Whether the model has the parameters that its low copies are of."""
         return self.shadows is not None and self.shadows.are_in_place()
+
+    def _reads_copies(self) -> bool:
+        """Whether a call reads low copies. If not, frees those of parameters that are gone."""
+        if self.shadows is None or self.shadows.are_in_place():
+            return self.shadows is not None
+        if self.shadows.have_lost():
+            with self.lock.alone():  # a call that runs may read them
+                for captured in self:
+                    captured.drop_shadowed()
+                self.shadows.drop_lost()
+        return False
 
     def _find(self, args: tuple, kwargs: dict[str, Any], flags: Flags) -> CapturedGraph:
         """Returns the captured graph of a call that is not like the last."""
@@ -264,7 +279,12 @@ class GraphCache:
         if self._structure.is_current():
             return
         if not self._options.just_in_time:
+            dropped = [*self]
             self._graphs.clear()  # first: another thread trusts graphs that it finds with the structure
+            if self._siblings is not None:
+                self._siblings.drop(dropped)
+        if self.shadows is not None:
+            self.shadows.follow()
         self._structure = Structure(self._source, self.shadows is not None)
 
     def _known(
@@ -275,6 +295,7 @@ class GraphCache:
                 continue
             if captured.fits(args, kwargs):
                 self._current, self._current_flags = captured, flags
+                captured.found_at = next(self._searches)  # further calls like this one do not search
                 return captured
         return None
 
@@ -291,11 +312,26 @@ class GraphCache:
         captured.run_by(self._runs_by)
         flags = self._flags()  # level O3 may have stored parameters low
         graphs = self._graphs.get((flags, signature.kind), [])
+        captured.found_at = next(self._searches)
         graphs.append(captured)
         self._graphs[(flags, signature.kind)] = graphs
+        self._drop_oldest()
         self._current, self._current_flags = captured, flags
         self._warn_if_many(flags)
         return captured
+
+    def _drop_oldest(self) -> None:
+        """Keeps at most `MOST_GRAPHS` graphs: drops the one whose last use is longest ago."""
+        if len(self) <= MOST_GRAPHS:
+            return
+        oldest = min(self, key=lambda captured: captured.found_at)
+        key = next(key for key, graphs in self._graphs.items() if any(v is oldest for v in graphs))
+        # Another list, because another thread may search in this one.
+        self._graphs[key] = [captured for captured in self._graphs[key] if captured is not oldest]
+        if not self._graphs[key]:
+            del self._graphs[key]
+        if self._siblings is not None:
+            self._siblings.drop([oldest])
 
     def _captured(self, call: Call, graphs: list[CapturedGraph]) -> CapturedGraph:
         """Captures and rewrites; ``graphs`` are the model's earlier ones for such arguments."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import weakref
 from itertools import chain
 from typing import Any
@@ -12,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from .._compat import times_asked_in_all, watch_data
+from .._compat import new_lock, times_asked_in_all, watch_data
 
 
 class Kinds:
@@ -34,7 +33,7 @@ class Kinds:
 
 
 _all_kinds: WeakValueDictionary[tuple[Any, ...], Kinds] = WeakValueDictionary()
-_lock = threading.RLock()  # the garbage collector may run code inside
+_lock = new_lock()  # the garbage collector may run code inside
 
 
 def _kind(value: Any) -> tuple[Any, ...]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import threading
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
 from operator import attrgetter, is_
@@ -22,6 +21,7 @@ from .._compat import (
     SET_GRAD_ENABLED,
     data_of,
     has_dispatch_modes,
+    new_lock,
     no_selective_checkpoint,
     times_asked,
     times_asked_in_all,
@@ -35,7 +35,7 @@ SHADOW_PREFIX = "amp_shadow_"
 # No memory has this address.
 _NOWHERE = -1
 # Keeps threads from reading a copy during a refresh. One lock for all models, which must stay copyable.
-_lock = threading.RLock()
+_lock = new_lock()
 _Item = TypeVar("_Item")
 _version, _shape = attrgetter("_version"), attrgetter("shape")
 
@@ -121,7 +121,7 @@ class ShadowWeights(nn.Module):
     def __init__(self, model: nn.Module | None, low_dtype: torch.dtype):
         super().__init__()
         self._model = weakref.ref(model) if model is not None else lambda: None
-        self._known = {id(p): weakref.ref(p) for p in all_parameters(model)} if model is not None else None
+        self._known = _by_id(model) if model is not None else None
         self._home = _Home(model)
         self._low_dtype = low_dtype
         self._shadows: dict[int, _Shadow] = {}
@@ -139,7 +139,7 @@ class ShadowWeights(nn.Module):
     def accepts(self, value: object) -> bool:
         """Whether a value is a plain float32 parameter whose updates can be detected.
 
-        Parameters added after the conversion do not count: ``fully_shard`` gathers new ones for each forward.
+        Parameters that replaced others do not count: ``fully_shard`` gathers new ones for each forward.
         """
         return (
             isinstance(value, nn.Parameter)
@@ -150,11 +150,26 @@ class ShadowWeights(nn.Module):
         )
 
     def are_in_place(self) -> bool:
-        """Whether the model has the parameters and submodules that it had at conversion.
+        """Whether the model has the parameters and submodules that it had at conversion, or at `follow`.
 
         ``torch.func.functional_call`` replaces them for one call, and ``fully_shard`` for every call.
         """
         return self._home.is_same()
+
+    def follow(self) -> None:
+        """Takes exchanged modules for the model's own, unless other modules have lent parameters."""
+        model = self._model()
+        if model is not None and not self._home.is_same() and self._home.has_own_parameters(model):
+            self._known, self._home = _by_id(model), _Home(model)
+
+    def have_lost(self) -> bool:
+        """Whether a parameter that has a copy is gone."""
+        return any(master() is None for master in self._columns.masters)
+
+    def drop_lost(self) -> None:
+        """Drops the copies of parameters that are gone. No graph that reads them may run."""
+        with _lock:
+            self._masters()
 
     def names_of(self, masters: Sequence[Tensor]) -> list[str]:
         """Returns the attributes that hold the shadows of parameters; creates missing ones."""
@@ -245,6 +260,9 @@ class ShadowWeights(nn.Module):
             kept = [i for i, master in enumerate(masters) if master is not None]
             items = [*self._shadows.items()]
             self._shadows = dict(items[i] for i in kept)
+            for (_, shadow), master in zip(items, masters, strict=True):
+                if master is None:
+                    object.__setattr__(self, shadow.name, None)  # old graphs look for the name
             self._columns = _Columns.of(self._shadows.values())
             self._seen = _State(*([field[i] for i in kept] for field in self._seen))
             masters = [masters[i] for i in kept]
@@ -290,7 +308,7 @@ class ShadowWeights(nn.Module):
 
 
 class _Home:
-    """The places of a model's parameters and submodules, and what they hold at conversion."""
+    """The places of a model's parameters and submodules, and what they hold when it is made."""
 
     def __init__(self, model: nn.Module | None) -> None:
         modules = model.modules() if model is not None else ()
@@ -310,8 +328,24 @@ class _Home:
             return True
         return all(held.get(name) is known() for held, name, known in self._known)
 
+    def has_own_parameters(self, model: nn.Module) -> bool:
+        """Whether no module that stayed in the model has another parameter in the place of one.
+
+        If one has, then parameters may be lent for a call, and those of new modules as well.
+        """
+        stayed = {id(m._parameters) for m in model.modules()}
+        return all(
+            held.get(name) is known() or name not in held
+            for held, name, known in self._known
+            if id(held) in stayed
+        )
+
     def _ids_now(self) -> list[int]:
         return [*map(id, itertools.chain.from_iterable(map(dict.values, self._held)))]
+
+
+def _by_id(model: nn.Module) -> dict[int, weakref.ref[nn.Parameter]]:
+    return {id(p): weakref.ref(p) for p in all_parameters(model)}
 
 
 def _at(positions: Sequence[int], items: list[_Item]) -> list[_Item]:

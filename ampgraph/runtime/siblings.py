@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -132,6 +132,11 @@ class Siblings:
         self._found.append(
             _Sibling(call.key(), policy, structure, reads, seen, captured, unplanned, families)
         )
+
+    def drop(self, graphs: Iterable[CapturedGraph]) -> None:
+        """Forgets captures of a block whose parts were exchanged: they hold the old parts."""
+        gone = set(map(id, graphs))
+        self._found = [sibling for sibling in self._found if id(sibling.captured) not in gone]
 
     def find(
         self, call: Call, scaler: LossScaler, shadows: ShadowWeights | None, check_rules: bool

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Iterator
 from typing import Generic, TypeVar
+
+from .._compat import new_lock
 
 T = TypeVar("T")
 
@@ -19,7 +20,7 @@ class WeakRegistry(Generic[T]):
 
     def __init__(self) -> None:
         self._references: tuple[weakref.ref[T], ...] = ()
-        self._lock = threading.Lock()
+        self._lock = new_lock()
 
     def add(self, item: T) -> None:
         """Adds an object."""
