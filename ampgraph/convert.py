@@ -17,8 +17,8 @@ from .errors import CaptureError, PolicyError, did_you_mean, warn_user
 from .export import convert_program
 from .module import AmpModule
 from .policy.policy import Policy
+from .runtime.backends import choose_backend
 from .runtime.device import device_of, device_of_tensors
-from .runtime.dynamo_backend import choose_backend
 from .runtime.options import AUTO, JUST_IN_TIME, Options, check_capture, check_keywords
 from .training.distributed import check_wrappers
 from .training.fsdp1 import refuse_fsdp1

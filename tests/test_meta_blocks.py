@@ -72,7 +72,7 @@ def test_values_on_cuda_choose_float16_and_a_loss_scale(monkeypatch) -> None:
     assert blocks.scaler.get_scale() == 65536.0
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     blocks.scaler.attach(optimizer)
-    monkeypatch.setattr("ampgraph.runtime.dynamo_backend.default_backend", lambda _: "aot_eager")
+    monkeypatch.setattr("ampgraph.runtime.backends.default_backend", lambda _: "aot_eager")
     assert blocks["0"].policy.dtype == torch.float16
     assert blocks["1"].options.backend == "aot_eager"
     before = copy.deepcopy(model[0].up.weight)

@@ -17,8 +17,8 @@ from .._compat import apart_from_dynamo, is_exporting
 from ..errors import AmpGraphError, NoGraphError
 from ..module import AmpModule
 from ..proxy.bound_proxy import behind_the_scenes, over_dict_of
+from ..runtime.backends import decided
 from ..runtime.device import device_of
-from ..runtime.dynamo_backend import decided
 from ..runtime.options import Options
 from ..runtime.siblings import Siblings
 from ..training.scaler import LossScaler

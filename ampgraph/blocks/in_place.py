@@ -23,8 +23,8 @@ from ..errors import CaptureError, PolicyError, did_you_mean
 from ..module import AmpModule
 from ..policy.policy import Policy
 from ..policy.rules import NODE_PREFIX
+from ..runtime.backends import choose_backend
 from ..runtime.device import CPU, device_of
-from ..runtime.dynamo_backend import choose_backend
 from ..runtime.options import AUTO, Options, check_capture
 from ..runtime.siblings import Siblings
 from ..training.fsdp1 import refuse_fsdp1

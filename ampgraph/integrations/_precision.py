@@ -13,7 +13,7 @@ from torch import nn
 from ..blocks import Blocks, Which, convert_blocks
 from ..errors import AmpGraphError, PolicyError, warn_user
 from ..policy.policy import Policy
-from ..runtime.dynamo_backend import default_backend
+from ..runtime.backends import default_backend
 from ..training.scaler import LossScaler
 
 

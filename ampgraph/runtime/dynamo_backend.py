@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
 
 from .._compat import (
     fake_mode_of,
-    find_backend,
-    has_triton,
-    inductor_modes,
-    known_backends,
     mark_as_input,
     no_ambient_autocast,
 )
@@ -36,6 +30,7 @@ from ..training.distributed import spread_error
 from ..training.gradient_boundary import traced_for_a_compiler
 from ..training.scale_state import STATE_NAMES
 from ..training.scaler import LossScaler
+from .backends import choose_backend, next_backend
 from .boundary import (
     boundary_pass,
     gradient_passes,
@@ -49,7 +44,7 @@ from .device import device_of_tensors
 from .first_nonfinite import look_for
 from .graph_copies import copy_graph
 from .lowering import AotGraphs, backend_for
-from .options import UNDECIDED, Options
+from .options import Options
 from .shadow_weights import SHADOW_PREFIX, ShadowWeights
 
 Record = Callable[[fx.GraphModule, Plan, AotGraphs, Timing, Sequence[Any]], None]
@@ -74,62 +69,101 @@ def make_backend(
         shadows: Low copies of parameters; None for casts in the graph.
         guards: Tells whether the model has an `fp16_guard`; None if that is up to each graph.
     """
+    compiler = _Compiler(options, modules, record, scaler, shadows, guards)
 
     def backend(graph_module: fx.GraphModule, inputs: list, **_: Any) -> Callable:
         values = [node.meta.get("example_value") for node in graph_module.graph.nodes]
         if error := spread_error("the model", values):
             raise error
         let_backwards_be_differentiated(graph_module)
-        around = compile_around_custom_functions(graph_module, inputs, compile_graph)
-        return around or compile_graph(graph_module, inputs)
+        around = compile_around_custom_functions(graph_module, inputs, compiler.compiled)
+        return around or compiler.compiled(graph_module, inputs)
 
-    def compile_graph(graph_module: fx.GraphModule, inputs: list) -> Callable:
-        start = time.perf_counter()
+    return backend
+
+
+class _Rewritten(NamedTuple):
+    """A rewritten graph, and what its capture left."""
+
+    graph_module: fx.GraphModule
+    plan: Plan
+    graphs: AotGraphs
+    timing: Timing
+
+
+@dataclass(frozen=True)
+class _Compiler:
+    """Compiles the graphs of Dynamo; the attributes are the arguments of `make_backend`."""
+
+    options: Options
+    modules: tuple[ModulePaths, ...]
+    record: Record | None
+    scaler: LossScaler | None
+    shadows: ShadowWeights | None
+    guards: GuardScope | None
+
+    def compiled(self, graph_module: fx.GraphModule, inputs: list) -> Callable:
+        """Returns what runs a graph: rewritten, or as it is, with a warning, if it cannot be rewritten."""
+        options = self.options
         try:
-            lowered = lower_dynamo_graph(graph_module, inputs)
-            captured = time.perf_counter()
-            if guards is not None:
-                guards.mark(lowered)
-            if modules:
-                _check_rules(options.policy, modules, lowered)
-            plan = rewrite(lowered, options.policy, modules, check_rules=False)
+            rewritten = self._rewritten(graph_module, inputs)
         except (CaptureError, PassError) as error:
             what = options.named("a part of the model runs unconverted, in the source's dtypes")
             warn_user(f"ampgraph: {what}: {error}")
-            return _next_backend(options.backend, options.mode)(graph_module, inputs)
-        graphs = AotGraphs()
-        if record:
-            record(lowered, plan, graphs, Timing(captured - start, time.perf_counter() - captured), inputs)
-        compile_next = _next_backend(backend_for(options.backend, graphs), options.mode)
-        scales = scaler is not None and scaler.is_enabled() and has_low(plan) and torch.is_grad_enabled()
-        casts_fuse = options.policy.objective == "fused" and torch.is_grad_enabled()
-        masters = _masters(lowered, inputs, shadows, casts_fuse) if shadows is not None else {}
-        gradients: tuple[Pass, ...] = ()
-        if torch.is_grad_enabled():
-            gradients = gradient_passes(plan, lowered, options)
-        if not (scales or masters or gradients):
-            return compile_next(lowered, inputs)
+            return next_backend(options.backend, options.mode)(graph_module, inputs)
+        if self.record:
+            self.record(*rewritten, inputs)
+        compile_next = next_backend(backend_for(options.backend, rewritten.graphs), options.mode)
+        return self._with_boundary(rewritten, inputs, compile_next)
+
+    def _rewritten(self, graph_module: fx.GraphModule, inputs: list) -> _Rewritten:
+        start = time.perf_counter()
+        lowered = lower_dynamo_graph(graph_module, inputs)
+        captured = time.perf_counter()
+        if self.guards is not None:
+            self.guards.mark(lowered)
+        if self.modules:
+            _check_rules(self.options.policy, self.modules, lowered)
+        plan = rewrite(lowered, self.options.policy, self.modules, check_rules=False)
+        return _Rewritten(
+            lowered, plan, AotGraphs(), Timing(captured - start, time.perf_counter() - captured)
+        )
+
+    def _with_boundary(self, rewritten: _Rewritten, inputs: list, compile_next: Callable) -> Callable:
+        """Compiles a graph with the low copies, loss scale and own gradients that it needs."""
+        lowered, options, with_gradients = rewritten.graph_module, self.options, torch.is_grad_enabled()
+        has_scale = self.scaler is not None and self.scaler.is_enabled()
+        scaling = self.scaler if has_scale and has_low(rewritten.plan) and with_gradients else None
+        casts_fuse = options.policy.objective == "fused" and with_gradients
+        masters = _masters(lowered, inputs, self.shadows, casts_fuse) if self.shadows is not None else {}
+        gradients = gradient_passes(rewritten.plan, lowered, options) if with_gradients else ()
+        if scaling is None and not masters and not gradients:
+            compiled: Callable = compile_next(lowered, inputs)
+            return compiled
         bounded = fx.GraphModule(lowered, copy_graph(lowered.graph))
         bounded.meta.update(lowered.meta)
-        scaling = scaler if scales else None
-        extra = _Extra(scaling, shadows, tuple(masters.values()))
+        extra = _Extra(scaling, self.shadows, tuple(masters.values()))
         run_passes(bounded, gradients)
         added = _add_boundary(bounded, inputs, extra, masters)
         warn_about_float16_gradients(bounded.graph, options)
         with traced_for_a_compiler():  # on torch 2.11 `torch.compiler.is_compiling` is false in a backend
             compiled = compile_next(bounded, [*added, *inputs])
-        if scaling is None:
-            return lambda *args: compiled(*extra.tensors(args), *args)
+        return _run_with(compiled, extra, lowered, options)
 
-        def run(*args: Any) -> Any:
-            if scaling.guard.overflows.looks and torch.is_grad_enabled():
-                look_for(lowered, args, scaling, options)
-            outputs = scaling.note_outputs(compiled(*extra.tensors(args), *args))
-            return outputs if options.backend == "eager" else scaling.follow(outputs)
 
-        return run
+def _run_with(compiled: Callable, extra: _Extra, lowered: fx.GraphModule, options: Options) -> Callable:
+    """Returns a function of the graph's inputs that passes the extra ones."""
+    scaling = extra.scaler
+    if scaling is None:
+        return lambda *args: compiled(*extra.tensors(args), *args)
 
-    return backend
+    def run(*args: Any) -> Any:
+        if scaling.guard.overflows.looks and torch.is_grad_enabled():
+            look_for(lowered, args, scaling, options)
+        outputs = scaling.note_outputs(compiled(*extra.tensors(args), *args))
+        return outputs if options.backend == "eager" else scaling.follow(outputs)
+
+    return run
 
 
 def _check_rules(policy: Policy, modules: tuple[ModulePaths, ...], graph_module: fx.GraphModule) -> None:
@@ -248,100 +282,3 @@ def _autocast_dtype(device: torch.device) -> torch.dtype | None:
         return None
     dtype = torch.get_autocast_dtype(kind)
     return dtype if dtype in LOW_DTYPES else None
-
-
-def choose_backend(
-    backend: str | Callable | None, mode: str | None, device: torch.device, *, can_wait: bool = False
-) -> tuple[str | Callable, str | None]:
-    """Returns the backend for the rewritten graphs, and its mode.
-
-    Args:
-        backend: The name or function that the user gave.
-        mode: The mode that the user gave.
-        device: The device of the model.
-        can_wait: Whether `UNDECIDED` is an answer for a model without values, on the device meta.
-
-    Raises:
-        PolicyError: ``torch.compile`` does not know the backend, inductor does not know the mode, or the
-            backend takes no mode.
-    """
-    _check_backend(backend)
-    if mode is not None:
-        _check_mode(mode, backend)
-    if backend is not None:
-        return backend, mode
-    if can_wait and device.type == "meta":
-        return UNDECIDED, mode
-    default = default_backend(device)
-    if mode is None or default == "inductor":
-        return default, mode
-    warn_user(
-        f"mode={mode!r} configures inductor and has no effect here: the default backend on "
-        f"{device.type} is {default!r}. Pass backend='inductor' to compile."
-    )
-    return default, None
-
-
-def decided(options: Options, device: torch.device) -> Options:
-    """Returns the options of a model that was converted without values, for the device that it has now."""
-    backend, mode = None if options.backend == UNDECIDED else options.backend, options.mode
-    if backend is None:
-        backend, mode = choose_backend(None, mode, device)
-    policy = options.policy.resolved(device, backend, mode)
-    return replace(options, policy=policy, backend=backend, mode=mode)
-
-
-def _check_mode(mode: str, backend: str | Callable | None) -> None:
-    if backend in (None, "inductor"):
-        known = inductor_modes()
-        if mode in known:
-            return
-        raise PolicyError(
-            f"mode={mode!r} is not known to inductor; legal: {', '.join(known)}."
-            + did_you_mean(str(mode), known)
-        )
-    if not _takes_mode(backend):
-        raise PolicyError(f"mode={mode!r} configures inductor; backend={backend!r} has no modes.")
-
-
-def _takes_mode(backend: str | Callable | None) -> bool:
-    found = find_backend(backend) if isinstance(backend, str) else backend
-    try:
-        parameters = inspect.signature(found).parameters  # type: ignore[arg-type]
-    except (TypeError, ValueError):  # a callable without a signature
-        return True
-    if "mode" in parameters:
-        return True
-    # torch's own backends take any keyword and ignore it.
-    is_torchs = getattr(found, "__module__", "").startswith("torch.")
-    return not is_torchs and any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-
-
-def _check_backend(backend: object) -> None:
-    if backend is None or callable(backend):
-        return
-    known = known_backends()
-    if backend in known:
-        return
-    usual = ["eager", "aot_eager", *torch.compiler.list_backends()]
-    raise PolicyError(
-        f"backend={backend!r} is not known to torch.compile; legal: {', '.join(usual)}, any other of "
-        f"torch.compiler.list_backends(None), or a function.{did_you_mean(str(backend), known)}"
-    )
-
-
-def default_backend(device: torch.device) -> str:
-    """Returns ``"inductor"`` for CUDA with Triton, else ``"eager"``."""
-    if device.type != "cuda":
-        return "eager"
-    return "inductor" if has_triton() else "eager"
-
-
-def _next_backend(backend: str | Callable, mode: str | None) -> Callable:
-    """Returns the function behind a backend's name, with the mode as ``torch.compile`` would pass it."""
-    found: Callable = find_backend(backend) if isinstance(backend, str) else backend
-    if mode in (None, "default"):
-        return found
-    if backend == "inductor":
-        return functools.partial(found, config_patches=inductor_modes()[mode])
-    return functools.partial(found, mode=mode)
