@@ -423,7 +423,7 @@ class AmpModule(Converted):
         modules = module_names(self.source)
         graphs.note_classes()
         backend = make_backend(options, modules, graphs.add, self.scaler, graphs.shadows, graphs.guard_scope)
-        compile_source = functools.partial(compiled_by_dynamo, self.source, backend)
+        compile_source = functools.partial(compiled_by_dynamo, self.source, graphs.watch.noting(backend))
         return CompiledByHooks(self.source, compile_source, graphs, options.named(type(self.source).__name__))
 
     # -- being a module --------------------------------------------------------------------------

@@ -786,3 +786,20 @@ def test_an_optimizer_of_torch_that_has_no_fused_form() -> None:
     step = ampgraph.compile_step(amp, torch.optim.Muon(amp.parameters()), lambda amp, x: amp(x).mean())
     with pytest.warns(UserWarning, match="Muon is not fused"):
         step(X)
+
+
+def test_gradients_of_parameters_that_the_optimizer_does_not_hold_are_cleared() -> None:
+    def part(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(model[0].parameters(), lr=1e-2, fused=True)  # type: ignore[index]
+
+    whole, plain = Run(make=part), Run(make=part)
+    plain.optimizer.register_step_post_hook(lambda *_: plain.model.zero_grad())
+    for steps in (12, 6):
+        whole.train(steps, whole=True)
+        plain.train(steps, whole=False)
+        assert all(parameter.grad is None for parameter in whole.model.parameters())
+        for run in (whole, plain):  # later steps train the rest, too
+            if len(run.optimizer.param_groups) == 1:
+                run.optimizer.add_param_group({"params": [*run.model[1:].parameters()]})  # type: ignore[index]
+    assert whole.step.reason is None
+    assert_equal(whole, plain)

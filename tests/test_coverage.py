@@ -158,6 +158,25 @@ def test_modules_that_no_graph_reads(recwarn):
     assert "not captured: the root, a, b" in str(skipped)
 
 
+class Layers(nn.Module):
+    """Dynamo takes one graph for the layers, behind the break in each."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([Branch(), Branch(), Branch()])
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def test_layers_that_share_a_graph_are_covered():
+    coverage = converted(Layers(), X).coverage
+    assert coverage.graphs < 6
+    assert coverage.left_out == ()
+
+
 def test_breaks_of_other_models_are_not_taken_over():
     first = converted(Branch(), X)
     converted(Disabled(), X)

@@ -58,6 +58,7 @@ from .graphs import (
     without_new_guards,
     wrap_grad_modes,
 )
+from .kernel_layouts import KernelLayouts
 from .modes import (
     ENTER_AUTOCAST,
     EXIT_AUTOCAST,
@@ -119,6 +120,7 @@ __all__ = [
     "FakeTensor",
     "FakeTensorMode",
     "HigherOrderOperator",
+    "KernelLayouts",
     "OpOverload",
     "OpOverloadPacket",
     "RankStore",

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import fx, nn
 
 from .._compat import BreakLog
 from ..errors import warn_user
@@ -94,6 +94,7 @@ class CoverageWatch:
         self._source, self._options = source, options
         self.is_told = False
         self._graphs = 0
+        self._captures = False  # whether this call captures a graph
         self._read: set[str] = set()
         self._breaks: dict[GraphBreak, None] = {}
         self._log: BreakLog | None = None
@@ -106,6 +107,31 @@ class CoverageWatch:
     def add(self, inputs: Iterable[object]) -> None:
         """Records a captured graph by its inputs."""
         self._graphs += 1
+        self._captures = True
+        self._note(inputs)
+
+    def noting(self, backend: Callable) -> Callable:
+        """Returns a backend of Dynamo whose graphs note their parameters: layers of one code share a graph.
+
+        They do so in calls that capture a graph; later ones take no time for it.
+        """
+
+        def noting_backend(graph_module: fx.GraphModule, inputs: list, **options: Any) -> Callable:
+            before = self._graphs
+            compiled: Callable = backend(graph_module, inputs, **options)
+            if self._graphs == before:  # it runs unconverted
+                return compiled
+
+            def run(*args: Any) -> Any:
+                if self._captures:
+                    self._note(args)
+                return compiled(*args)
+
+            return run
+
+        return noting_backend
+
+    def _note(self, inputs: Iterable[object]) -> None:
         read = {id(value) for value in inputs if isinstance(value, nn.Parameter)}
         self._read.update(path for path, own in self._own_parameters() if not read.isdisjoint(own))
 
@@ -118,6 +144,7 @@ class CoverageWatch:
     def after_call(self, before: tuple[int, int, float]) -> None:
         """Records the graph breaks since `before_call`."""
         graphs, count, start = before
+        self._captures = False
         if self._log is None or (graphs == self._graphs and count == self._log.mark()[0]):
             return
         found = (GraphBreak(*each) for each in self._log.since(count, start))

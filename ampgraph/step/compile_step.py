@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_map_only
 from .._compat import is_backend_error, is_untraced_generator
 from ..errors import AmpGraphError, NoStateError, PolicyError, warn_user
 from ..module import AmpModule
+from ..proxy.all_parameters import all_parameters
 from ..training.optimizer_step import parameters_of
 from .fit import Fit, Key, is_size, loss_of, varying_settings
 from .trace_step import trace_step
@@ -62,7 +63,8 @@ def compile_step(
         clip_norm: The largest norm of all gradients together; None: gradients are not clipped.
 
     Returns:
-        The step. It returns what ``loss_fn`` returns, without gradients, and leaves no ``.grad``.
+        The step. It returns what ``loss_fn`` returns, without gradients, and leaves no ``.grad`` in the
+        model, also where the optimizer holds only a part of its parameters.
 
     Raises:
         AmpGraphError: ``amp`` is not a converted model.
@@ -229,6 +231,9 @@ class CompiledStep:
             scaler.step(optimizer)
             scaler.update()
         optimizer.zero_grad(set_to_none=True)
+        for parameter in all_parameters(amp.source):
+            if parameter.requires_grad:  # the optimizer may hold a part of them
+                parameter.grad = None
         return tree_map_only(Tensor, Tensor.detach, result, is_leaf=is_size)
 
     def _check_call(self, error: TypeError, args: tuple, kwargs: dict[str, Any]) -> None:

@@ -14,7 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
-from .._compat import compiled_calls, storage_key
+from .._compat import KernelLayouts, compiled_calls, storage_key
 from ..capture.ahead_of_time import capturing
 from ..errors import AmpGraphError, NoStateError
 from ..module import AmpModule
@@ -80,7 +80,9 @@ def trace_step(
         without_effects(surroundings) as effects,
         capturing(),
     ):
-        graph_module = make_fx(whole, tracing_mode="fake", _allow_non_fake_inputs=True)(*live, *inputs)
+        graph_module = make_fx(whole, tracing_mode="fake", _allow_non_fake_inputs=True)(
+            *_with_layouts_of_kernels([*live, *inputs], tracer.traced)
+        )
     if effects:
         raise AmpGraphError(f"loss_fn {', '.join(effects)}")
     if not all(captured.state is None or captured.state.is_same() for captured in tracer.traced.used):
@@ -95,6 +97,14 @@ def trace_step(
         keep_workspaces(graph_module.graph)
     _hold(graph_module, live, surroundings)
     return WholeStep(amp, optimizer, tracer.traced, graph_module, surroundings)
+
+
+def _with_layouts_of_kernels(tensors: list[Tensor], traced: Traced) -> list[Tensor]:
+    """Returns fake tensors for a trace, which then suits the results of kernels; compilers have their own."""
+    if traced.is_compiled:
+        return tensors
+    mode = KernelLayouts()
+    return [mode.from_tensor(tensor) for tensor in tensors]
 
 
 def _count(flat: Sequence[object]) -> int:
