@@ -79,7 +79,7 @@ class AmpModule(Converted):
         self,
         source: nn.Module,
         options: Options,
-        stored_low: tuple[str, ...] = (),
+        stored_low: tuple[str, ...] | None = None,
         scaler: LossScaler | None = None,
         siblings: Siblings | None = None,
     ):
@@ -444,16 +444,21 @@ class AmpModule(Converted):
 
     def __reduce__(self) -> tuple:
         hooks = {name: value for name, value in vars(self).items() if name in _HOOKS and value}
-        return _rebuild, (self.source, self.options, self.scaler.state_dict(), self.stored_low), hooks
+        return _rebuild, (self.source, self.options, self.scaler.state_dict(), self._decided_low), hooks
 
     @property
     def stored_low(self) -> tuple[str, ...]:
         """Paths of the parameters that level O3 has stored in the low dtype."""
         return self._stored.names(self.source)
 
+    @property
+    def _decided_low(self) -> tuple[str, ...] | None:
+        """`stored_low` for a copy; None before the first capture, which decides it."""
+        return self.stored_low if self._stored.is_decided else None
+
 
 def _rebuild(
-    source: nn.Module, options: Options, scaler_state: dict[str, Any], stored_low: tuple[str, ...]
+    source: nn.Module, options: Options, scaler_state: dict[str, Any], stored_low: tuple[str, ...] | None
 ) -> AmpModule:
     amp = AmpModule(source, options, stored_low)
     amp.scaler.load_state_dict(scaler_state)

@@ -6,11 +6,14 @@ import pickle
 import pytest
 import torch
 from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import ampgraph
 
 F16 = torch.float16
 X = torch.randn(5, 8, generator=torch.Generator().manual_seed(0))
+
+COPIES = [copy.deepcopy, lambda amp: pickle.loads(pickle.dumps(amp))]
 
 
 class Net(nn.Module):
@@ -82,13 +85,50 @@ def test_float32_checkpoints_load(net):
         torch.testing.assert_close(amp(X), reference(X), rtol=5e-3, atol=5e-3)
 
 
-@pytest.mark.parametrize("again", [copy.deepcopy, lambda amp: pickle.loads(pickle.dumps(amp))])
+@pytest.mark.parametrize("again", COPIES)
 def test_copies_capture_from_what_is_stored(net, again):
     amp = convert(net, (X,))
     other = again(amp)
     assert dtypes(other) == STORED
     with torch.no_grad():
         assert torch.equal(other(X), amp(X))
+
+
+@pytest.mark.parametrize("again", COPIES)
+def test_a_copy_stores_no_more_than_its_original(again):
+    amp = convert(Net().train(), (X,))
+    other = again(amp).eval()
+    with torch.no_grad():
+        other(X)
+    assert set(dtypes(other).values()) == {torch.float32}
+    assert other.stored_low == amp.stored_low == ()
+
+
+def test_averaged_models_keep_float32_between_evaluations():
+    amp = convert(Net().train(), (X,))
+    averaged = AveragedModel(amp, multi_avg_fn=get_ema_multi_avg_fn(0.999))
+    with torch.no_grad():
+        averaged.eval()(X)
+    averaged.update_parameters(amp)
+    averaged.update_parameters(amp)
+    assert set(dtypes(averaged).values()) == {torch.float32}
+
+
+def test_a_changed_model_stores_no_more():
+    amp = convert(Net().train(), (X,)).eval()
+    amp.source.first.register_forward_hook(lambda *_: None)  # drops all graphs
+    with torch.no_grad():
+        amp(X)
+    assert set(dtypes(amp).values()) == {torch.float32}
+
+
+@pytest.mark.parametrize("is_training", [False, True])
+def test_reports_plan_again_with_what_is_stored(is_training):
+    amp = convert(Net().train(is_training), (X,)).train(not is_training)
+    with torch.no_grad():
+        amp(X)
+    explanation = ampgraph.explain(amp)
+    assert explanation.under(amp.policy).totals == explanation.totals
 
 
 def test_a_parameter_that_a_later_capture_reads_in_float32():

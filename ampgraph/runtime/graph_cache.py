@@ -359,8 +359,7 @@ class GraphCache:
 
     def _store_low(self, captured: CapturedGraph) -> None:
         """Frees the float32 memory of parameters, only at the first capture and in evaluation mode."""
-        is_first = not self._graphs and not self._source.training
-        freed = self._stored.add(captured.graph_module) if is_first else []
+        freed = self._stored.decide(captured.graph_module, self._source.training)
         captured.plan = self._stored.read(captured.graph_module, captured.plan)
         for parameter in freed:
             parameter.data = parameter.data.to(self._options.low_dtype)

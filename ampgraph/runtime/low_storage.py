@@ -21,12 +21,18 @@ class LowStorage:
     Args:
         model: The model.
         low_dtype: The dtype they are stored in.
-        names: Paths of parameters that are already stored low (of a copied or unpickled model).
+        names: Paths of the parameters that are stored low, of a copied or unpickled model; None if no capture
+            has decided yet.
+
+    Attributes:
+        is_decided: Whether a capture has decided what is stored low; no later one stores more.
     """
 
-    def __init__(self, model: nn.Module, low_dtype: torch.dtype, names: Iterable[str]):
+    def __init__(self, model: nn.Module, low_dtype: torch.dtype, names: Iterable[str] | None):
         self._low_dtype = low_dtype
-        self._parameters = {id(p): p for n, p in nn.Module.named_parameters(model) if n in set(names)}
+        self.is_decided = names is not None
+        names = set(names or ())
+        self._parameters = {id(p): p for n, p in nn.Module.named_parameters(model) if n in names}
 
     def __contains__(self, parameter: object) -> bool:
         return id(parameter) in self._parameters
@@ -47,8 +53,16 @@ class LowStorage:
             for key, data in stored.items():
                 self._parameters[key].data = data
 
-    def add(self, graph_module: fx.GraphModule) -> list[nn.Parameter]:
-        """Returns the float32 parameters that a graph reads only low, and records them as stored."""
+    def decide(self, graph_module: fx.GraphModule, is_training: bool) -> list[nn.Parameter]:
+        """Returns the parameters to store low: at the first capture, and in evaluation mode alone.
+
+        They are the float32 parameters that the graph reads only low; they are recorded as stored.
+        """
+        if self.is_decided:
+            return []
+        self.is_decided = True
+        if is_training:
+            return []
         values = [v for v in read_low_alone(graph_module) if v.dtype == torch.float32 and v not in self]
         self._parameters |= {id(value): value for value in values}
         return values
