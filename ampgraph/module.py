@@ -86,7 +86,7 @@ class AmpModule(Converted):
         super().__init__(source)
         scaler = scaler or LossScaler(options.policy.active_loss_scale(), source, CPU)
         scaler.move(device_of(source))
-        stored = LowStorage(source, options.low_dtype, stored_low)
+        stored = LowStorage(source, options, stored_low)
         self.__dict__["options"] = options
         self.__dict__["scaler"] = scaler
         self.__dict__["_stored"] = stored

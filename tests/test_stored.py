@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import warnings
 
 import pytest
 import torch
@@ -129,6 +130,31 @@ def test_reports_plan_again_with_what_is_stored(is_training):
         amp(X)
     explanation = ampgraph.explain(amp)
     assert explanation.under(amp.policy).totals == explanation.totals
+
+
+def stepped(amp, optimizer):
+    """Returns what ampgraph warns about in two steps."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            amp(X).square().mean().backward()
+            optimizer.step()
+    return [str(warning.message) for warning in caught]
+
+
+@pytest.mark.parametrize("again", [lambda amp: amp, *COPIES])
+def test_training_stored_parameters_warns_once(net, again):
+    amp = again(ampgraph.convert(net, (X,), policy="O3", dtype=torch.bfloat16))
+    (message,) = stepped(amp, torch.optim.SGD(amp.parameters()))
+    assert message.startswith("Net: level O3 has stored 4 of the parameters that SGD updates in bfloat16")
+    assert "ampgraph.convert(model.train(), ...)" in message
+
+
+def test_training_what_is_not_stored_does_not_warn(net):
+    amp = ampgraph.convert(net, (X,), policy="O3", dtype=torch.bfloat16)
+    assert stepped(amp, torch.optim.SGD(amp.norm.parameters())) == []
+    trained = ampgraph.convert(Net().train(), (X,), policy="O3", dtype=torch.bfloat16)
+    assert stepped(trained, torch.optim.SGD(trained.parameters())) == []
 
 
 def test_a_parameter_that_a_later_capture_reads_in_float32():
