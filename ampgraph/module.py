@@ -366,7 +366,8 @@ class AmpModule(Converted):
             raise inner from None
         watch.after_call(before)
         self._warn_if_not_captured()
-        self._graphs.guard_scope.warn_if_unseen(self.options.named(type(self.source).__name__))
+        name = self.options.named(type(self.source).__name__)
+        self._graphs.guard_scope.warn_if_unseen(name, (c.graph_module for c in self._graphs))
         if self.policy.rules:
             self._warn_about_rules()
         return result

@@ -100,7 +100,7 @@ class GraphCache:
         self._rule_targets: Targets | None = None
         self._runs_by: Runner | None = None
         self.watch = CoverageWatch(source, options)
-        self.guard_scope = GuardScope(source, options.policy)
+        self.guard_scope = GuardScope(source, options.policy, bool(options.block))
         self._classes = Places()
         self._classes.settle()
 
@@ -323,7 +323,7 @@ class GraphCache:
         if before is not None and self._siblings is not None:
             self._siblings.add(call, captured, reads, before)
         self._warn_about(reads)
-        self.guard_scope.warn_if_unseen(self._options.named(self._name))
+        self.guard_scope.warn_if_unseen(self._options.named(self._name), [captured.graph_module])
         return captured
 
     def _rewrite(
