@@ -72,10 +72,10 @@ def set_guard(node: Node, guard: str) -> None:
     node.meta["custom"] = {**(node.meta.get("custom") or {}), GUARD_KEY: guard}
 
 
-def has_guarded_region(graph_module: GraphModule) -> bool:
-    """Whether a graph, or a body inside it, has nodes inside an `fp16_guard`."""
+def has_guarded_region(graph_module: GraphModule, guard: str = FP16) -> bool:
+    """Whether a graph, or a body inside it, has nodes whose innermost guard is this one."""
     graphs = [m.graph for m in graph_module.modules() if isinstance(m, GraphModule)]
-    return any(guard_of(node) == FP16 for graph in graphs for node in graph.nodes)
+    return any(guard_of(node) == guard for graph in graphs for node in graph.nodes)
 
 
 def mark_guarded_model(graph: Graph) -> None:

@@ -79,14 +79,14 @@ class AmpModule(Converted):
         self,
         source: nn.Module,
         options: Options,
-        stored_low: tuple[str, ...] = (),
+        stored_low: tuple[str, ...] | None = None,
         scaler: LossScaler | None = None,
         siblings: Siblings | None = None,
     ):
         super().__init__(source)
         scaler = scaler or LossScaler(options.policy.active_loss_scale(), source, CPU)
         scaler.move(device_of(source))
-        stored = LowStorage(source, options.low_dtype, stored_low)
+        stored = LowStorage(source, options, stored_low)
         self.__dict__["options"] = options
         self.__dict__["scaler"] = scaler
         self.__dict__["_stored"] = stored
@@ -366,7 +366,8 @@ class AmpModule(Converted):
             raise inner from None
         watch.after_call(before)
         self._warn_if_not_captured()
-        self._graphs.guard_scope.warn_if_unseen(self.options.named(type(self.source).__name__))
+        name = self.options.named(type(self.source).__name__)
+        self._graphs.guard_scope.warn_if_unseen(name, (c.graph_module for c in self._graphs))
         if self.policy.rules:
             self._warn_about_rules()
         return result
@@ -444,16 +445,21 @@ class AmpModule(Converted):
 
     def __reduce__(self) -> tuple:
         hooks = {name: value for name, value in vars(self).items() if name in _HOOKS and value}
-        return _rebuild, (self.source, self.options, self.scaler.state_dict(), self.stored_low), hooks
+        return _rebuild, (self.source, self.options, self.scaler.state_dict(), self._decided_low), hooks
 
     @property
     def stored_low(self) -> tuple[str, ...]:
         """Paths of the parameters that level O3 has stored in the low dtype."""
         return self._stored.names(self.source)
 
+    @property
+    def _decided_low(self) -> tuple[str, ...] | None:
+        """`stored_low` for a copy; None before the first capture, which decides it."""
+        return self.stored_low if self._stored.is_decided else None
+
 
 def _rebuild(
-    source: nn.Module, options: Options, scaler_state: dict[str, Any], stored_low: tuple[str, ...]
+    source: nn.Module, options: Options, scaler_state: dict[str, Any], stored_low: tuple[str, ...] | None
 ) -> AmpModule:
     amp = AmpModule(source, options, stored_low)
     amp.scaler.load_state_dict(scaler_state)

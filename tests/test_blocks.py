@@ -228,6 +228,15 @@ def test_copies_are_converted_and_independent() -> None:
         assert model.layers[0].up.weight.grad is None
 
 
+def test_copies_of_trained_blocks_stay_float32_at_o3() -> None:
+    model, x = Net().train(), torch.randn(5, 4)
+    ampgraph.convert_blocks(model, "layers.*", policy="O3", dtype=torch.bfloat16)
+    model(x)
+    copied = copy.deepcopy(model).eval()
+    copied(x)
+    assert copied.layers[0].up.weight.dtype == torch.float32
+
+
 @pytest.mark.parametrize("level", ["O2", "O3"])
 def test_levels_that_keep_low_weights(level) -> None:
     model, x = Net().eval(), torch.randn(5, 4)

@@ -26,6 +26,28 @@ from torch import nn
 def tiny():
     return nn.Sequential(nn.Linear(4, 4), nn.GELU()), (torch.ones(3, 4),)
 
+class Masked(nn.Linear):
+    def forward(self, x, mask):
+        return super().forward(x) * mask
+
+class Dict(nn.Linear):
+    def forward(self, batch):
+        return super().forward(batch["x"])
+
+X = torch.ones(3, 4)
+
+def by_name():
+    return Masked(4, 4), {"x": X, "mask": X}
+
+def one_dict():
+    return Dict(4, 4), {"x": X}
+
+def in_a_list():
+    return nn.Linear(4, 4), [X]
+
+def wrong_kwargs():
+    return nn.Linear(4, 4), (X,), [X]
+
 def quits():
     sys.exit(0)
 
@@ -34,7 +56,9 @@ def waits():
     import time
     time.sleep(60)
 """
-TINY = "odd_models_of_a_user:tiny"
+OURS = "odd_models_of_a_user:"
+TINY = OURS + "tiny"
+KEYWORDS = ["--input", "x=3x4", "--input", "mask=3x4"]
 
 
 @pytest.fixture(autouse=True)
@@ -148,6 +172,11 @@ def test_good_inputs_at_the_edge() -> None:
         (["explain", "sys:exit"], "sys:exit is a built-in function"),
         (["explain", "os:abort"], "os:abort is a built-in function"),
         (["explain", "odd_models_of_a_user:quits"], "ends the program"),
+        (["explain", OURS + "in_a_list"], "returned (model, list)"),
+        (["explain", OURS + "wrong_kwargs"], "returned a list as kwargs"),
+        (["explain", OURS + "by_name", "--input", "3x4"], "missing a required argument: 'mask'"),
+        (["explain", OURS + "by_name", *KEYWORDS, "--input", "3x4"], "multiple values for argument 'x'"),
+        (["explain", OURS + "by_name", "--input", "3x4", "--input", "msk=3x4"], "Did you mean 'mask'"),
         (["explain", "quits_at_import:model"], "ends the program"),
         (["explain", "sys:argv"], "returned a list"),
         (["explain", "nul\0:x"], "not the name of a Python module"),
@@ -157,6 +186,11 @@ def test_good_inputs_at_the_edge() -> None:
 def test_one_line(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(argv) == 2
     assert message in said(capsys)
+
+
+@pytest.mark.parametrize("name", ["by_name", "one_dict"])
+def test_a_function_may_return_a_dict_of_inputs(name: str) -> None:
+    assert main(["explain", OURS + name]) == 0
 
 
 def test_a_library_that_cannot_be_imported(

@@ -75,11 +75,27 @@ def test_use_fp16_guard(convert, use, expected):
             x = self.a(x)
         return self.b(x)
 
-    assert linears(convert(Model(body), X, use_fp16_guard=use)) == expected
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        assert linears(convert(Model(body), X, use_fp16_guard=use)) == expected
+
+
+def test_an_autocast_region_is_a_guard_for_use_fp16_guard(convert):
+    def body(self, x):
+        with torch.autocast("cpu", BF16):
+            x = self.a(x)
+        return self.b(x)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        assert linears(convert(Model(body), X, use_fp16_guard=True)) == [BF16, FP32]
 
 
 def test_use_fp16_guard_without_a_guard_makes_nothing_low(convert):
-    amp = convert(Model(lambda self, x: self.b(self.a(x))), X, use_fp16_guard=True)
+    with pytest.warns(UserWarning, match="Model runs in float32: .*the model has none") as caught:
+        amp = convert(Model(lambda self, x: self.b(self.a(x))), X, use_fp16_guard=True)
+    amp(X)
+    assert len(warnings_of_ours(caught)) == 1
     assert linears(amp) == [FP32, FP32]
     assert inserted(amp.graph_module) == []
 

@@ -60,3 +60,10 @@ def test_names_and_modules_that_mean_the_same_do_not_warn(rules, training) -> No
         warnings.simplefilter("error")
         amp.train(not training)(X)
         amp(X[:2])
+
+
+@pytest.mark.parametrize("args", [None, (X,)])
+def test_a_low_rule_at_level_o0_warns(args) -> None:
+    policy = Policy("O0", dtype=torch.float16, rules={"up": "low", "down": "fp32"})
+    with pytest.warns(UserWarning, match=r"rule 'up' \(low\) decides nothing: level O0 changes nothing"):
+        ampgraph.convert(Scaled(), args, policy=policy)(X)

@@ -2,15 +2,19 @@
 
 import copy
 import pickle
+import warnings
 
 import pytest
 import torch
 from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import ampgraph
 
 F16 = torch.float16
 X = torch.randn(5, 8, generator=torch.Generator().manual_seed(0))
+
+COPIES = [copy.deepcopy, lambda amp: pickle.loads(pickle.dumps(amp))]
 
 
 class Net(nn.Module):
@@ -82,13 +86,75 @@ def test_float32_checkpoints_load(net):
         torch.testing.assert_close(amp(X), reference(X), rtol=5e-3, atol=5e-3)
 
 
-@pytest.mark.parametrize("again", [copy.deepcopy, lambda amp: pickle.loads(pickle.dumps(amp))])
+@pytest.mark.parametrize("again", COPIES)
 def test_copies_capture_from_what_is_stored(net, again):
     amp = convert(net, (X,))
     other = again(amp)
     assert dtypes(other) == STORED
     with torch.no_grad():
         assert torch.equal(other(X), amp(X))
+
+
+@pytest.mark.parametrize("again", COPIES)
+def test_a_copy_stores_no_more_than_its_original(again):
+    amp = convert(Net().train(), (X,))
+    other = again(amp).eval()
+    with torch.no_grad():
+        other(X)
+    assert set(dtypes(other).values()) == {torch.float32}
+    assert other.stored_low == amp.stored_low == ()
+
+
+def test_averaged_models_keep_float32_between_evaluations():
+    amp = convert(Net().train(), (X,))
+    averaged = AveragedModel(amp, multi_avg_fn=get_ema_multi_avg_fn(0.999))
+    with torch.no_grad():
+        averaged.eval()(X)
+    averaged.update_parameters(amp)
+    averaged.update_parameters(amp)
+    assert set(dtypes(averaged).values()) == {torch.float32}
+
+
+def test_a_changed_model_stores_no_more():
+    amp = convert(Net().train(), (X,)).eval()
+    amp.source.first.register_forward_hook(lambda *_: None)  # drops all graphs
+    with torch.no_grad():
+        amp(X)
+    assert set(dtypes(amp).values()) == {torch.float32}
+
+
+@pytest.mark.parametrize("is_training", [False, True])
+def test_reports_plan_again_with_what_is_stored(is_training):
+    amp = convert(Net().train(is_training), (X,)).train(not is_training)
+    with torch.no_grad():
+        amp(X)
+    explanation = ampgraph.explain(amp)
+    assert explanation.under(amp.policy).totals == explanation.totals
+
+
+def stepped(amp, optimizer):
+    """Returns what ampgraph warns about in two steps."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            amp(X).square().mean().backward()
+            optimizer.step()
+    return [str(warning.message) for warning in caught]
+
+
+@pytest.mark.parametrize("again", [lambda amp: amp, *COPIES])
+def test_training_stored_parameters_warns_once(net, again):
+    amp = again(ampgraph.convert(net, (X,), policy="O3", dtype=torch.bfloat16))
+    (message,) = stepped(amp, torch.optim.SGD(amp.parameters()))
+    assert message.startswith("Net: level O3 has stored 4 of the parameters that SGD updates in bfloat16")
+    assert "ampgraph.convert(model.train(), ...)" in message
+
+
+def test_training_what_is_not_stored_does_not_warn(net):
+    amp = ampgraph.convert(net, (X,), policy="O3", dtype=torch.bfloat16)
+    assert stepped(amp, torch.optim.SGD(amp.norm.parameters())) == []
+    trained = ampgraph.convert(Net().train(), (X,), policy="O3", dtype=torch.bfloat16)
+    assert stepped(trained, torch.optim.SGD(trained.parameters())) == []
 
 
 def test_a_parameter_that_a_later_capture_reads_in_float32():

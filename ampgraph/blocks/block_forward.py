@@ -41,7 +41,8 @@ class BlockForward:
         options: The conversion options.
         scaler: The loss scaler of the whole model.
         siblings: The captures of all blocks; blocks that are alike use one.
-        stored_low: Paths of the parameters that a converted block already stores in the low dtype.
+        stored_low: Paths of the parameters that a converted block stores in the low dtype; None before its
+            first capture, which decides it.
         original: The forward that was patched onto the block; the conversion uses it. None if the block uses
             the forward of its class.
         is_restored: Whether the block has its original forward again. A wrapper may still call this object.
@@ -50,7 +51,7 @@ class BlockForward:
     def __init__(self, block: nn.Module, path: str, options: Options, scaler: LossScaler, siblings: Siblings):
         self.block, self.path, self.options, self.scaler = block, path, options, scaler
         self.siblings = siblings
-        self.stored_low: tuple[str, ...] = ()
+        self.stored_low: tuple[str, ...] | None = None
         self.original: Callable | None = vars(block).get(_place(block))
         self.is_restored = False
         self.__signature__ = inspect.signature(self.original or block.forward)
@@ -134,7 +135,7 @@ class BlockForward:
     def __getstate__(self) -> dict[str, Any]:
         # copy copies the forward before the block is complete, so the copy converts the block on demand.
         state = {name: value for name, value in vars(self).items() if name not in ("amp", "_class")}
-        return {**state, "stored_low": self.amp.stored_low if self._is_decided() else ()}
+        return {**state, "stored_low": self.amp._decided_low if self._is_decided() else None}
 
 
 def converted_forward(module: nn.Module) -> BlockForward | None:

@@ -31,7 +31,7 @@ from ..report.explanation import Explanation
 from ..tune_model import check_level
 from ..tuning.result_error import ResultError, checked_budget
 from ..tuning.tuner import Tuner
-from .model_spec import ModelSpec, SpecError, build_inputs, parse_input, resolve
+from .model_spec import ModelSpec, SpecError, build_inputs, check_inputs, parse_input, resolve
 from .option_values import UsageError, given, policy_of, write_file
 from .terminal import Notes, coloured, encodable, wants_colour
 
@@ -303,6 +303,7 @@ def _convert(
     args, kwargs = build_inputs(inputs) if inputs else (spec.args, spec.kwargs)
     if args is None:
         raise SpecError(f"{spec.name} needs an example input, for instance --input {spec.example_input}")
+    check_inputs(model, args, kwargs)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # of libraries, about libraries
         amp = convert(model, args, kwargs, policy=policy, backend=backend, capture=capture)

@@ -223,9 +223,60 @@ def _of(spec: str, value: Any) -> ModelSpec:
             f"{spec} returned a {type(value).__name__}; expected a model, (model, args) or (model, args, "
             "kwargs)."
         )
-    if args is not None and not isinstance(args, tuple):
-        args = (args,)
-    return ModelSpec(spec, model, args, kwargs or {})
+    return ModelSpec(spec, model, *_examples(spec, model, args, kwargs))
+
+
+def _examples(
+    spec: str, model: nn.Module, args: Any, kwargs: Mapping[str, Any] | None
+) -> tuple[tuple | None, Mapping[str, Any]]:
+    """Returns the example inputs that a function returned beside its model."""
+    if isinstance(args, list):
+        raise SpecError(
+            f"{spec} returned (model, list), and the list may be the arguments or one argument: return "
+            "(model, (x, y)), or (model, ([x, y],)) for a forward that takes a list."
+        )
+    if kwargs is not None and not isinstance(kwargs, Mapping):
+        raise SpecError(
+            f"{spec} returned a {type(kwargs).__name__} as kwargs; expected a dict, (model, args, kwargs)."
+        )
+    if kwargs is None and isinstance(args, Mapping) and _are_keywords(model, args):
+        return (), args
+    return args if args is None or isinstance(args, tuple) else (args,), kwargs or {}
+
+
+def _are_keywords(model: nn.Module, values: Mapping[Any, Any]) -> bool:
+    """Whether values are forward's arguments by name, and not one argument that is a dict."""
+    if not values or not values.keys() <= _parameters(model.forward).keys():
+        return False
+    return _mismatch(model, (), values) is None
+
+
+def _mismatch(model: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> TypeError | None:
+    try:
+        inspect.signature(model.forward).bind(*args, **kwargs)
+    except TypeError as mismatch:
+        return mismatch
+    except ValueError:  # a forward without a signature; the conversion tells more
+        pass
+    return None
+
+
+def check_inputs(model: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> None:
+    """Checks that forward takes the example inputs, before the work.
+
+    Raises:
+        SpecError: An argument is missing or unknown.
+    """
+    if (mismatch := _mismatch(model, args, kwargs)) is None:
+        return
+    signature = inspect.signature(model.forward)
+    given = [type(value).__name__ for value in args]
+    given += [f"{name}={type(value).__name__}" for name, value in kwargs.items()]
+    near = "".join(did_you_mean(n, signature.parameters) for n in kwargs if n not in signature.parameters)
+    raise SpecError(
+        f"{type(model).__name__}.forward takes {signature}, but the example inputs are "
+        f"({', '.join(given)}): {mismatch}.{near}"
+    )
 
 
 def _built(spec: str, build: Callable[[], Any]) -> Any:

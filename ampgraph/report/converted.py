@@ -49,6 +49,11 @@ class Converted(ModuleProxy):
         raise NotImplementedError
 
     @property
+    def stored_low(self) -> tuple[str, ...]:
+        """Paths of the parameters that level O3 has stored in the low dtype."""
+        raise NotImplementedError
+
+    @property
     def coverage(self) -> Coverage | None:
         """The share of the model inside its graphs, just in time; None ahead of time."""
         raise NotImplementedError

@@ -90,6 +90,7 @@ class Explanation(ExplanationData):
         rows: dict[str, Any] = {"coverage": self.coverage}
         rows |= {f.name: getattr(self, f.name) for f in fields(self) if f.name not in left_out}
         rows |= {"optimal": self.optimal, "modules": self.modules, "operators": self.operators}
+        rows |= {"body_casts": self.body_casts, "body_low_ops": self.body_low_ops}
         rows["bodies"] = {name: body.to_dict() for name, body in self.bodies.items()}
         return json.loads(json.dumps(rows, default=asdict))
 
@@ -132,8 +133,18 @@ class Explanation(ExplanationData):
         for row in self.nodes:
             if name in (row.name, row.label):
                 return row
+        if inside := [path for path, body in self.bodies.items() if body._knows(name)]:
+            raise AmpGraphError(f"{name!r} is in a body: ask explanation.bodies[{inside[0]!r}].")
         known = [n for row in self.nodes for n in (row.name, row.label)] + [c.name for c in self.casts]
         raise AmpGraphError(f"the graph has no node {name!r}.{did_you_mean(name, dict.fromkeys(known))}")
+
+    def _has(self, name: str) -> bool:
+        return any(name in (row.name, row.label) for row in self.nodes)
+
+    def _knows(self, name: str) -> bool:
+        """Whether a node or a module of the graph, or of its bodies, has this name."""
+        found = self._has(name) or self._of_module(name)
+        return bool(found) or any(body._knows(name) for body in self.bodies.values())
 
     def chain(self, name: str) -> tuple[NodeRow, ...]:
         """Returns a node and the nodes that determine its dtype, up to the node that was decided first."""
@@ -163,7 +174,7 @@ class Explanation(ExplanationData):
 
     def _of_module(self, path: str) -> list[str]:
         """Returns the names of the float ops directly in a module; none if a node has that name."""
-        if any(path in (row.name, row.label) for row in self.nodes):
+        if self._has(path):
             return []
         return [row.name for row in self.nodes if row.module == path and row.is_float_op]
 

@@ -20,7 +20,8 @@ class ExplanationData:
         low_dtype: ``"float16"`` or ``"bfloat16"``.
         graph: The position among the model's graphs, ``"1 of 1"``, or ``""``.
         bodies: The bodies of its higher-order ops (``torch.cond`` ...), each with a separate explanation.
-            They are not in the totals, because a graph does not determine how often each body runs.
+            They are not in the totals, because a graph does not determine how often each body runs;
+            ``body_casts`` and ``body_low_ops`` count them once each.
         nodes: Every node but the inserted casts, in graph order.
         casts: Every inserted cast, in graph order.
         totals: Counts of this graph.
@@ -68,6 +69,19 @@ class ExplanationData:
     def operators(self) -> dict[str, dict[str, int]]:
         """Number of calls of each operator in each dtype; inserted casts are ``"cast (inserted)"``."""
         return operator_counts(self.nodes, self.casts)
+
+    @property
+    def body_casts(self) -> int:
+        """Number of casts in the bodies, and in bodies inside them."""
+        return sum(len(body.casts) + body.body_casts for body in self.bodies.values())
+
+    @property
+    def body_low_ops(self) -> int:
+        """Number of low ops in the bodies, and in bodies inside them."""
+        return sum(body._low_ops() + body.body_low_ops for body in self.bodies.values())
+
+    def _low_ops(self) -> int:
+        return sum(n.is_float_op and n.is_low(self.low_dtype) for n in self.nodes)
 
     @property
     def low_share(self) -> float:

@@ -66,7 +66,7 @@ class Source:
         policy: The policy of the plan.
         model: Name of the model that it came from.
         modules: Module paths that rules may name.
-        stores_low: Whether level O3 stores its parameters low.
+        stores_low: Whether level O3 stores its parameters low, or would if it converted the model now.
         coverage: The share of the model inside its graphs.
     """
 
@@ -176,6 +176,8 @@ class Source:
 
 
 def _stores_low(amp: Converted) -> bool:
+    if amp.policy.level == "O3":
+        return bool(amp.stored_low)
     return not (amp.training or amp.is_just_in_time)
 
 

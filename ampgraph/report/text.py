@@ -109,7 +109,17 @@ def _title(explanation: ExplanationData) -> str:
     where = "" if explanation.graph in ("", "1 of 1") else f" (graph {explanation.graph})"
     policy = f"\n{explanation.policy}" if explanation.policy else ""
     head = f"{explanation.model}{where}: {sum(counts.values())} ops ({ops}), {len(explanation.casts)} casts"
-    return printable(head + policy)
+    return printable(head + policy + _in_bodies(explanation))
+
+
+def _in_bodies(explanation: ExplanationData) -> str:
+    if not explanation.bodies:
+        return ""
+    counts = f"{explanation.body_casts} casts and {explanation.body_low_ops} low ops"
+    return (
+        f"\nnot counted: {counts} in {len(explanation.bodies)} bodies (torch.cond, loops ..), which are "
+        "planned separately and reported below, and in explanation.bodies"
+    )
 
 
 def _sections(explanation: ExplanationData, extent: Extent) -> Iterator[Section]:

@@ -104,7 +104,7 @@ class GraphCache:
         self._rule_targets: Targets | None = None
         self._runs_by: Runner | None = None
         self.watch = CoverageWatch(source, options)
-        self.guard_scope = GuardScope(source, options.policy)
+        self.guard_scope = GuardScope(source, options.policy, bool(options.block))
         self._classes = Places()
         self._classes.settle()
 
@@ -359,7 +359,7 @@ class GraphCache:
         if before is not None and self._siblings is not None:
             self._siblings.add(call, captured, reads, before)
         self._warn_about(reads)
-        self.guard_scope.warn_if_unseen(self._options.named(self._name))
+        self.guard_scope.warn_if_unseen(self._options.named(self._name), [captured.graph_module])
         return captured
 
     def _rewrite(
@@ -395,8 +395,7 @@ class GraphCache:
 
     def _store_low(self, captured: CapturedGraph) -> None:
         """Frees the float32 memory of parameters, only at the first capture and in evaluation mode."""
-        is_first = not self._graphs and not self._source.training
-        freed = self._stored.add(captured.graph_module) if is_first else []
+        freed = self._stored.decide(captured.graph_module, self._source.training)
         captured.plan = self._stored.read(captured.graph_module, captured.plan)
         for parameter in freed:
             parameter.data = parameter.data.to(self._options.low_dtype)

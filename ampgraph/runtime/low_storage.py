@@ -5,14 +5,22 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import operator
+import weakref
 from collections.abc import Iterable, Iterator
 
 import torch
 from torch import fx, nn
+from torch.optim import Optimizer
 
+from ..errors import warn_user
 from ..passes import ReadStored, run_passes
 from ..passes.read_shadows import casts_of
 from ..plan import Plan
+from ..training.optimizer_steps import tell_after_steps
+from .options import Options
+
+# The optimizers that a warning named, for all converted blocks of a model.
+_told: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
 
 class LowStorage:
@@ -20,13 +28,21 @@ class LowStorage:
 
     Args:
         model: The model.
-        low_dtype: The dtype they are stored in.
-        names: Paths of parameters that are already stored low (of a copied or unpickled model).
+        options: The conversion options; they have the dtype that the parameters are stored in.
+        names: Paths of the parameters that are stored low, of a copied or unpickled model; None if no capture
+            has decided yet.
+
+    Attributes:
+        is_decided: Whether a capture has decided what is stored low; no later one stores more.
     """
 
-    def __init__(self, model: nn.Module, low_dtype: torch.dtype, names: Iterable[str]):
-        self._low_dtype = low_dtype
-        self._parameters = {id(p): p for n, p in nn.Module.named_parameters(model) if n in set(names)}
+    def __init__(self, model: nn.Module, options: Options, names: Iterable[str] | None):
+        self._name, self._options = type(model).__name__, options
+        self.is_decided = names is not None
+        names = set(names or ())
+        self._parameters = {id(p): p for n, p in nn.Module.named_parameters(model) if n in names}
+        if self._parameters:
+            tell_after_steps(self)
 
     def __contains__(self, parameter: object) -> bool:
         return id(parameter) in self._parameters
@@ -47,11 +63,39 @@ class LowStorage:
             for key, data in stored.items():
                 self._parameters[key].data = data
 
-    def add(self, graph_module: fx.GraphModule) -> list[nn.Parameter]:
-        """Returns the float32 parameters that a graph reads only low, and records them as stored."""
+    def decide(self, graph_module: fx.GraphModule, is_training: bool) -> list[nn.Parameter]:
+        """Returns the parameters to store low: at the first capture, and in evaluation mode alone.
+
+        They are the float32 parameters that the graph reads only low; they are recorded as stored.
+        """
+        if self.is_decided:
+            return []
+        self.is_decided = True
+        if is_training:
+            return []
         values = [v for v in read_low_alone(graph_module) if v.dtype == torch.float32 and v not in self]
         self._parameters |= {id(value): value for value in values}
+        if values:
+            tell_after_steps(self)
         return values
+
+    def after_step(self, optimizer: Optimizer, parameters: set[int]) -> None:
+        """Warns once of an optimizer that updates stored parameters; called after each step of any one."""
+        if optimizer in _told:
+            return
+        found = [p for key, p in self._parameters.items() if key in parameters and p.requires_grad]
+        if not found:
+            return
+        _told.add(optimizer)
+        low_dtype = self._options.low_dtype
+        dtype = str(low_dtype).removeprefix("torch.")
+        lost = torch.finfo(low_dtype).eps / 4  # below it, a value is rounded back
+        warn_user(
+            f"{self._options.named(self._name)}: level O3 has stored {len(found)} of the parameters that "
+            f"{type(optimizer).__name__} updates in {dtype}, because the first capture was in evaluation "
+            f"mode. Updates smaller than {lost:.1g} of a value are lost. To train, convert the float32 model "
+            "in training mode, ampgraph.convert(model.train(), ...), or at level O1 or O2."
+        )
 
     def read(self, graph_module: fx.GraphModule, plan: Plan) -> Plan:
         """Makes a graph read the stored parameters directly; returns the plan without their casts."""

@@ -56,7 +56,10 @@ def warn_of_idle(
     modules: Iterable[ModulePaths],
 ) -> None:
     """Warns of rules of which no node takes the dtype: facts and guards decide before rules do."""
-    if not policy.rules or policy.level == "O0":
+    if not policy.rules:
+        return
+    if policy.level == "O0":
+        _warn_of_level_0(model, policy)
         return
     book = RuleBook(policy.rules, modules)
     matched: dict[str, list[tuple[fx.Node, Decision]]] = {}
@@ -69,6 +72,13 @@ def warn_of_idle(
         asked = policy.low_dtype if policy.rules[pattern] == "low" else torch.float32
         if all(decision.by != "rule" and decision.dtype is not asked for _, decision in found):
             warn_user(f"{model}: rule {pattern!r} ({policy.rules[pattern]}) decides nothing: {_why(found)}")
+
+
+def _warn_of_level_0(model: str, policy: Policy) -> None:
+    low = [pattern for pattern, value in policy.rules.items() if value == "low"]
+    if low:
+        what = f"rule {low[0]!r} (low) decides" if len(low) == 1 else f"{len(low)} rules with 'low' decide"
+        warn_user(f"{model}: {what} nothing: level O0 changes nothing. Rules need level O1, O2 or O3.")
 
 
 def _why(found: list[tuple[fx.Node, Decision]]) -> str:
