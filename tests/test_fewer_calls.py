@@ -15,7 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import ampgraph
 from ampgraph.step.equal_calls import merge_equal_calls
 from ampgraph.step.fewer_calls import share_views, shorten_calls
-from ampgraph.step.trace_step import is_impure
+from ampgraph.step.live_graph import is_impure
 
 X = torch.arange(24.0).view(4, 6)
 

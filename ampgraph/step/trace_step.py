@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import operator
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
@@ -19,7 +19,6 @@ from ..capture.ahead_of_time import capturing
 from ..errors import AmpGraphError, NoStateError
 from ..module import AmpModule
 from ..policy.loss_scale import DynamicLossScale, adapted
-from ..proxy.all_parameters import all_parameters
 from ..training.gradient_boundary import non_finite, traced_for_a_compiler
 from ..training.optimizer_step import makes_buffers, parameters_of
 from ..training.overflow import bad_outputs
@@ -27,18 +26,32 @@ from ..training.scale_state import CHECKED
 from ..training.weight_gradient import low_weight_gradients
 from .effects import RefusedOutside, without_effects, without_saved_tensor_hooks
 from .equal_calls import merge_equal_calls
+from .fake_optimizer import optimizer_on
 from .fewer_calls import share_views, shorten_calls
 from .fit import PLAIN, is_size, loss_of
 from .grad_mode import keep_workspaces
+from .live_graph import has_generator, hold_live, live_tensors
 from .optimizer_math import can_update, update
 from .surroundings import Surroundings
 from .traced_model import TracedModel
 from .whole_step import Rates, Traced, WholeStep, scale_inputs, take
 
-# Attributes of the graph that hold live tensors have this prefix.
-LIVE = "live_"
 # Backends that compile nothing, and those that fuse an update in ops with the backward before it.
 EAGER, FUSING = ("eager", "aot_eager"), ("inductor",)
+
+
+class _Inputs(NamedTuple):
+    """The inputs of a step: live tensors, learning rates, the state of the loss scale, the arguments."""
+
+    live: Sequence[Tensor]
+    rates: Sequence[Tensor]
+    scale: Sequence[Tensor]
+    arguments: Sequence[Tensor]
+
+    def split(self, tensors: Sequence[Tensor]) -> _Inputs:
+        """Returns a row of other tensors in four parts of the same lengths."""
+        rest = iter(tensors)
+        return _Inputs(*([*itertools.islice(rest, len(part))] for part in self))
 
 
 def trace_step(
@@ -59,18 +72,21 @@ def trace_step(
         raise AmpGraphError(surroundings.reason)
     tracer = _Tracer(amp, optimizer, loss_fn, clip_norm)
     flat, spec = pytree.tree_flatten((args, kwargs))
-    rates = Rates(optimizer)()
-    inputs = [*rates, *scale_inputs(amp), *(x for x in flat if isinstance(x, Tensor))]
     for captured in amp._graphs:
         captured.make_graphs()  # before the trace, which would see it
-    live = list(_live_tensors(amp, optimizer).values())
+    inputs = _Inputs(
+        [*live_tensors(amp, optimizer).values()],
+        Rates(optimizer)(),
+        scale_inputs(amp),
+        [x for x in flat if isinstance(x, Tensor)],
+    )
 
     def whole(*tensors: Tensor) -> list[Tensor]:
-        given = iter(tensors[len(live) + len(inputs) - _count(flat) :])
-        leaves = [next(given) if isinstance(x, Tensor) else x for x in flat]
-        scale = tensors[len(live) + len(rates) : len(live) + len(inputs) - _count(flat)]
-        fakes = {id(real): fake for real, fake in zip(live, tensors, strict=False)}
-        return tracer.trace(fakes, tensors[len(live) : len(live) + len(rates)], scale, leaves, spec)
+        given = inputs.split(tensors)
+        arguments = iter(given.arguments)
+        leaves = [next(arguments) if isinstance(x, Tensor) else x for x in flat]
+        fakes = {id(real): fake for real, fake in zip(inputs.live, given.live, strict=True)}
+        return tracer.trace(fakes, given.rates, given.scale, leaves, spec)
 
     amp.scaler.guard.overflows.looks = False  # a trace has no values
     # A trace replaces functions as a capture does, those of `torch.fx.wrap` among them.
@@ -81,13 +97,13 @@ def trace_step(
         capturing(),
     ):
         graph_module = make_fx(whole, tracing_mode="fake", _allow_non_fake_inputs=True)(
-            *_with_layouts_of_kernels([*live, *inputs], tracer.traced)
+            *_with_layouts_of_kernels([*itertools.chain(*inputs)], tracer.traced)
         )
     if effects:
         raise AmpGraphError(f"loss_fn {', '.join(effects)}")
     if not all(captured.state is None or captured.state.is_same() for captured in tracer.traced.used):
         raise AmpGraphError("the model reads other Python values than at its capture")
-    if tracer.traced.is_compiled and _has_generator(graph_module):
+    if tracer.traced.is_compiled and has_generator(graph_module):
         raise AmpGraphError("loss_fn draws from a torch.Generator, which torch.compile does not take")
     share_views(graph_module.graph)
     if tracer.traced.is_compiled:
@@ -95,7 +111,7 @@ def trace_step(
     else:
         shorten_calls(graph_module.graph)
         keep_workspaces(graph_module.graph)
-    _hold(graph_module, live, surroundings)
+    hold_live(graph_module, inputs.live, surroundings)
     return WholeStep(amp, optimizer, tracer.traced, graph_module, surroundings)
 
 
@@ -105,102 +121,6 @@ def _with_layouts_of_kernels(tensors: list[Tensor], traced: Traced) -> list[Tens
         return tensors
     mode = KernelLayouts()
     return [mode.from_tensor(tensor) for tensor in tensors]
-
-
-def _count(flat: Sequence[object]) -> int:
-    return sum(isinstance(x, Tensor) for x in flat)
-
-
-def _live_tensors(amp: AmpModule, optimizer: Optimizer) -> dict[int, Tensor]:
-    """Returns the tensors that a step reads where they are, by identity."""
-    found: list[Tensor] = [*all_parameters(amp.source), *amp.source.buffers()]
-    for group in optimizer.param_groups:
-        found += [value for value in group.values() if isinstance(value, Tensor)]
-        for parameter in group["params"]:
-            state = optimizer.state.get(parameter, {})
-            found += [value for value in state.values() if isinstance(value, Tensor)]
-    for captured in amp._graphs:
-        found += captured.constants.values()
-    if amp._graphs.shadows is not None:
-        found += [copy for copy, _ in amp._graphs.shadows.pairs()]
-    if amp.scaler.is_enabled():
-        found.append(amp.scaler.state.probe)
-    return {id(tensor): tensor for tensor in found}
-
-
-def _hold(graph_module: fx.GraphModule, live: Sequence[Tensor], surroundings: Surroundings) -> None:
-    """Turns the first inputs of a graph into attributes, so that the graph reads and writes them in place.
-
-    Raises:
-        AmpGraphError: The graph holds another tensor for which the next step may have another.
-    """
-    graph = graph_module.graph
-    placeholders = graph.find_nodes(op="placeholder")
-    for index, (node, tensor) in enumerate(zip(placeholders, live, strict=False)):
-        if node.users:
-            name = f"{LIVE}{index}"
-            if isinstance(tensor, torch.nn.Parameter):  # itself: its memory may be replaced
-                graph_module.register_parameter(name, tensor)
-            else:
-                graph_module.register_buffer(name, tensor.detach() if tensor.requires_grad else tensor)
-            with graph.inserting_before(node):
-                held = graph.get_attr(name)
-            held.meta.update(node.meta)
-            node.replace_all_uses_with(held)
-        graph.erase_node(node)
-    for node in graph.find_nodes(op="get_attr"):
-        if str(node.target).startswith(LIVE):
-            continue
-        value = getattr(graph_module, str(node.target), None)
-        if not isinstance(value, Tensor):
-            continue
-        if value.requires_grad:
-            raise AmpGraphError(
-                "loss_fn reads a tensor that requires gradients and is not a parameter of the optimizer"
-            )
-        if not (surroundings.holds(value) or all(user.target in _LIFTED for user in node.users)):
-            raise AmpGraphError(
-                f"loss_fn reads a tensor of the sizes {tuple(value.shape)} that is neither an argument nor "
-                "in a variable or attribute that it names"
-            )
-    graph.eliminate_dead_code(is_impure)
-    graph_module.recompile()
-
-
-# Read the numbers of ``torch.tensor(1.0)``.
-_LIFTED = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default)
-
-
-def is_impure(node: fx.Node) -> bool:
-    """Whether a step needs a node that no other reads, such as a check, which returns nothing."""
-    # Profilers time a step as a whole.
-    if node.target is operator.getitem or getattr(node.target, "namespace", "") == "profiler":
-        return False
-    if node.is_impure():  # by torch's list
-        return True
-    schema = getattr(node.target, "_schema", None)
-    if node.op in ("placeholder", "output") or schema is None or schema.is_mutable or not schema.returns:
-        return True
-    has_statistics = any(argument.name == "running_mean" for argument in schema.arguments)
-    return _draws(node) or (has_statistics and _is_forward(node))
-
-
-def _has_generator(graph_module: fx.GraphModule) -> bool:
-    """Whether a graph draws from a generator, which it holds or names as an argument."""
-    nodes = graph_module.graph.nodes
-    held = (getattr(graph_module, str(node.target), None) for node in nodes if node.op == "get_attr")
-    return any(isinstance(value, torch.Generator) for value in held) or any(
-        isinstance(value, torch.Generator) for node in nodes for value in node.kwargs.values()
-    )
-
-
-def _is_forward(node: fx.Node) -> bool:
-    """Whether a batch norm is no backward: it writes running statistics, which not every schema declares."""
-    return "backward" not in str(node.target)
-
-
-def _draws(node: fx.Node) -> bool:
-    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 
 class _Tracer:
@@ -318,7 +238,7 @@ class _Tracer:
         if not self.traced.updates:
             self.traced.trained = trained
             return [p.grad for p, _ in gradients]  # type: ignore[misc]
-        with _optimizer_on(self._optimizer, self._fakes, rates):
+        with optimizer_on(self._optimizer, self._fakes, rates):
             step = update if self.traced.fuses else take
             step(self._optimizer, found if self._amp.scaler.skips() else None)
         self._refresh()
@@ -385,30 +305,3 @@ class _Checked:
     def note(self, slots: Sequence[int], gradients: Sequence[Tensor]) -> None:
         """Records gradients that leave a boundary now."""
         self.by_slot.update(zip(slots, gradients, strict=True))
-
-
-@contextlib.contextmanager
-def _optimizer_on(optimizer: Optimizer, fakes: dict[int, Tensor], rates: Sequence[Tensor]) -> Iterator[None]:
-    """Gives an optimizer fake parameters, state and learning rates."""
-    state, groups = optimizer.state, [dict(group) for group in optimizer.param_groups]
-    now = iter(rates)
-    fake_state: defaultdict[Tensor, Any] = defaultdict(dict)
-    try:
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                known = state.get(parameter, {})
-                if known:
-                    fake = fakes[id(parameter)]
-                    fake_state[fake] = {k: fakes.get(id(v), v) for k, v in known.items()}
-            group["params"] = [fakes[id(parameter)] for parameter in group["params"]]
-            is_tensor = isinstance(group["lr"], Tensor)
-            group["lr"] = fakes[id(group["lr"])] if is_tensor else next(now)
-        optimizer.state = fake_state
-        before = {id(fake): set(held) for fake, held in fake_state.items()}
-        yield
-        if before != {id(fake): set(held) for fake, held in fake_state.items()}:
-            raise NoStateError
-    finally:
-        optimizer.state = state
-        for group, values in zip(optimizer.param_groups, groups, strict=True):
-            group.update(values)
