@@ -35,6 +35,7 @@ from .proxy.all_parameters import all_parameters
 from .proxy.module_proxy import without_swapping
 from .proxy.wrappers import wraps
 from .report.converted import Converted
+from .runtime.absent_ops import warn_of_absent_ops
 from .runtime.callers_autocast import without_callers_autocast
 from .runtime.captured_graph import CapturedGraph, Timing
 from .runtime.compiled_by_hooks import CompiledByHooks
@@ -368,8 +369,8 @@ class AmpModule(Converted):
         self._warn_if_not_captured()
         name = self.options.named(type(self.source).__name__)
         self._graphs.guard_scope.warn_if_unseen(name, (c.graph_module for c in self._graphs))
-        if self.policy.rules:
-            self._warn_about_rules()
+        if "_settings_told" not in self.__dict__:
+            self._warn_about_settings()
         return result
 
     def _compile_again(self) -> None:
@@ -401,21 +402,21 @@ class AmpModule(Converted):
             f"{name} ran unconverted, in the source's dtypes: torch.compile captured no graph of it.{see}"
         )
 
-    def _warn_about_rules(self) -> None:
-        """Warns once about rules that match no op in the graphs of the first call or decide nothing."""
-        if "_rules_told" in self.__dict__ or not self._graphs:
+    def _warn_about_settings(self) -> None:
+        """Warns, of the graphs of the first call, about rules and listed ops that match or decide nothing."""
+        if not self._graphs:
             return
-        self.__dict__["_rules_told"] = True
+        self.__dict__["_settings_told"] = True
         names = [name for captured in self._graphs for name in names_of(captured.graph_module.graph)[0]]
-        modules = module_names(self.source)
+        modules, model = module_names(self.source), self.options.named(type(self.source).__name__)
         for pattern in RuleBook(self.policy.rules, modules).unmatched(names):
-            name = self.options.named(type(self.source).__name__)
             near = did_you_mean(pattern, [NODE_PREFIX + name for name in names])
             warn_user(
-                f"{name}: rule {pattern!r} matches no op of its {len(self.graph_modules)} graphs.{near}"
+                f"{model}: rule {pattern!r} matches no op of its {len(self.graph_modules)} graphs.{near}"
             )
         graphs = [(captured.graph_module, captured.plan) for captured in self._graphs]
-        warn_of_idle(self.options.named(type(self.source).__name__), graphs, self.policy, modules)
+        warn_of_idle(model, graphs, self.policy, modules)
+        warn_of_absent_ops(model, self.graph_modules, self.policy)
 
     def _compile_just_in_time(self, options: Options, graphs: GraphCache) -> Callable:
         from .runtime.dynamo_backend import make_backend

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import ampgraph
-from ampgraph import NoLossScale, Policy
+from ampgraph import NoLossScale, OpLists, Policy
 
 X = torch.randn(4, 8)
 
@@ -67,3 +67,28 @@ def test_a_low_rule_at_level_o0_warns(args) -> None:
     policy = Policy("O0", dtype=torch.float16, rules={"up": "low", "down": "fp32"})
     with pytest.warns(UserWarning, match=r"rule 'up' \(low\) decides nothing: level O0 changes nothing"):
         ampgraph.convert(Scaled(), args, policy=policy)(X)
+
+
+class InPlace(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x @ x.T).add_(1.0).softmax(-1).exp()
+
+
+@pytest.mark.parametrize(
+    ("listed", "usual"),
+    [("aten._softmax", "aten.softmax"), ("aten.exp.out", "aten.exp"), ("aten.exp_", "aten.exp")],
+)
+@pytest.mark.parametrize("args", [None, (X,)])
+def test_a_listed_op_that_graphs_spell_in_another_way_warns(listed, usual, args) -> None:
+    policy = Policy(dtype=torch.bfloat16, ops=OpLists.default().with_black(listed))
+    with pytest.warns(UserWarning, match=f"lists '{listed}' as black, .*It has '{usual}'") as caught:
+        ampgraph.convert(InPlace(), args, policy=policy)(X)
+    assert len(caught) == 1
+
+
+@pytest.mark.parametrize("listed", ["aten.softmax", "aten.add.Scalar", "aten.gelu_", "aten.linear"])
+def test_a_listed_op_that_may_be_in_other_graphs_does_not_warn(listed) -> None:
+    policy = Policy(dtype=torch.bfloat16, ops=OpLists.default().with_black(listed))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ampgraph.convert(InPlace(), (X,), policy=policy)

@@ -19,6 +19,7 @@ from ..origin import module_names
 from ..passes.pipeline import rewrite
 from ..plan import Plan
 from ..training.scaler import LossScaler
+from .absent_ops import warn_of_absent_ops
 from .accepted_sizes import AcceptedSizes
 from .capture_lock import lock_of
 from .captured_graph import CapturedGraph, Runner, Timing
@@ -378,6 +379,7 @@ class GraphCache:
         if self._rule_targets is None:
             self._rule_targets = targets
             warn_of_idle(options.named(self._name), [(graph_module, plan)], options.policy, modules)
+            warn_of_absent_ops(options.named(self._name), [graph_module], options.policy)
         warn_of_others(options.named(self._name), self._rule_targets, targets, self._source.training)
         timing = Timing(timing.capture, time.perf_counter() - timing.rewrite)
         return CapturedGraph(
