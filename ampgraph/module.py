@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import functools
 import inspect
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -15,37 +14,30 @@ from torch.utils._pytree import tree_leaves
 
 from ._compat import (
     apart_from_dynamo,
-    compiled_by_dynamo,
     has_global_hooks,
     in_transform,
-    is_dynamo_error,
     is_exporting,
     is_plain_call,
     no_global_hooks,
-    tracing_lock,
     waited,
 )
-from .errors import AheadOfTimeError, AmpGraphError, CaptureError, PassError, did_you_mean, warn_user
-from .guards import is_capturing, keep_errors_out_of_log, warn_about_uncaptured_guards
-from .origin import module_names, names_of
+from .errors import AheadOfTimeError, CaptureError, PassError, warn_user
+from .guards import is_capturing
 from .plan import Plan
 from .policy.policy import Policy
-from .policy.rules import NODE_PREFIX, RuleBook
 from .proxy.all_parameters import all_parameters
 from .proxy.module_proxy import without_swapping
 from .proxy.wrappers import wraps
 from .report.converted import Converted
-from .runtime.absent_ops import warn_of_absent_ops
 from .runtime.callers_autocast import without_callers_autocast
 from .runtime.captured_graph import CapturedGraph, Timing
-from .runtime.compiled_by_hooks import CompiledByHooks
+from .runtime.compiled_source import CompiledSource
 from .runtime.coverage import Coverage
 from .runtime.device import CPU, device_of
 from .runtime.graph_cache import GraphCache
 from .runtime.low_storage import LowStorage
 from .runtime.options import AUTO, JUST_IN_TIME, Options
 from .runtime.own_error import own_error
-from .runtime.rule_targets import warn_of_idle
 from .runtime.siblings import Siblings
 from .training.distributed import is_distributed, sharded_error
 from .training.fsdp1 import MANAGED, refuse_fsdp1
@@ -94,7 +86,7 @@ class AmpModule(Converted):
         self.__dict__["_graphs"] = GraphCache(source, options, scaler, stored, siblings)
         self.__dict__["forward"] = self.__dict__["_own_forward"] = self._make_forward()
         if options.just_in_time:
-            self.__dict__["_compiled"] = self._compile_just_in_time(options, self._graphs)
+            self.__dict__["_compiled"] = self._just_in_time(options, self._graphs)
 
     # -- what it is ------------------------------------------------------------------------------
 
@@ -258,7 +250,7 @@ class AmpModule(Converted):
             self.scaler.note_wrapper()
         graphs = self._graphs  # before the look at the compiled form: another thread may fall back now
         if "_compiled" in self.__dict__:
-            return self._call_compiled(args, kwargs)
+            return self._compiled(args, kwargs)
         return self._call_captured(graphs, args, kwargs)
 
     def _call_captured(self, graphs: GraphCache, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -270,13 +262,13 @@ class AmpModule(Converted):
         except AheadOfTimeError as error:
             if reason := sharded_error(self.source):  # before the source runs: it would gather
                 raise reason from error
-            if not error.is_known and (own := self._own_error(args, kwargs)):
+            if not error.is_known and (own := own_error(self.source, self._stored, args, kwargs)):
                 raise own from None
             self._fall_back(error)
-            return self._call_compiled(args, kwargs)
+            return self._compiled(args, kwargs)
         except PassError as error:
             self._fall_back(error)
-            return self._call_compiled(args, kwargs)
+            return self._compiled(args, kwargs)
         except AttributeError as error:
             if (reason := sharded_error(self.source)) is None:
                 raise
@@ -298,7 +290,8 @@ class AmpModule(Converted):
             elif captured.lost and self._needs_gradients(args, kwargs):
                 raise self._lost_error(captured)
         except AheadOfTimeError as error:
-            if not error.is_known and self.options.capture == AUTO and self._own_error(args, kwargs):
+            may_run = error.is_known or self.options.capture != AUTO
+            if not may_run and own_error(self.source, self._stored, args, kwargs):
                 raise  # nor can it be called
             self._fall_back(error)
         except PassError as error:
@@ -317,7 +310,7 @@ class AmpModule(Converted):
                 raise error
             options = dataclasses.replace(self.options, capture=JUST_IN_TIME, dynamic_shapes=None)
             graphs = GraphCache(self.source, options, self.scaler, self._stored)
-            compiled = self._compile_just_in_time(options, graphs)
+            compiled = self._just_in_time(options, graphs)
             # At once: a call of another thread that finds the new graphs must find the compiled form, too.
             self.__dict__.update(_compiled=compiled, _graphs=graphs, options=options)
         why = self.options.named(str(error).splitlines()[0])
@@ -326,10 +319,6 @@ class AmpModule(Converted):
             f"{why}; it is captured just in time instead, at its first call. ampgraph.explain(amp).coverage "
             "then lists the parts that are not captured."
         )
-
-    def _own_error(self, args: tuple, kwargs: dict[str, Any]) -> Exception | None:
-        with self._graphs.lock.alone(), self._stored.as_float32():
-            return own_error(self.source, args, kwargs)
 
     def _needs_gradients(self, args: tuple, kwargs: dict[str, Any]) -> bool:
         if not torch.is_grad_enabled():
@@ -345,40 +334,6 @@ class AmpModule(Converted):
             'Run it under torch.no_grad(), or convert with capture="auto" or "just in time".'
         ).because(is_known=True)
 
-    def _call_compiled(self, args: tuple, kwargs: dict[str, Any]) -> Any:
-        if torch.is_grad_enabled():
-            self.scaler.check_loop()
-        if not self._graphs.has_same_classes():
-            self._compile_again()
-        watch = self._graphs.watch
-        before = watch.before_call()
-        try:
-            with warn_about_uncaptured_guards():
-                result = self._compiled(*args, **kwargs)
-        except Exception as error:
-            if not is_dynamo_error(error):
-                raise
-            # Dynamo wraps what a backend raises.
-            inner = getattr(error, "inner_exception", None)
-            if not isinstance(inner, AmpGraphError):
-                inner = self._own_error(args, kwargs)
-            if inner is None:
-                raise
-            raise inner from None
-        watch.after_call(before)
-        self._warn_if_not_captured()
-        name = self.options.named(type(self.source).__name__)
-        self._graphs.guard_scope.warn_if_unseen(name, (c.graph_module for c in self._graphs))
-        if "_settings_told" not in self.__dict__:
-            self._warn_about_settings()
-        return result
-
-    def _compile_again(self) -> None:
-        """Compiles for other methods of the model's classes; a capture replaces some while it lasts."""
-        with self._graphs.lock.alone(), tracing_lock():
-            if not self._graphs.has_same_classes():
-                self.__dict__["_compiled"] = self._compile_just_in_time(self.options, self._graphs)
-
     def _warn_about_global_hooks(self) -> None:
         if "_told_hooks" in self.__dict__:
             return
@@ -392,41 +347,8 @@ class AmpModule(Converted):
     # torch.compile around a converted model must not trace into it: the model already has a backend.
     _call_apart = apart_from_dynamo(_call)
 
-    def _warn_if_not_captured(self) -> None:
-        if self._graphs or "_told" in self.__dict__:
-            return
-        self.__dict__["_told"] = True
-        name = self.options.named(type(self.source).__name__)
-        see = "" if self._graphs.watch.is_told else ' convert(..., capture="ahead of time") shows the reason.'
-        warn_user(
-            f"{name} ran unconverted, in the source's dtypes: torch.compile captured no graph of it.{see}"
-        )
-
-    def _warn_about_settings(self) -> None:
-        """Warns, of the graphs of the first call, about rules and listed ops that match or decide nothing."""
-        if not self._graphs:
-            return
-        self.__dict__["_settings_told"] = True
-        names = [name for captured in self._graphs for name in names_of(captured.graph_module.graph)[0]]
-        modules, model = module_names(self.source), self.options.named(type(self.source).__name__)
-        for pattern in RuleBook(self.policy.rules, modules).unmatched(names):
-            near = did_you_mean(pattern, [NODE_PREFIX + name for name in names])
-            warn_user(
-                f"{model}: rule {pattern!r} matches no op of its {len(self.graph_modules)} graphs.{near}"
-            )
-        graphs = [(captured.graph_module, captured.plan) for captured in self._graphs]
-        warn_of_idle(model, graphs, self.policy, modules)
-        warn_of_absent_ops(model, self.graph_modules, self.policy)
-
-    def _compile_just_in_time(self, options: Options, graphs: GraphCache) -> Callable:
-        from .runtime.dynamo_backend import make_backend
-
-        keep_errors_out_of_log()
-        modules = module_names(self.source)
-        graphs.note_classes()
-        backend = make_backend(options, modules, graphs.add, self.scaler, graphs.shadows, graphs.guard_scope)
-        compile_source = functools.partial(compiled_by_dynamo, self.source, graphs.watch.noting(backend))
-        return CompiledByHooks(self.source, compile_source, graphs, options.named(type(self.source).__name__))
+    def _just_in_time(self, options: Options, graphs: GraphCache) -> CompiledSource:
+        return CompiledSource(self.source, options, graphs, self.scaler, self._stored)
 
     # -- being a module --------------------------------------------------------------------------
 

@@ -635,7 +635,7 @@ def failing(*_, **__):
 
 
 def test_a_pass_that_fails_on_the_whole_graph_leaves_it_to_be_captured_just_in_time(monkeypatch):
-    monkeypatch.setattr("ampgraph.runtime.graph_cache.rewrite", failing)
+    monkeypatch.setattr("ampgraph.runtime.graph_maker.rewrite", failing)
     model = Body(lambda self, x: self.a(x))
     with pytest.raises(PassError, match="'propagate'"):
         ampgraph.convert(model, (X,), dtype=BF16, capture="ahead of time")

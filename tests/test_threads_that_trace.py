@@ -17,7 +17,7 @@ from torch import nn
 import ampgraph
 from ampgraph._compat import compiled_calls, global_hooks, new_lock, path_inside_wrappers, tracing_lock
 from ampgraph._compat.tracing import CompiledCalls
-from ampgraph.runtime import capture_lock, graph_cache, held_tensors, shadow_weights
+from ampgraph.runtime import capture_lock, graph_maker, held_tensors, shadow_weights
 from ampgraph.runtime.capture_lock import CaptureLock
 from ampgraph.training import optimizer_steps
 from ampgraph.training.fsdp1 import refuse_fsdp1
@@ -71,7 +71,7 @@ def test_compiled_calls_wait_for_a_capture(pool: ThreadPoolExecutor, backend: st
 def test_a_capture_waits_until_another_is_rewritten(
     pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rewrite = graph_cache.rewrite
+    rewrite = graph_maker.rewrite
     rewriting, other, began = threading.Event(), threading.Event(), []
 
     def slow_rewrite(*args, **kwargs):
@@ -79,7 +79,7 @@ def test_a_capture_waits_until_another_is_rewritten(
         began.append(other.wait(SECONDS) and inside.wait(0.2))
         return rewrite(*args, **kwargs)
 
-    monkeypatch.setattr(graph_cache, "rewrite", slow_rewrite)
+    monkeypatch.setattr(graph_maker, "rewrite", slow_rewrite)
     leave.set()
     first = pool.submit(ampgraph.convert, nn.Linear(8, 8), (torch.randn(2, 8),))
     assert rewriting.wait(SECONDS)

@@ -21,7 +21,7 @@ class KernelLayouts(FakeTensorMode):
 
     FakeTensor finds other strides for some ops on tensors that are not contiguous: batch norm, backwards of
     layer norm, activations and losses, and more. It finds other dtypes for norms of mixed ones (seen in
-    torch 2.13). So such calls of torch's ops run once on zeros.
+    torch 2.13). So such calls of torch's ops run once on tensors of ones.
     """
 
     def __init__(self) -> None:
@@ -54,7 +54,7 @@ class KernelLayouts(FakeTensorMode):
     ) -> list[Layout]:
         key = (func, *map(_key, tree_leaves((args, kwargs))))
         if key not in self._known:
-            self._known[key] = _layouts_on_zeros(func, args, kwargs, fakes)
+            self._known[key] = _layouts_on_ones(func, args, kwargs, fakes)
         return self._known[key]
 
     def _laid_out(self, fake: FakeTensor, stride: tuple[int, ...], dtype: torch.dtype) -> FakeTensor:
@@ -67,6 +67,8 @@ class KernelLayouts(FakeTensorMode):
 def _may_differ(func: OpOverload, leaves: Sequence[Any]) -> bool:
     if func.namespace != "aten" or any(value.alias_info is not None for value in func._schema.returns):
         return False  # a write or a view
+    if not func._schema.returns or "rnn" in func.__name__:  # a check; kernels that read the grad mode
+        return False
     fakes = [x for x in leaves if isinstance(x, FakeTensor)]
     if any(x.layout != torch.strided for x in fakes) or any(isinstance(x, torch.Generator) for x in leaves):
         return False
@@ -80,14 +82,14 @@ def _key(value: Any) -> Any:
     return value.dtype, value.device, value.shape, value.stride()
 
 
-def _layouts_on_zeros(func: OpOverload, args: Any, kwargs: Any, fakes: list[FakeTensor]) -> list[Layout]:
-    """Returns the layouts of an op's results; those of the fake tensors if it does not take zeros."""
+def _layouts_on_ones(func: OpOverload, args: Any, kwargs: Any, fakes: list[FakeTensor]) -> list[Layout]:
+    """Returns the layouts of an op's results; those of the fake tensors if it does not take ones."""
     expected = [(fake.stride(), fake.dtype) for fake in fakes]
     try:
         with _disable_current_modes(), torch.no_grad(), _keeping_generators(func, fakes):
-            args, kwargs = tree_map_only(FakeTensor, _zeros, (args, kwargs))
+            args, kwargs = tree_map_only(FakeTensor, _ones, (args, kwargs))
             results = tree_leaves(func(*args, **kwargs))
-    except Exception:  # such as a solver, for which a matrix of zeros is singular
+    except Exception:  # such as a solver, for which a matrix of ones is singular
         return expected
     reals = [x for x in results if isinstance(x, Tensor)]
     if [x.shape for x in reals] != [fake.shape for fake in fakes]:
@@ -115,8 +117,12 @@ def _generator(device: torch.device) -> torch.Generator:
     return generators[device.index]
 
 
-def _zeros(fake: FakeTensor) -> Tensor:
-    """Returns zeros of the same layout, which may show an element several times."""
+def _ones(fake: FakeTensor) -> Tensor:
+    """Returns ones of the same layout, which may show an element several times; as integers, zeros.
+
+    A GPU would stop the process at an index out of range, and at probabilities of zero.
+    """
     last = sum((size - 1) * step for size, step in zip(fake.shape, fake.stride(), strict=True))
-    memory = torch.zeros(last + 1 if fake.numel() else 0, dtype=fake.dtype, device=fake.device)
+    make = torch.ones if fake.is_floating_point() else torch.zeros
+    memory = make(last + 1 if fake.numel() else 0, dtype=fake.dtype, device=fake.device)
     return memory.as_strided(fake.shape, fake.stride())

@@ -171,9 +171,9 @@ class Watch:
             return
         if on:
             self._watching = self._watching or self._compile()
-            self._compiled, amp.__dict__["_compiled"] = amp.__dict__["_compiled"], self._watching
-        else:
-            amp.__dict__["_compiled"], self._compiled = self._compiled, None
+            self._compiled, amp._compiled.run = amp._compiled.run, self._watching
+        elif self._compiled is not None:
+            amp._compiled.run, self._compiled = self._compiled, None
 
     def _compile(self) -> Callable:
         """Compiles just in time with a backend that watches; what is compiled already stays for later."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import time
 from collections.abc import Hashable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -12,31 +11,24 @@ import torch
 from torch import fx, nn
 
 from .._compat import compiled_calls, no_dispatch_modes, tracing_lock
-from ..capture import LOST_KEY, Code, Reads, is_capturing_here, keep_before_assignment, unlift
+from ..capture import Code, is_capturing_here
 from ..capture.guard_scope import GuardScope
-from ..errors import CaptureError, NoGraphError, warn_user
-from ..origin import module_names
-from ..passes.pipeline import rewrite
+from ..errors import CaptureError, NoGraphError
 from ..plan import Plan
 from ..training.scaler import LossScaler
-from .absent_ops import warn_of_absent_ops
-from .accepted_sizes import AcceptedSizes
 from .capture_lock import lock_of
 from .captured_graph import CapturedGraph, Runner, Timing
 from .coverage import CoverageWatch
 from .device import device_of
-from .export_call import export_call
+from .graph_maker import GraphMaker
 from .low_storage import LowStorage
 from .lowering import AotGraphs
 from .module_structure import Flags, Structure
 from .options import Options
 from .places import Places
-from .python_state import PythonState
-from .rule_targets import Targets, targets_of, warn_of_idle, warn_of_others
 from .shadow_weights import ShadowWeights
-from .siblings import Call, Siblings, Unplanned
+from .siblings import Call, Siblings
 from .signature import Likeness, Signature, signature_of
-from .written import lost_by_compilers, writes_of
 
 log = logging.getLogger("ampgraph")
 
@@ -99,13 +91,12 @@ class GraphCache:
         self._last: Found | None = None
         self._current: CapturedGraph | None = None
         self._current_flags: Flags | None = None
-        self._told: set[str] = set()
-        self._read: set[str] = set()
-        self._set: set[str] = set()
-        self._rule_targets: Targets | None = None
         self._runs_by: Runner | None = None
         self.watch = CoverageWatch(source, options)
         self.guard_scope = GuardScope(source, options.policy, bool(options.block))
+        self._maker = GraphMaker(
+            source, options, scaler, stored, self.shadows, self._siblings, self.guard_scope
+        )
         self._classes = Places()
         self._classes.settle()
 
@@ -309,7 +300,7 @@ class GraphCache:
         found = None
         if self._siblings is not None:
             found = self._siblings.find(call, self._scaler, self.shadows, check_rules=not self._graphs)
-        captured = found or self._captured(call, graphs)
+        captured = found or self._maker.captured(call, graphs, is_first=not self._graphs)
         captured.run_by(self._runs_by)
         flags = self._flags()  # level O3 may have stored parameters low
         graphs = self._graphs.get((flags, signature.kind), [])
@@ -318,7 +309,7 @@ class GraphCache:
         self._graphs[(flags, signature.kind)] = graphs
         self._drop_oldest()
         self._current, self._current_flags = captured, flags
-        self._warn_if_many(flags)
+        self._warn_if_many([v for (seen, _), found in self._graphs.items() if seen == flags for v in found])
         return captured
 
     def _drop_oldest(self) -> None:
@@ -334,99 +325,7 @@ class GraphCache:
         if self._siblings is not None:
             self._siblings.drop([oldest])
 
-    def _captured(self, call: Call, graphs: list[CapturedGraph]) -> CapturedGraph:
-        """Captures and rewrites; ``graphs`` are the model's earlier ones for such arguments."""
-        start = time.perf_counter()
-        with self._stored.as_float32():
-            program, reads = export_call(call, graphs)
-            seconds, start = time.perf_counter() - start, time.perf_counter()
-            graph_module, constants = unlift(program, self._source)
-            keep_before_assignment(graph_module, reads.assigned_buffers())
-            sizes = AcceptedSizes(graph_module, program.range_constraints, call.signature.shapes)
-            self.guard_scope.mark(graph_module, reads.code)
-            before = Unplanned(graph_module, self._options) if self._siblings is not None else None
-            captured = self._rewrite(graph_module, constants, call.signature, Timing(seconds, start))
-            captured.sizes = sizes
-        captured.state = PythonState(self._source, reads, call.args, call.kwargs)
-        is_compiled = self._options.backend != "eager"
-        if is_compiled and (lost := lost_by_compilers(captured.graph_module)):
-            warn_user(
-                f"{self._options.named(self._name)}: torch.compile loses what forward writes to "
-                f"{', '.join(lost)}, 0-dim float64 on a CPU. Store float32 values, or values of shape (1,)."
-            )
-        captured.writes = writes_of(captured.graph_module, call.args, call.kwargs, is_compiled)
-        if self._options.policy.level == "O3":
-            self._store_low(captured)
-        if before is not None and self._siblings is not None:
-            self._siblings.add(call, captured, reads, before)
-        self._warn_about(reads)
-        self.guard_scope.warn_if_unseen(self._options.named(self._name), [captured.graph_module])
-        return captured
-
-    def _rewrite(
-        self,
-        graph_module: fx.GraphModule,
-        constants: dict[str, torch.Tensor],
-        signature: Signature,
-        timing: Timing,
-    ) -> CapturedGraph:
-        """Rewrites; ``timing`` has the seconds of the capture and the time of its end."""
-        options = self._options
-        modules = module_names(self._source)
-        # A rule for a node that the first graph has may match none in another mode.
-        plan = rewrite(graph_module, options.policy, modules, check_rules=not self._graphs)
-        targets = targets_of(graph_module, plan, options.policy.rules, modules)
-        if self._rule_targets is None:
-            self._rule_targets = targets
-            warn_of_idle(options.named(self._name), [(graph_module, plan)], options.policy, modules)
-            warn_of_absent_ops(options.named(self._name), [graph_module], options.policy)
-        warn_of_others(options.named(self._name), self._rule_targets, targets, self._source.training)
-        timing = Timing(timing.capture, time.perf_counter() - timing.rewrite)
-        return CapturedGraph(
-            graph_module,
-            plan,
-            options,
-            self._scaler,
-            None,
-            signature.shapes,
-            constants,
-            timing,
-            self.shadows,
-            lost=graph_module.meta.get(LOST_KEY, ()),
-        )
-
-    def _store_low(self, captured: CapturedGraph) -> None:
-        """Frees the float32 memory of parameters, only at the first capture and in evaluation mode."""
-        freed = self._stored.decide(captured.graph_module, self._source.training)
-        captured.plan = self._stored.read(captured.graph_module, captured.plan)
-        for parameter in freed:
-            parameter.data = parameter.data.to(self._options.low_dtype)
-
-    def _warn_about(self, reads: Reads) -> None:
-        """Warns once about state that forward carries from call to call and a graph does not.
-
-        One capture may set what another one reads: forward may set it for long inputs only.
-        """
-        self._read.update(reads.paths().values())
-        self._set.update(reads.set_before_read())
-        carried = dict.fromkeys([*reads.lost_paths(), *sorted(self._read & self._set)])
-        lost = [path for path in carried if path not in self._told]
-        self._told.update(lost)
-        if only_set := [path for path in reads.only_set if path not in self._told]:
-            self._told.update(only_set)
-            warn_user(
-                f"{self._options.named(self._name)}: forward sets {', '.join(only_set)}. "
-                "A captured graph sets no attributes: return such values, or convert without example inputs."
-            )
-        if lost:
-            warn_user(
-                f"{self._options.named(self._name)}: forward reads {', '.join(lost)} and sets it for "
-                "the next call. A captured graph uses the value from the capture and does not set it. Store "
-                "it in a buffer, or convert without example inputs."
-            )
-
-    def _warn_if_many(self, flags: Flags) -> None:
-        graphs = [v for (seen, _), found in self._graphs.items() if seen == flags for v in found]
+    def _warn_if_many(self, graphs: list[CapturedGraph]) -> None:
         if len(graphs) != MANY_CAPTURES:
             return
         changed = sorted({path for v in graphs if v.state for path in v.state.changed()})

@@ -12,9 +12,11 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from ..proxy.all_parameters import all_parameters
+from .capture_lock import lock_of
+from .low_storage import LowStorage
 
 
-def own_error(source: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Exception | None:
+def own_error(source: nn.Module, stored: LowStorage, args: tuple, kwargs: dict[str, Any]) -> Exception | None:
     """Runs a copy of the source once and returns its error or None; the random state does not change.
 
     A source that cannot be copied runs itself; then only its buffers are put back.
@@ -23,7 +25,7 @@ def own_error(source: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Excepti
     """
     args, kwargs = tree_map_only(Tensor, _copied, (args, kwargs))
     try:
-        with _unchanged(source):
+        with lock_of(source).alone(), stored.as_float32(), _unchanged(source):
             _replica(source)(*args, **kwargs)
     except Exception as error:
         return error

@@ -1,0 +1,124 @@
+"""`CompiledSource`: a model that ``torch.compile`` captures just in time, part by part, at its calls."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from .._compat import compiled_by_dynamo, is_dynamo_error, tracing_lock
+from ..errors import AmpGraphError, did_you_mean, warn_user
+from ..guards import keep_errors_out_of_log, warn_about_uncaptured_guards
+from ..origin import module_names, names_of
+from ..policy.rules import NODE_PREFIX, RuleBook
+from ..training.scaler import LossScaler
+from .absent_ops import warn_of_absent_ops
+from .compiled_by_hooks import CompiledByHooks
+from .graph_cache import GraphCache
+from .low_storage import LowStorage
+from .options import Options
+from .own_error import own_error
+from .rule_targets import warn_of_idle
+
+
+class CompiledSource:
+    """Runs a model in its compiled form, and warns of what was not captured or decides nothing.
+
+    Args:
+        source: The model.
+        options: The conversion options.
+        graphs: Collects the graphs of the model.
+        scaler: Its loss scaler.
+        stored: Its parameters that are stored low.
+
+    Attributes:
+        run: The compiled form.
+    """
+
+    def __init__(
+        self,
+        source: nn.Module,
+        options: Options,
+        graphs: GraphCache,
+        scaler: LossScaler,
+        stored: LowStorage,
+    ) -> None:
+        self._source, self._options, self._graphs, self._scaler = source, options, graphs, scaler
+        self._stored, self._name = stored, options.named(type(source).__name__)
+        self._told_uncaptured = self._told_settings = False
+        self.run: Callable = self._compiled()
+
+    def _compiled(self) -> Callable:
+        from .dynamo_backend import make_backend
+
+        keep_errors_out_of_log()
+        graphs = self._graphs
+        modules = module_names(self._source)
+        graphs.note_classes()
+        backend = make_backend(
+            self._options, modules, graphs.add, self._scaler, graphs.shadows, graphs.guard_scope
+        )
+        compile_source = functools.partial(compiled_by_dynamo, self._source, graphs.watch.noting(backend))
+        return CompiledByHooks(self._source, compile_source, graphs, self._name)
+
+    def __call__(self, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Runs a call of the model."""
+        if torch.is_grad_enabled():
+            self._scaler.check_loop()
+        if not self._graphs.has_same_classes():
+            self._compile_again()
+        watch = self._graphs.watch
+        before = watch.before_call()
+        try:
+            with warn_about_uncaptured_guards():
+                result = self.run(*args, **kwargs)
+        except Exception as error:
+            if not is_dynamo_error(error):
+                raise
+            # Dynamo wraps what a backend raises.
+            inner = getattr(error, "inner_exception", None)
+            if not isinstance(inner, AmpGraphError):
+                inner = own_error(self._source, self._stored, args, kwargs)
+            if inner is None:
+                raise
+            raise inner from None
+        watch.after_call(before)
+        if not self._told_uncaptured:
+            self._warn_if_not_captured()
+        self._graphs.guard_scope.warn_if_unseen(self._name, (c.graph_module for c in self._graphs))
+        if not self._told_settings:
+            self._warn_about_settings()
+        return result
+
+    def _compile_again(self) -> None:
+        """Compiles for other methods of the model's classes; a capture replaces some while it lasts."""
+        with self._graphs.lock.alone(), tracing_lock():
+            if not self._graphs.has_same_classes():
+                self.run = self._compiled()
+
+    def _warn_if_not_captured(self) -> None:
+        if self._graphs:
+            return
+        self._told_uncaptured = True
+        see = "" if self._graphs.watch.is_told else ' convert(..., capture="ahead of time") shows the reason.'
+        warn_user(
+            f"{self._name} ran unconverted, in the source's dtypes: torch.compile captured no graph of it."
+            f"{see}"
+        )
+
+    def _warn_about_settings(self) -> None:
+        """Warns, of the graphs of the first call, about rules and listed ops that match or decide nothing."""
+        if not self._graphs:
+            return
+        self._told_settings = True
+        policy, modules = self._options.policy, module_names(self._source)
+        graphs = [(captured.graph_module, captured.plan) for captured in self._graphs]
+        names = [name for graph_module, _ in graphs for name in names_of(graph_module.graph)[0]]
+        for pattern in RuleBook(policy.rules, modules).unmatched(names):
+            near = did_you_mean(pattern, [NODE_PREFIX + name for name in names])
+            warn_user(f"{self._name}: rule {pattern!r} matches no op of its {len(graphs)} graphs.{near}")
+        warn_of_idle(self._name, graphs, policy, modules)
+        warn_of_absent_ops(self._name, [graph_module for graph_module, _ in graphs], policy)
