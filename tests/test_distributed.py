@@ -125,6 +125,22 @@ def _data_parallel(rank: int, how: str, options: dict) -> None:
     train(rank, wrapped, amp.scaler, copy_of(model), **options)
 
 
+def _in_buckets(rank: int) -> None:
+    model = nn.Sequential(*(nn.Linear(600, 600) for _ in range(4)))
+    amp = ampgraph.convert(model, dtype=torch.bfloat16)
+    wrapped = DistributedDataParallel(amp, bucket_cap_mb=2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        wrapped(torch.ones(2, 600)).sum().backward()
+    assert len(amp.graph_modules) > 1
+    assert amp.coverage.left_out == ()
+
+
+def test_data_parallel_that_splits_graphs_leaves_nothing_out(ranks) -> None:
+    """Dynamo splits a graph by the buckets of the wrapper."""
+    ranks.run(_in_buckets)
+
+
 def copy_of(model: nn.Module) -> nn.Module:
     copied = Net()
     copied.load_state_dict({k: whole(v) for k, v in model.state_dict().items()})

@@ -222,6 +222,7 @@ _NO_OPS = (
     "_local_scalar_dense",
     "torch._dynamo.graph_break()",
     "`print`",
+    "DDPOptimizer",
 )
 
 
