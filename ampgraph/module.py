@@ -26,6 +26,7 @@ from .guards import is_capturing
 from .plan import Plan
 from .policy.policy import Policy
 from .proxy.all_parameters import all_parameters
+from .proxy.module_parts import OF_EVERY_MODULE
 from .proxy.module_proxy import without_swapping
 from .proxy.wrappers import wraps
 from .report.converted import Converted
@@ -44,7 +45,7 @@ from .training.fsdp1 import MANAGED, refuse_fsdp1
 from .training.scaler import LossScaler
 
 # The attributes of a module for its hooks; a copy of a converted model has them.
-_HOOKS = frozenset(name for name in vars(nn.Module()) if "_hook" in name)
+_HOOKS = frozenset(n for n in OF_EVERY_MODULE if "_hook" in n and "state_dict" not in n)
 # An error names at most this many parts that a capture lost.
 NAMED = 3
 

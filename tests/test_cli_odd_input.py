@@ -42,6 +42,9 @@ def by_name():
 def one_dict():
     return Dict(4, 4), {"x": X}
 
+def misspelt():
+    return Masked(4, 4), {"x": X, "msk": X}
+
 def in_a_list():
     return nn.Linear(4, 4), [X]
 
@@ -173,6 +176,7 @@ def test_good_inputs_at_the_edge() -> None:
         (["explain", "os:abort"], "os:abort is a built-in function"),
         (["explain", "odd_models_of_a_user:quits"], "ends the program"),
         (["explain", OURS + "in_a_list"], "returned (model, list)"),
+        (["explain", OURS + "misspelt"], "Did you mean 'mask'"),
         (["explain", OURS + "wrong_kwargs"], "returned a list as kwargs"),
         (["explain", OURS + "by_name", "--input", "3x4"], "missing a required argument: 'mask'"),
         (["explain", OURS + "by_name", *KEYWORDS, "--input", "3x4"], "multiple values for argument 'x'"),

@@ -125,20 +125,21 @@ def _data_parallel(rank: int, how: str, options: dict) -> None:
     train(rank, wrapped, amp.scaler, copy_of(model), **options)
 
 
-def _in_buckets(rank: int) -> None:
+def _in_buckets(rank: int, backend: str, cap: float, graphs: int) -> None:
     model = nn.Sequential(*(nn.Linear(600, 600) for _ in range(4)))
-    amp = ampgraph.convert(model, dtype=torch.bfloat16)
-    wrapped = DistributedDataParallel(amp, bucket_cap_mb=2)
+    amp = ampgraph.convert(model, dtype=torch.bfloat16, backend=backend)
+    wrapped = DistributedDataParallel(amp, bucket_cap_mb=cap)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         wrapped(torch.ones(2, 600)).sum().backward()
-    assert len(amp.graph_modules) > 1
+    assert len(amp.graph_modules) == graphs
     assert amp.coverage.left_out == ()
 
 
-def test_data_parallel_that_splits_graphs_leaves_nothing_out(ranks) -> None:
-    """Dynamo splits a graph by the buckets of the wrapper."""
-    ranks.run(_in_buckets)
+@pytest.mark.parametrize(("backend", "cap", "graphs"), [("eager", 0.5, 1), ("aot_eager", 2, 3)])
+def test_data_parallel_in_buckets(ranks, backend: str, cap: float, graphs: int) -> None:
+    """Dynamo splits a graph by the buckets of the wrapper where a compiled backward runs."""
+    ranks.run(_in_buckets, backend, cap, graphs)
 
 
 def copy_of(model: nn.Module) -> nn.Module:

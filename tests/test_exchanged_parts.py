@@ -79,6 +79,10 @@ def _first_hook(m):
     m.last.register_forward_hook(lambda module, args, y: y * 9)
 
 
+def _another_dict_with_a_hook(m):
+    m.last._forward_hooks = OrderedDict({5: lambda module, args, y: y * 9})
+
+
 def _first_hook_in_another_dict(m):
     m.last._forward_hooks = OrderedDict()
     _first_hook(m)
@@ -91,6 +95,7 @@ CHANGES = {
     "attribute in the dict": lambda m: vars(m).update(gain=3),
     "first hook": _first_hook,
     "first hook in another dict": _first_hook_in_another_dict,
+    "another dict with a hook": _another_dict_with_a_hook,
     "forward": lambda m: vars(m.last).setdefault("forward", lambda x: x * 7),
     "untied weight": lambda m: setattr(m.last, "weight", parameter(8, 3.0)),
     "untied buffer": lambda m: setattr(m, "high", torch.full((8,), 5.0)),

@@ -279,6 +279,16 @@ def test_copies_have_the_hooks(copied, how):
     assert hook.seen is amp
 
 
+def test_hooks_of_the_state_run():
+    amp = convert(Net().eval(), "ahead of time", X)
+    seen = []
+    amp.register_state_dict_post_hook(lambda module, state, prefix, _: state.update(extra=torch.ones(1)))
+    amp.register_load_state_dict_pre_hook(lambda module, state, *_: seen.append(state.pop("extra")))
+    assert "extra" in nn.Sequential(amp).state_dict()
+    amp.load_state_dict(amp.state_dict())
+    assert len(seen) == 1
+
+
 def test_pickle_and_torch_save():
     amp = convert(Net().eval(), "ahead of time", X)
     again = pickle.loads(pickle.dumps(amp))

@@ -6,12 +6,14 @@ names its versions, these hold.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import time
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable
 from functools import partial
 from types import FunctionType, MethodType
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
@@ -20,6 +22,7 @@ from torch.fx import GraphModule, Node
 from torch.nn import Module, RNNBase
 from torch.utils.hooks import RemovableHandle
 
+from .modes import active_data_parallel
 from .quiet import ignore_contexts_of_dynamo
 from .tracing import compiled_calls
 from .version import VERSION
@@ -30,7 +33,9 @@ RECOMPILE_LIMIT = 64
 _F = TypeVar("_F", bound=Callable)
 
 
-def compiled_by_dynamo(model: Module, backend: str | Callable, **given: Any) -> Callable:
+def compiled_by_dynamo(
+    model: Module, backend: str | Callable, keeps_whole: bool = False, **given: Any
+) -> Callable:
     """Returns ``torch.compile(model, backend=backend, **given)``, isolated from other compiled models.
 
     Dynamo stores compiled code with the code of ``forward``, which all models of one class share, and stops
@@ -39,14 +44,19 @@ def compiled_by_dynamo(model: Module, backend: str | Callable, **given: Any) -> 
 
     torch 2.11 also omits the guards on parameters if a module's dict did not change, and ``requires_grad_()``
     does not change it. A model that ran frozen once then never gets gradients. torch 2.13 detects the change.
+
+    Inside ``DistributedDataParallel`` Dynamo splits graphs by its buckets, so that compiled backwards return
+    gradients early; with ``keeps_whole`` it does not.
     """
     ignore_contexts_of_dynamo()
     if any(isinstance(module, RNNBase) for module in model.modules()):
         if VERSION < (2, 13):  # Dynamo traces the op there, and no fake tensor can run it
             torch._dynamo.disallow_in_graph(torch._VF._pad_packed_sequence)
         # Dynamo skips them by default.
-        return torch._dynamo.config.patch(allow_rnn=True)(_compiled_apart(model, backend, **given))
-    return _compiled_apart(model, backend, **given)
+        return torch._dynamo.config.patch(allow_rnn=True)(
+            _compiled_apart(model, backend, keeps_whole, **given)
+        )
+    return _compiled_apart(model, backend, keeps_whole, **given)
 
 
 def with_own_code(cls: type[Module]) -> type[Module]:
@@ -65,32 +75,32 @@ def with_own_code(cls: type[Module]) -> type[Module]:
 _numbers = itertools.count()
 
 
-def _compiled_apart(model: Module, backend: str | Callable, **given: Any) -> Callable:
+def _compiled_apart(model: Module, backend: str | Callable, keeps_whole: bool, **given: Any) -> Callable:
     if VERSION >= (2, 13):
         apart = {"isolate_recompiles": True, "recompile_limit": RECOMPILE_LIMIT}
         if _has_hidden_forward(model):
-            return _guarding(_hook_guards, _compiled_method(model, backend, **apart, **given))
+            return _guarding(keeps_whole, _compiled_method(model, backend, **apart, **given))
         before = set(model.__dict__)
         compiled = torch.compile(model, backend=backend, **apart, **given)  # type: ignore[call-overload]
         # Attributes set on the result are stored on the model: torch's mark, Lightning's arguments (with the
         # backend, which cannot be pickled).
         for name in set(model.__dict__) - before:
             del model.__dict__[name]
-        return _guarding(_hook_guards, compiled)
+        return _guarding(keeps_whole, compiled)
     # In torch 2.11 each call with fullgraph sets a switch of the process and sets it back; calls from several
     # threads leave it set, and then Dynamo skips code everywhere.
     given["fullgraph"] = False
     if _has_hidden_forward(model):
-        return _guarding(_all_guards, _compiled_method(model, backend, **given))
+        return _guarding(keeps_whole, _compiled_method(model, backend, **given))
     own = FunctionType(_call_module.__code__.replace(), globals())
-    return _guarding(_all_guards, partial(torch.compile(own, backend=backend, **given), model))
+    return _guarding(keeps_whole, partial(torch.compile(own, backend=backend, **given), model))
 
 
-def _guarding(guards: _Guards, compiled: Callable) -> Callable:
+def _guarding(keeps_whole: bool, compiled: Callable) -> Callable:
     def call(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():  # `is_compiling` is true in every thread
             return compiled(*args, **kwargs)
-        with guards:
+        with _guards_of_whole if keeps_whole and active_data_parallel() else _guards:
             return compiled(*args, **kwargs)
 
     return call
@@ -128,7 +138,7 @@ def _call_module(self: Module, /, *args: Any, **kwargs: Any) -> Any:
 
 
 class _Guards:
-    """Enables guards that Dynamo omits by default: a process option, active while any thread is inside.
+    """Enables guards that Dynamo omits by default: process options, off while any thread is inside.
 
     Dynamo draws from a ``random.Random`` object while it captures, and guards on nothing. Inside, it breaks
     the graph there instead, as it does at generators of numpy (tried on torch 2.13).
@@ -137,45 +147,53 @@ class _Guards:
     traces. Inside, it leaves that out for functions that `returns_no_argument` marks (tried on torch 2.13).
     """
 
+    _inside: ClassVar[Counter[str]] = Counter()
+    _before: ClassVar[dict[str, Any]] = {}
+
     def __init__(self, *options: str) -> None:
-        self._replaced: list[tuple[type, str, Any, Any]] | None = None
-        self._inside, self._options, self._before = 0, options, (True,) * len(options)
+        self._options = options
 
     def __enter__(self) -> None:
-        config = torch._dynamo.config
+        config, inside = torch._dynamo.config, self._inside
         with compiled_calls.mutex:
-            if self._replaced is None:  # first: it raises if a torch has other names
-                self._replaced = [*_replacements()]
+            replaced = _replacements()  # first: it raises if a torch has other names
             compiled_calls.begin()
-            if self._inside == 0:
-                self._before = tuple(getattr(config, option) for option in self._options)
-                for option in self._options:
+            for option in self._options:
+                if not inside[option]:
+                    self._before[option] = getattr(config, option)
                     setattr(config, option, False)
-                for owner, name, _, other in self._replaced:
+                inside[option] += 1
+            if not inside[_ALL]:
+                for owner, name, _, other in replaced:
                     setattr(owner, name, other)
-            self._inside += 1
+            inside[_ALL] += 1
 
     def __exit__(self, *error: object) -> None:
+        inside = self._inside
         with compiled_calls.mutex:
             compiled_calls.end()
-            self._inside -= 1
-            if self._inside == 0:
-                for option, value in zip(self._options, self._before, strict=True):
-                    setattr(torch._dynamo.config, option, value)
-                for owner, name, value, _ in self._replaced or ():
+            for option in self._options:
+                inside[option] -= 1
+                if not inside[option]:
+                    setattr(torch._dynamo.config, option, self._before[option])
+            inside[_ALL] -= 1
+            if not inside[_ALL]:
+                for owner, name, value, _ in _replacements():
                     setattr(owner, name, value)
 
 
-def _replacements() -> Iterator[tuple[type, str, Any, Any]]:
-    """Yields (class, name, its value in torch, the value inside `_Guards`)."""
+@functools.cache
+def _replacements() -> tuple[tuple[type, str, Any, Any], ...]:
+    """Returns (class, name, its value in torch, the value inside `_Guards`)."""
     from torch._dynamo.variables.misc import RandomVariable
     from torch._functorch import autograd_function
 
     name = "is_supported_random_obj"
-    yield RandomVariable, name, vars(RandomVariable)[name], staticmethod(lambda _: False)
+    found = [(RandomVariable, name, vars(RandomVariable)[name], staticmethod(lambda _: False))]
     helper, name = getattr(autograd_function, "DynamoAutogradFunctionTraceHelper", None), "fwd_trace_helper"
     if helper is not None:
-        yield helper, name, vars(helper)[name], staticmethod(_trace_helper(getattr(helper, name)))
+        found.append((helper, name, vars(helper)[name], staticmethod(_trace_helper(getattr(helper, name)))))
+    return (*found,)
 
 
 def returns_no_argument(forward: Callable) -> Callable:
@@ -202,9 +220,11 @@ def _trace_helper(of_torch: Callable) -> Callable:
 
 _RETURNS_NO_ARGUMENT = "ampgraph_returns_no_argument"
 # Without it, hooks that modules gain or lose later are not seen.
-_HOOKS = "skip_nnmodule_hook_guards"
-_hook_guards = _Guards(_HOOKS)
-_all_guards = _Guards(_HOOKS, "skip_tensor_guards_with_matching_dict_tags")
+_ALL = "<all>"
+_OPTIONS = ["skip_nnmodule_hook_guards"]
+if VERSION < (2, 13):
+    _OPTIONS.append("skip_tensor_guards_with_matching_dict_tags")
+_guards, _guards_of_whole = _Guards(*_OPTIONS), _Guards(*_OPTIONS, "optimize_ddp")
 
 
 def hooks_registered() -> int:

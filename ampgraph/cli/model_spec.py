@@ -245,10 +245,11 @@ def _examples(
 
 
 def _are_keywords(model: nn.Module, values: Mapping[Any, Any]) -> bool:
-    """Whether values are forward's arguments by name, and not one argument that is a dict."""
-    if not values or not values.keys() <= _parameters(model.forward).keys():
+    """Whether values are forward's arguments by name, some of them wrong, and not one argument, a dict."""
+    parameters = _parameters(model.forward).keys()
+    if len(parameters) == 1 and not values.keys() <= parameters:
         return False
-    return _mismatch(model, (), values) is None
+    return not values.keys().isdisjoint(parameters)
 
 
 def _mismatch(model: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> TypeError | None:

@@ -11,6 +11,7 @@ from torch import nn
 
 from ..errors import CaptureError
 from .bound_proxy import bound_proxy, is_method_of, rebound
+from .module_parts import OF_EVERY_MODULE
 from .special_methods import class_with_methods_of, follow_overrides
 
 _SHARED = (
@@ -19,6 +20,8 @@ _SHARED = (
     "_modules",
     "_non_persistent_buffers_set",
 )
+# Hooks of ``state_dict`` and ``load_state_dict``, which are the source's.
+_STATE_HOOKS = tuple(name for name in OF_EVERY_MODULE if "state_dict" in name)
 # Methods about calls of the proxy: FSDP2's fully_shard, register_full_backward_hook, compile.
 _OWN = ("__class__", "_is_full_backward_hook", "_compiled_call_impl")
 
@@ -61,7 +64,8 @@ class ModuleProxy(nn.Module):
         training = source.training
         super().__init__()
         source.training = training  # nn.Module's own __init__ sets it
-        self.__dict__.update({name: source.__dict__[name] for name in _SHARED})
+        shared = (*_SHARED, *_STATE_HOOKS)
+        self.__dict__.update({name: source.__dict__[name] for name in shared if name in source.__dict__})
 
     @property
     def training(self) -> bool:

@@ -50,8 +50,8 @@ def source_of(amp: object) -> tuple[Source, str]:
     if isinstance(amp, Converted):
         modules = module_names(amp.source)
         name, stores_low = view.graph_name(amp), _stores_low(amp)
-        source = Source(amp.graph_module, amp.plan, amp.policy, name, modules, stores_low, amp.coverage)
-        return source, _position(amp)
+        graph_module, plan, position = _current(amp)
+        return Source(graph_module, plan, amp.policy, name, modules, stores_low, amp.coverage), position
     graph_module, plan = view.rewritten(amp)
     return Source(graph_module, plan, _policy_of(graph_module), view.graph_name(amp)), ""
 
@@ -187,8 +187,13 @@ def _policy_of(graph_module: GraphModule) -> Policy:
     return policy
 
 
-def _position(amp: Converted) -> str:
-    return f"{amp.graph_modules.index(amp.graph_module) + 1} of {len(amp.graph_modules)}"
+def _current(amp: Converted) -> tuple[GraphModule, Plan, str]:
+    """Returns the current graph, its plan, and which of the model's graphs it is, as ``"1 of 2"``."""
+    while True:
+        graph_module, plan, graphs = amp.graph_module, amp.plan, amp.graph_modules
+        places = [at for at, graph in enumerate(graphs, 1) if graph is graph_module]
+        if places and amp.graph_module is graph_module:  # no other thread called the model meanwhile
+            return graph_module, plan, f"{places[0]} of {len(graphs)}"
 
 
 def _widened(graph_module: GraphModule, plan: Plan) -> dict[str, list[str]]:

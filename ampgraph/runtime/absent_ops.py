@@ -24,7 +24,8 @@ def warn_of_absent_ops(model: str, graphs: Iterable[GraphModule], policy: Policy
     held = set(_names(graphs))
     for name, rule in listed.items():
         usual = next((form for form in _usual_forms(name) if form in held), None)
-        if name in held or usual is None or usual in listed:
+        others = (other.split(".")[:2] for other in listed if other != name)
+        if name in held or usual is None or usual.split(".") in others:
             continue
         warn_user(
             f"{model}: the policy lists {name!r} as {rule.cls}, and the model's graph has no such op. It has "

@@ -61,7 +61,10 @@ class CompiledSource:
         backend = make_backend(
             self._options, modules, graphs.add, self._scaler, graphs.shadows, graphs.guard_scope
         )
-        compile_source = functools.partial(compiled_by_dynamo, self._source, graphs.watch.noting(backend))
+        backend = graphs.watch.noting(backend)
+        # Its backward gives gradients one by one in any case.
+        keeps_whole = self._options.backend == "eager"
+        compile_source = functools.partial(compiled_by_dynamo, self._source, backend, keeps_whole)
         return CompiledByHooks(self._source, compile_source, graphs, self._name)
 
     def __call__(self, args: tuple, kwargs: dict[str, Any]) -> Any:

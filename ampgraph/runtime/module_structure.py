@@ -48,7 +48,8 @@ class Structure:
         self._own_forward = [held for held in own if "forward" in held]
         self._no_forward = [held for held in own if "forward" not in held]
         self._hooked = [held for o in own for name in HOOKS if (held := o.get(name))]
-        self._unhooked = [(o, name) for o in own for name in HOOKS if not o.get(name)]
+        unhooked = [(o, name) for o in own for name in HOOKS if not o.get(name)]
+        self._unhooked, self._unhooked_names = [o for o, _ in unhooked], [name for _, name in unhooked]
         # Code may give a module another dict: ``module._forward_hooks = OrderedDict()``.
         places = [(o, name, o[name]) for o in own for name in (*TABLES, *HOOKS) if o.get(name)]
         self._owners = [owner for owner, _, _ in places]
@@ -96,17 +97,21 @@ class Structure:
             and not any(self._empty)
             and not any(map(dict.__contains__, self._no_forward, repeat("forward")))
             and self._seen == self._now()
-            and not self._has_new_hooks()
+            and not self._has_hooks()
         )
 
     def _has_new_hooks(self) -> bool:
         """Whether a module without hooks has one now; checks only if any hook was registered since."""
         if (count := hooks_registered()) == self._hook_count:
             return False
-        if any(own.get(name) for own, name in self._unhooked):
+        if self._has_hooks():
             return True
         self._hook_count = count
         return False
+
+    def _has_hooks(self) -> bool:
+        """Whether a module without hooks has one now; code may give it another dict of them."""
+        return any(map(dict.get, self._unhooked, self._unhooked_names))
 
     def _now(self) -> tuple[Sequence[object], ...]:
         flatten = chain.from_iterable
