@@ -1,7 +1,7 @@
 """Private APIs of torch.compile and AOTAutograd. Tried on torch 2.11, 2.13, 2.14 and 2.15.
 
-`compiled_by_dynamo`, `keep_dynamo_out` and `run_by_autograd` as they are now: on 2.13 alone. Where a function
-names its versions, these hold.
+`compiled_by_dynamo` as it is now: on 2.11, 2.13 and 2.14; `keep_dynamo_out` and `run_by_autograd`: on 2.13
+alone. Where a function names its versions, these hold.
 """
 
 from __future__ import annotations

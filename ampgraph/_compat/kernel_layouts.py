@@ -1,4 +1,4 @@
-"""Fake tensors with the strides and dtypes of kernels. Tried on torch 2.13."""
+"""Fake tensors with the strides and dtypes of kernels. Tried on torch 2.11, 2.13 and 2.14."""
 
 from __future__ import annotations
 
