@@ -324,3 +324,13 @@ def test_the_same_policy_once_more_costs_the_same(level):
     explanation = ampgraph.explain(amp)
     again = explanation.under(amp.policy)
     assert (again.totals, again.baselines) == (explanation.totals, explanation.baselines)
+
+
+def test_a_model_whose_parts_changed_explains_its_last_graph():
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+    amp = ampgraph.convert(model, (torch.ones(2, 8),), dtype=torch.bfloat16)
+    assert ampgraph.explain(amp).graph == "1 of 1"
+    model[0] = nn.Linear(8, 8, bias=False)
+    assert ampgraph.explain(amp).graph == ""
+    amp(torch.ones(2, 8))
+    assert ampgraph.explain(amp).graph == "1 of 1"

@@ -36,10 +36,8 @@ def frames() -> Iterator[FrameType]:
 
 def is_foreign(cls: type) -> bool:
     """Whether a class is Python's or torch's, or compiled: its behaviour is not a setting of a model."""
-    module: object = cls.__module__
-    return not isinstance(module, str) or is_foreign_module(
-        module
-    )  # of Cython's functions it is a descriptor
+    module: object = cls.__module__  # a descriptor, of Cython's functions
+    return not isinstance(module, str) or is_foreign_module(module)
 
 
 def is_foreign_module(module: str) -> bool:

@@ -188,12 +188,16 @@ def _policy_of(graph_module: GraphModule) -> Policy:
 
 
 def _current(amp: Converted) -> tuple[GraphModule, Plan, str]:
-    """Returns the current graph, its plan, and which of the model's graphs it is, as ``"1 of 2"``."""
-    while True:
-        graph_module, plan, graphs = amp.graph_module, amp.plan, amp.graph_modules
-        places = [at for at, graph in enumerate(graphs, 1) if graph is graph_module]
-        if places and amp.graph_module is graph_module:  # no other thread called the model meanwhile
-            return graph_module, plan, f"{places[0]} of {len(graphs)}"
+    """Returns the current graph, its plan, and which of the model's graphs it is, as ``"1 of 2"``.
+
+    A graph from before a change of the model's parts is none of them; then the text is empty.
+    """
+    graph_module, plan = amp.graph_module, amp.plan
+    while amp.graph_module is not graph_module:  # another thread called the model meanwhile
+        graph_module, plan = amp.graph_module, amp.plan
+    graphs = amp.graph_modules
+    places = [at for at, graph in enumerate(graphs, 1) if graph is graph_module]
+    return graph_module, plan, f"{places[0]} of {len(graphs)}" if places else ""
 
 
 def _widened(graph_module: GraphModule, plan: Plan) -> dict[str, list[str]]:

@@ -1,4 +1,4 @@
-"""An optimizer with fake tensors in the places of its own, for a trace of its step."""
+"""Gives an optimizer fake tensors for its parameters and state, while a trace records its step."""
 
 from __future__ import annotations
 

@@ -37,11 +37,13 @@ def _casts_read(facts: Facts) -> dict[Node, Node]:
         if fact.dtype is not torch.float32 or fact.dtype_source is not node:
             continue
         if is_cast(node):
-            casts |= {node: node} if facts[node.all_input_nodes[0]].dtype is torch.float32 else {}
-            continue
-        read = [owner for owner in _followed(node, facts) if owner in casts]
-        if read and fact.op_class not in (None, OpClass.WHITE):
-            casts[node] = casts[read[0]]
+            read = [node] if facts[node.all_input_nodes[0]].dtype is torch.float32 else []
+        elif fact.op_class in (None, OpClass.WHITE):
+            read = []
+        else:
+            read = [casts[owner] for owner in _followed(node, facts) if owner in casts]
+        if read:
+            casts[node] = read[0]
     return casts
 
 
