@@ -565,3 +565,18 @@ def test_the_garbage_collector_pauses_and_is_as_before(was_enabled: bool, fails:
         assert gc.isenabled() is was_enabled
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("keeps_frozen", [True, False])
+def test_the_next_collection_does_not_visit_the_analysis(keeps_frozen: bool) -> None:
+    graph_module = captured(LAYERS, X)
+    gc.collect()
+    try:
+        if keeps_frozen:
+            gc.freeze()
+        rewrite(graph_module, Policy("O2", dtype=torch.float16))
+        assert bool(gc.get_freeze_count()) is keeps_frozen
+        if not keeps_frozen:
+            assert not any(isinstance(o, fx.Node) for o in gc.get_objects(generation=0))
+    finally:
+        gc.unfreeze()
