@@ -117,7 +117,8 @@ def cost_of_casts(problem: Problem, labels: Labels, casts_of: Demands, shared: b
 
 def bytes_of(moved: Mapping[Node | Precision, int], labels: Labels) -> int:
     """Returns the bytes of elements whose width is a node's label, or is fixed."""
-    low_elements = sum([elements for owner, elements in moved.items() if labels.get(owner, owner) is LOW])
+    # A fixed dtype is an owner, and no node.
+    low_elements = sum([n for owner, n in moved.items() if labels.get(owner, owner) is LOW])  # type: ignore[arg-type]
     return LOW_BYTES * low_elements + FP32_BYTES * (sum(moved.values()) - low_elements)
 
 
