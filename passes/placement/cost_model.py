@@ -117,8 +117,9 @@ def cost_of_casts(problem: Problem, labels: Labels, casts_of: Demands, shared: b
 
 def bytes_of(moved: Mapping[Node | Precision, int], labels: Labels) -> int:
     """Returns the bytes of elements whose width is a node's label, or is fixed."""
-    # A fixed dtype is an owner, and no node.
-    low_elements = sum([n for owner, n in moved.items() if labels.get(owner, owner) is LOW])  # type: ignore[arg-type]
+    low: set[Node | Precision] = {LOW}
+    low.update([node for node, label in labels.items() if label is LOW])
+    low_elements = sum([elements for owner, elements in moved.items() if owner in low])
     return LOW_BYTES * low_elements + FP32_BYTES * (sum(moved.values()) - low_elements)
 
 
