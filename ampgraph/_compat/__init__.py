@@ -27,7 +27,12 @@ from .dynamo import (
     run_by_autograd,
     with_own_code,
 )
-from .exporting import no_copies_into_buffers, sizes_written_as_numbers, telling_no_export
+from .exporting import (
+    no_copies_into_buffers,
+    sizes_written_as_numbers,
+    telling_no_export,
+    traced_nodes_forgotten,
+)
 from .fake_tensors import (
     accept_real_constants,
     dtypes_of,
@@ -214,6 +219,7 @@ __all__ = [
     "telling_no_export",
     "times_asked",
     "times_asked_in_all",
+    "traced_nodes_forgotten",
     "tracing_lock",
     "waited",
     "watch_data",

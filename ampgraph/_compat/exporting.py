@@ -10,10 +10,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.fx.experimental import proxy_tensor
 
 from .replaced_attribute import replaced
 
 _ANSWER = "_answer_of_ampgraph"
+_TRACED_NODES = "_FAKE_TENSOR_ID_TO_PROXY_MAP_FOR_EXPORT"
 _HOOK = "register_buffer_assignment_hook"
 # They print the names of symbols.
 _PRINTS_NAMES = ("torch", "sympy", "logging")
@@ -90,6 +92,19 @@ def no_copies_into_buffers(is_here: Callable[[], bool]) -> contextlib.AbstractCo
         return register(root, {} if is_here() else assigned)
 
     return replaced(_trace, _HOOK, register_unless_here)
+
+
+@contextlib.contextmanager
+def traced_nodes_forgotten() -> Iterator[None]:
+    """Drops the table of nodes that torch.export keeps until the next export.
+
+    A node leads to its graph, and so to the graph module and the parameters of a model. Tried on torch 2.13
+    and 2.14.
+    """
+    try:
+        yield
+    finally:
+        getattr(proxy_tensor, _TRACED_NODES, {}).clear()
 
 
 def _module(frame: FrameType) -> str:

@@ -26,6 +26,7 @@ from .._compat import (
     quiet_export,
     sizes_written_as_numbers,
     telling_no_export,
+    traced_nodes_forgotten,
     tracing_lock,
     whole_grad_regions,
 )
@@ -174,6 +175,7 @@ def _has_transforms(program: ExportedProgram) -> bool:
     return any(name.endswith("_increment_nesting") for name in names)
 
 
+@traced_nodes_forgotten()
 def _traced(
     model: nn.Module,
     args: tuple,
