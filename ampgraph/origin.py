@@ -15,6 +15,8 @@ from .own_files import AMPGRAPH, TORCH
 
 _ITEM = re.compile(r"\[['\"]?([^'\"\]]*)['\"]?\]")
 _SELF = re.compile(r"^L\[['\"]?\w+['\"]?\]\.?|^L__self___?")
+_GETATTR = re.compile(r"^getattr\((?P<of>.*), (?P<quote>['\"])(?P<name>.*)(?P=quote)\)(?P<rest>.*)$")
+_OF_DYNAMO = ("L[", "L__self__")
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 # Code that is not the user's: torch, ampgraph's own calls during a capture, and generated code.
 _NOT_USERS = (TORCH, AMPGRAPH, "<")
@@ -81,7 +83,16 @@ def _common_prefix(scopes: Sequence[tuple[Part, ...]]) -> tuple[Part, ...]:
 
 
 def clean_path(path: str) -> str:
-    """Turns the name that a capture front end gives a module into its ``named_modules()`` path."""
+    """Turns the name that a capture front end gives a module into its ``named_modules()`` path.
+
+    torch.export gives the path. Dynamo gives an expression: ``L['self'].layers[0]`` or, for names that are no
+    identifiers, ``getattr(L['self'], 'block[0]')``.
+    """
+    if found := _GETATTR.match(path):
+        of, name, rest = clean_path(found["of"]), found["name"], found["rest"].lstrip(".")
+        return ".".join(part for part in (of, name, rest) if part)
+    if not path.startswith(_OF_DYNAMO):
+        return path
     path = _SELF.sub("", path)
     path = _ITEM.sub(r".\1", path)
     parts = [p for p in path.split(".") if p and p != "_modules"]

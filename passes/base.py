@@ -120,11 +120,10 @@ def _run_all(graph_module: GraphModule, passes: Iterable[Pass], hook: Hook | Non
     before: list[_Held] = []
     for step in passes:
         start = time.perf_counter()
-        if step.edits:
-            before = []
-        elif not before:  # passes that do not edit share one
+        if not before:  # passes that change nothing share one
             before = [_held(node) for node in graph_module.graph.nodes]
         changed = _run_one(step, graph_module, before)
+        before = [] if changed else before
         seconds = time.perf_counter() - start
         workspace(graph_module).seconds[step.name] = seconds
         modified |= changed
@@ -146,6 +145,10 @@ def _run_one(step: Pass, graph_module: GraphModule, before: list[_Held]) -> bool
     try:
         step.requires(graph_module)
         changed = step(graph_module).modified
+        if not isinstance(changed, bool):
+            raise PassError(
+                f"pass {step.name!r} returned {changed!r}; legal: True if it edited the graph, else False."
+            )
         if changed:
             graph_module.graph.lint()
         step.ensures(graph_module)
@@ -153,8 +156,10 @@ def _run_one(step: Pass, graph_module: GraphModule, before: list[_Held]) -> bool
         raise
     except Exception as error:
         raise PassError(f"pass {step.name!r} failed: {type(error).__name__}: {error}") from error
-    if not step.edits:
-        _check_untouched(step, graph_module, changed, before)
+    if changed and not step.edits:
+        raise PassError(f"pass {step.name!r} is analysis and must not edit the graph.")
+    if not changed:
+        _check_untouched(step, graph_module, before)
     return changed
 
 
@@ -163,17 +168,22 @@ def _held(node: Node) -> _Held:
     return (node, node.target, node.args, node.kwargs, *node.meta, *node.meta.values())
 
 
-def _check_untouched(step: Pass, graph_module: GraphModule, changed: bool, before: list[_Held]) -> None:
-    """Raises `PassError` if an analysis pass edited the graph or wrote the metadata of a node."""
+def _check_untouched(step: Pass, graph_module: GraphModule, before: list[_Held]) -> None:
+    """Raises `PassError` if a pass edited the graph and did not say so, or, as analysis, wrote metadata."""
     nodes = list(graph_module.graph.nodes)
-    if changed or len(nodes) != len(before):
-        raise PassError(f"pass {step.name!r} is analysis and must not edit the graph.")
+    edited = (
+        "is analysis and must not edit the graph" if not step.edits else "edited the graph and returned False"
+    )
+    if len(nodes) != len(before):
+        raise PassError(f"pass {step.name!r} {edited}.")
     for node, held in zip(nodes, before, strict=True):
         now = _held(node)
         if len(held) == len(now) and not any(map(is_not, held, now)):
             continue
         if any(map(is_not, held[:_META], now[:_META])):
-            raise PassError(f"pass {step.name!r} is analysis and must not edit the graph: {node.name!r}.")
+            raise PassError(f"pass {step.name!r} {edited}: {node.name!r}.")
+        if step.edits:
+            continue
         raise PassError(
             f"pass {step.name!r} is analysis and must not write node.meta: {_differing(held, now)} of "
             f"{node.name!r}; its findings belong in the workspace."

@@ -501,6 +501,31 @@ def test_analysis_that_edits_is_named(silent):
         run_passes(captured(LAYERS, X), [EditingAnalysis(silent)])
 
 
+@dataclass(frozen=True)
+class Returning(Pass):
+    """Edits a node, or not, and returns something."""
+
+    edit: bool
+    result: object
+    name: ClassVar[str] = "returning"
+
+    def run(self, graph_module):
+        if self.edit:
+            nodes_of(graph_module, "gelu")[0].target = aten.relu.default
+        return self.result
+
+
+def test_a_pass_that_edits_and_does_not_say_so_is_named():
+    with pytest.raises(PassError, match="'returning' edited the graph and returned False: 'gelu'"):
+        run_passes(captured(LAYERS, X), [Returning(True, False)])
+
+
+@pytest.mark.parametrize("result", [None, 1, "no"])
+def test_a_pass_that_returns_no_answer_is_named(result):
+    with pytest.raises(PassError, match=f"'returning' returned {result!r}; legal: True .*False"):
+        run_passes(captured(LAYERS, X), [Returning(True, result)])
+
+
 @pytest.mark.parametrize(
     "step", [InsertCasts(), PlaceCasts(Policy(dtype=LOW)), Verify()], ids=lambda p: p.name
 )

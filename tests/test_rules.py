@@ -159,6 +159,45 @@ def test_the_backend_of_torch_compile_takes_the_modules_from_the_graph(rule):
     assert dtype_of(found[0], "linear") == expected
 
 
+@pytest.mark.parametrize("rule", ["liner", "node:liner"])
+def test_the_backend_of_torch_compile_warns_of_a_rule_that_matches_nothing(rule):
+    torch._dynamo.reset()
+    model = torch.compile(Named(), backend="ampgraph", options={"dtype": BF16, "rules": {rule: "fp32"}})
+    with pytest.warns(UserWarning, match=f"{rule!r} .*matches no module.*Did you mean"):
+        model(torch.randn(3, 8))
+
+
+def test_the_backend_of_torch_compile_warns_of_a_loss_scale():
+    torch._dynamo.reset()
+    options = {"dtype": torch.float16, "loss_scale": ampgraph.DynamicLossScale()}
+    with pytest.warns(UserWarning, match=r"loss_scale=DynamicLossScale.* has no effect.*GradScaler"):
+        torch.compile(Named(), backend="ampgraph", options=options)(torch.randn(3, 8))
+
+
+@pytest.mark.parametrize("capture", ["ahead of time", "just in time"])
+@pytest.mark.parametrize(
+    ("rule", "expected"), [("block[[]0]", [FP32, BF16, BF16]), ("block.0", [BF16, FP32, BF16])]
+)
+def test_names_with_brackets_are_their_own(capture, rule, expected):
+    class Brackets(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.add_module("block[0]", nn.Linear(8, 8))
+            self.block = nn.ModuleList([nn.Linear(8, 8)])
+            self.add_module("x['y']", nn.Linear(8, 8))
+
+        def forward(self, x):
+            return getattr(self, "x['y']")(self.block[0](getattr(self, "block[0]")(x)))
+
+    torch._dynamo.reset()
+    x, policy = torch.randn(3, 8), Policy(dtype=BF16, rules={rule: "fp32"})
+    amp = ampgraph.convert(Brackets(), (x,), policy=policy, capture=capture)
+    amp(x)
+    assert linears(amp) == expected
+    modules = [row.module for row in ampgraph.explain(amp).nodes if row.op == "aten.linear"]
+    assert modules == ["block[0]", "block.0", "x['y']"]
+
+
 def test_a_body_of_a_branch_knows_the_modules_of_the_whole():
     class Branches(nn.Module):
         def __init__(self):

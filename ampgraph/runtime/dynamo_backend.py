@@ -24,6 +24,7 @@ from ..origin import names_of
 from ..passes import Pass, ReadShadows, run_passes
 from ..passes.pipeline import rewrite
 from ..plan import Plan
+from ..policy.loss_scale import NoLossScale
 from ..policy.policy import LOW_DTYPES, Policy
 from ..policy.rules import NODE_PREFIX, ModulePaths, RuleBook
 from ..training.distributed import spread_error
@@ -45,6 +46,7 @@ from .first_nonfinite import look_for
 from .graph_copies import copy_graph
 from .lowering import AotGraphs, backend_for
 from .options import Options
+from .rule_targets import warn_of_unmatched
 from .shadow_weights import SHADOW_PREFIX, ShadowWeights
 
 Record = Callable[[fx.GraphModule, Plan, AotGraphs, Timing, Sequence[Any]], None]
@@ -250,29 +252,37 @@ def ampgraph_backend(graph_module: fx.GraphModule, inputs: list, **given: Any) -
     Raises:
         PolicyError: An option is not known.
     """
-    given = {**(given.pop("options", None) or {}), **given}
-    mode = given.pop("mode", None)
-    policy = given.pop("policy", None)
-    backend = given.pop("backend", None)
-    legal = Policy.__dataclass_fields__
-    for name in given:
-        if name not in legal:
-            raise PolicyError(f"ampgraph backend: unknown option {name!r}.{did_you_mean(name, legal)}")
-    policy = Policy.of(policy) if policy is not None else Policy()
-    policy = policy.replace(**given)
-    device = device_of_tensors(inputs)
-    if policy.dtype is None:
-        policy = policy.replace(dtype=_autocast_dtype(device))
-    backend, mode = choose_backend(backend, mode, device)
-    options = Options(policy.resolved(device, backend, mode), backend, mode)
-    shadows = ShadowWeights(None, options.low_dtype) if policy.keeps_low_copies else None
+    options = _options({**(given.pop("options", None) or {}), **given}, device_of_tensors(inputs))
+    shadows = ShadowWeights(None, options.low_dtype) if options.policy.keeps_low_copies else None
+
+    def check(rewritten: fx.GraphModule, *_: Any) -> None:
+        warn_of_unmatched(rewritten, options.policy)
+
     with no_ambient_autocast():
-        compiled = make_backend(options, shadows=shadows)(graph_module, inputs)
+        compiled = make_backend(options, record=check, shadows=shadows)(graph_module, inputs)
 
     def run(*args: Any) -> Any:
         return without_callers_autocast(compiled, *args)
 
     return run
+
+
+def _options(given: dict[str, Any], device: torch.device) -> Options:
+    mode, policy, backend = (given.pop(name, None) for name in ("mode", "policy", "backend"))
+    legal = Policy.__dataclass_fields__
+    for name in given:
+        if name not in legal:
+            raise PolicyError(f"ampgraph backend: unknown option {name!r}.{did_you_mean(name, legal)}")
+    policy = (Policy.of(policy) if policy is not None else Policy()).replace(**given)
+    if policy.dtype is None:
+        policy = policy.replace(dtype=_autocast_dtype(device))
+    if policy.loss_scale is not None and not isinstance(policy.loss_scale, NoLossScale):
+        warn_user(
+            f"ampgraph backend: loss_scale={policy.loss_scale} has no effect, because a backend sees no "
+            "optimizer. Use torch.amp.GradScaler, or ampgraph.convert."
+        )
+    backend, mode = choose_backend(backend, mode, device)
+    return Options(policy.resolved(device, backend, mode), backend, mode)
 
 
 def _autocast_dtype(device: torch.device) -> torch.dtype | None:

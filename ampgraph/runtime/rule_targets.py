@@ -8,11 +8,11 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import fx
 
-from ..errors import warn_user
-from ..origin import is_item, module_path, module_paths_of, op_name, user_line
+from ..errors import did_you_mean, warn_user
+from ..origin import is_item, module_path, module_paths_of, names_of, op_name, user_line
 from ..plan import Decision, Plan
 from ..policy.policy import Policy
-from ..policy.rules import ModulePaths, RuleBook
+from ..policy.rules import NODE_PREFIX, ModulePaths, RuleBook
 
 # For each pattern, how often it matches an op of a module at a line.
 Targets = dict[str, Counter[tuple[str, str, str]]]
@@ -46,6 +46,20 @@ def warn_of_others(model: str, first: Targets, here: Targets, training: bool) ->
             f"{model}: rule {pattern!r} matches {_words(here[pattern])} in this graph ({mode} mode), and "
             f"{_words(first[pattern])} in the first. Node names belong to one graph: write {instead}, or "
             "convert the model in this mode with rules for its names."
+        )
+
+
+def warn_of_unmatched(graph_module: fx.GraphModule, policy: Policy) -> None:
+    """Warns of rules that match nothing in a graph, where the other graphs of its model are not known."""
+    if not policy.rules:
+        return
+    ops, _ = names_of(graph_module.graph)
+    around = {path for node in graph_module.graph.nodes for path in module_paths_of(node)}
+    for pattern in RuleBook(policy.rules, around).unmatched(ops):
+        near = did_you_mean(pattern, [*around, *(NODE_PREFIX + name for name in ops)])
+        warn_user(
+            f"ampgraph backend: rule {pattern!r} ({policy.rules[pattern]}) matches no module and no node of "
+            f"this graph of {len(ops)} ops. It has an effect only if another graph of the model has it.{near}"
         )
 
 

@@ -14,6 +14,7 @@ must stay in the source's dtype:
 - *differences* of parameters and what leads from them into logarithms and other steep functions, likewise.
 - *linear systems*: kept values that lead into a decomposition or a solver, which magnify errors, too.
 - *sums of exact and low values* that are results or that differences read (see `exact_parts`); not at O3.
+- *long sums* that are added term by term (see `running_sums`); not at O3.
 - *decisions*: kept values that lead to integers, booleans, other dtypes, indices, and steps such as
   ``round``. So none is taken on less than the autocast rule computes it from.
 - *angles*: kept values that lead into a periodic function, likewise.
@@ -40,6 +41,7 @@ from .facts import Facts, NodeFacts, tensors
 from .graph_walk import kind, operands, values_read
 from .precision import Precision
 from .problem import Hazard
+from .running_sums import find_running_sums
 from .traces import Trace, Tracer
 
 
@@ -61,7 +63,7 @@ def find_hazards(
     """
     tracer = Tracer(graph_module, facts, fixed, low_dtype, lowers_black)
     needed: dict[Node, Hazard] = {}
-    sums = {} if lowers_black else find_exact_parts(tracer)
+    sums = {} if lowers_black else find_running_sums(tracer) | find_exact_parts(tracer)
     waiting = [(h.because, h) for h in sums.values() if h.because and not tracer.traces[h.because].moved]
     waiting += _starts(tracer)
     while waiting:
