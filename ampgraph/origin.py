@@ -17,6 +17,8 @@ _ITEM = re.compile(r"\[['\"]?([^'\"\]]*)['\"]?\]")
 _SELF = re.compile(r"^L\[['\"]?\w+['\"]?\]\.?|^L__self___?")
 _GETATTR = re.compile(r"^getattr\((?P<of>.*), (?P<quote>['\"])(?P<name>.*)(?P=quote)\)(?P<rest>.*)$")
 _OF_DYNAMO = ("L[", "L__self__")
+# torch.export's word for a node that it adds outside of every module, for sizes.
+_NO_MODULE = "_empty_nn_module_stack_from_metadata_hook"
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 # Code that is not the user's: torch, ampgraph's own calls during a capture, and generated code.
 _NOT_USERS = (TORCH, AMPGRAPH, "<")
@@ -28,7 +30,8 @@ def module_paths_of(node: Node) -> Iterator[str]:
     """Yields the paths of the modules around ``node``, innermost first, as in ``named_modules()``."""
     stack = node.meta.get("nn_module_stack") or {}
     for path, _ in reversed(list(stack.values())):
-        yield clean_path(path)
+        if path != _NO_MODULE:
+            yield clean_path(path)
 
 
 def module_names(model: nn.Module) -> tuple[tuple[str, ...], ...]:

@@ -72,6 +72,11 @@ class Unused(Two):
         return self.a(x)
 
 
+class Nested(Two):
+    def forward(self, x):
+        return self.b(self.a(x))
+
+
 class Skipped(Two):
     """A break that no graph can go around: Dynamo gives up the whole frame and compiles what it calls."""
 
@@ -148,6 +153,14 @@ def test_what_a_break_leaves_out_is_warned_about_once(build, args, recwarn):
     amp(*(a[:2] for a in args))
     amp.eval()(*args)
     assert len(told(recwarn)) == 1
+
+
+def test_a_converted_model_inside_has_its_own_graphs(recwarn):
+    outer = Nested()
+    outer.a = ampgraph.convert(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), (X,), dtype=BF16)
+    coverage = converted(outer, X).coverage
+    assert (coverage.modules, coverage.left_out, coverage.breaks) == (1, (), ())
+    assert [str(warning.message) for warning in recwarn] == []
 
 
 def test_modules_that_no_graph_reads(recwarn):

@@ -103,6 +103,17 @@ def test_totals_are_what_the_graph_has(amp: ampgraph.AmpModule) -> None:
     assert totals.parameter_cast_bytes + totals.activation_cast_bytes == totals.cast_bytes
 
 
+def test_sizes_are_of_no_module() -> None:
+    class Sizes(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.view(x.shape[0] * x.shape[1], -1) * x.shape[1]
+
+    x, sizes = torch.randn(2, 3, 4), ({0: torch.export.Dim("b"), 1: torch.export.Dim("s", max=64)},)
+    found = ampgraph.explain(ampgraph.convert(Sizes(), (x,), dtype=LOW, dynamic_shapes=sizes))
+    assert any("sym_size" in row.name for row in found.nodes)
+    assert {row.module for row in found.nodes} == {""}
+
+
 def test_cast_bytes_are_those_stamped_on_the_nodes(amp: ampgraph.AmpModule) -> None:
     nodes = {n.name: n for n in amp.graph_module.graph.nodes}
     for cast in ampgraph.explain(amp).casts:

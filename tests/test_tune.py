@@ -307,6 +307,7 @@ def test_auto(net: Net, x: Tensor) -> None:
         ({"metric": lambda results, references: "much"}, "metric returned a str"),
         ({"metric": "loss"}, "returns no loss but a Tensor"),
         ({"metric": lambda results, references: 1.0}, "not met even with every op in float32"),
+        ({"metric": lambda results, references: math.nan}, "not finite even with .* the metric returns NaN"),
         ({"calibration": {}}, "calibration must be"),
     ],
 )

@@ -106,7 +106,12 @@ class CompiledSource:
         if self._graphs:
             return
         self._told_uncaptured = True
-        see = "" if self._graphs.watch.is_told else ' convert(..., capture="ahead of time") shows the reason.'
+        see = (
+            ""
+            if self._graphs.watch.is_told
+            else ' With example inputs, or capture="ahead of time", convert captures what torch.compile does '
+            "not, or shows the reason."
+        )
         warn_user(
             f"{self._name} ran unconverted, in the source's dtypes: torch.compile captured no graph of it."
             f"{see}"

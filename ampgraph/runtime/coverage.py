@@ -11,6 +11,8 @@ from torch import fx, nn
 
 from .._compat import BreakLog
 from ..errors import warn_user
+from ..own_files import AMPGRAPH
+from ..proxy.module_proxy import ModuleProxy
 from .options import Options
 
 # A line of text names at most this many modules and graph breaks.
@@ -147,8 +149,9 @@ class CoverageWatch:
         self._captures = False
         if self._log is None or (graphs == self._graphs and count == self._log.mark()[0]):
             return
-        found = (GraphBreak(*each) for each in self._log.since(count, start))
-        self._breaks.update(dict.fromkeys(found))
+        found = [GraphBreak(*each) for each in self._log.since(count, start)]
+        # A converted model inside runs its own graphs.
+        self._breaks.update(dict.fromkeys(each for each in found if not each.where.startswith(AMPGRAPH)))
         coverage = self.coverage()
         if self.is_told or not (self._graphs and coverage.leaves_ops):
             return
@@ -166,6 +169,11 @@ class CoverageWatch:
         return Coverage(self._graphs, len(paths), left_out, tuple(self._breaks))
 
     def _own_parameters(self) -> list[tuple[str, set[int]]]:
-        modules = self._source.named_modules()
-        own = ((path, {id(p) for p in module.parameters(recurse=False)}) for path, module in modules)
+        modules = dict(self._source.named_modules())
+        converted = tuple(f"{path}." for path, module in modules.items() if isinstance(module, ModuleProxy))
+        own = (
+            (path, {id(p) for p in module.parameters(recurse=False)})
+            for path, module in modules.items()
+            if not f"{path}.".startswith(converted)  # those have their own graphs
+        )
         return [(path, found) for path, found in own if found]

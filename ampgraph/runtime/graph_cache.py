@@ -136,7 +136,7 @@ class GraphCache:
         if self._current is None:
             raise NoGraphError(
                 f"{self._name} is not captured yet: call the converted model once, "
-                "or pass example inputs to ampgraph.convert."
+                "or convert it ahead of time with example inputs."
             )
         flags = self._flags()
         for (seen_flags, _), graphs in reversed(list(self._graphs.items())):

@@ -177,6 +177,11 @@ class Tuner:
         best = self._best()
         if best is None:
             least = min(trial.error for trial in self._trials)
+            if not math.isfinite(least):
+                raise AmpGraphError(
+                    "tune: the error is not finite even with every op in float32: the metric returns NaN or "
+                    "infinity, or the model does."
+                )
             raise AmpGraphError(
                 f"tune: the budget of {self._budget:g} is not met even with every op in float32: the least "
                 f"error is {least:.3g}. Casts in the model's code, fp16_guard and 'low' rules stay low."
