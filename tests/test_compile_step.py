@@ -365,7 +365,7 @@ REASONS = {
     just_in_time: "captured just in time",
     parameter_hook: "a parameter has hooks",
     fewer_parameters: "does not hold exactly",
-    prints_a_number: "tracing fails with",
+    prints_a_number: "loss_fn reads the value of a tensor",
 }
 
 
