@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from .._compat import (
+    FakeTensor,
     KernelLayouts,
     compiled_calls,
     is_read_of_a_value,
@@ -249,6 +250,11 @@ class _Tracer:
         self, loss: Tensor, checked: _Checked, is_scaled: bool
     ) -> tuple[list[tuple[Tensor, Tensor]], Tensor | None]:
         """Returns the gradient of each parameter that has one, and the flags of the finite check."""
+        if not all(isinstance(leaf, FakeTensor) for leaf in _leaves(loss)):
+            raise AmpGraphError(
+                "loss_fn reads a tensor that requires gradients and is not a parameter of the optimizer; "
+                "torch.no_grad around what reads it spares these gradients"
+            )
         state, slots = self.amp.scaler.state, self.amp.scaler.guard.slots
         reals = _trained(self.optimizer)
         wanted = [self._fakes[id(p)] for p in reals]
@@ -319,6 +325,18 @@ class _Tracer:
 
 def _trained(optimizer: Optimizer) -> list[Tensor]:
     return [p for p in parameters_of(optimizer) if p.requires_grad]
+
+
+def _leaves(loss: Tensor) -> Iterator[Tensor]:
+    """Yields the tensors to which the backward of a loss gives gradients."""
+    nodes = [node for node in (loss.grad_fn,) if node is not None]
+    seen = {*nodes}
+    for node in nodes:  # grows
+        if node.name() == "torch::autograd::AccumulateGrad":
+            yield node.variable
+        inputs = {inner for inner, _ in node.next_functions if inner is not None} - seen
+        seen |= inputs
+        nodes += inputs
 
 
 def _laid_out(gradient: Tensor, parameter: Tensor) -> Tensor:
