@@ -16,6 +16,7 @@ from .._compat import is_backend_error
 from ..errors import AmpGraphError, NoStateError, PolicyError, warn_user
 from ..module import AmpModule
 from ..proxy.all_parameters import all_parameters
+from ..training.distributed import is_distributed
 from ..training.optimizer_step import parameters_of
 from .fit import Fit, Key, is_size, loss_of, varying_settings
 from .state import Refused
@@ -82,12 +83,26 @@ def compile_step(
         )
     if not (hasattr(optimizer, "step") and hasattr(optimizer, "param_groups")):
         raise PolicyError(f"compile_step: expected an optimizer; got a {type(optimizer).__name__}.")
+    _check_optimizer(amp, optimizer)
     if not callable(loss_fn):
         raise PolicyError(f"compile_step: loss_fn is a {type(loss_fn).__name__}; expected a function.")
     is_number = isinstance(clip_norm, (int, float)) and not isinstance(clip_norm, bool)
     if clip_norm is not None and not (is_number and clip_norm > 0):
         raise PolicyError(f"compile_step: clip_norm={clip_norm!r}; legal: None, or a positive number.")
     return CompiledStep(amp, optimizer, loss_fn, clip_norm)
+
+
+def _check_optimizer(amp: AmpModule, optimizer: Optimizer) -> None:
+    """Raises a `PolicyError` if an optimizer holds no parameter of a model that has some to train."""
+    held = {*map(id, parameters_of(optimizer))}
+    own = [*all_parameters(amp.source)]
+    is_frozen = not any(p.requires_grad for p in own)
+    if is_frozen or is_distributed() or any(id(p) in held for p in own):
+        return
+    raise PolicyError(
+        f"compile_step: the {type(optimizer).__name__} holds none of the {len(own)} parameters of the "
+        f"{type(amp.source).__name__}, so no step would train it; expected an optimizer of amp.parameters()."
+    )
 
 
 @dataclass
@@ -281,7 +296,12 @@ class CompiledStep:
         Raises:
             PolicyError: The loss has no gradient, or ``loss_fn`` has called its backward.
         """
-        if not loss.requires_grad and torch.is_grad_enabled():
+        if not (loss.requires_grad or torch.is_grad_enabled()):
+            raise PolicyError(
+                "compile_step: the step is called under torch.no_grad() or torch.inference_mode(), so the "
+                "loss has no gradient: call it where gradients are enabled."
+            )
+        if not loss.requires_grad:
             raise PolicyError(
                 "compile_step: the loss that loss_fn returned has no gradient: it does not depend on a "
                 "parameter that requires gradients, or was detached."

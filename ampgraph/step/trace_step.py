@@ -333,7 +333,7 @@ def _leaves(loss: Tensor) -> Iterator[Tensor]:
     seen = {*nodes}
     for node in nodes:  # grows
         if node.name() == "torch::autograd::AccumulateGrad":
-            yield node.variable
+            yield node.variable  # type: ignore[attr-defined]
         inputs = {inner for inner, _ in node.next_functions if inner is not None} - seen
         seen |= inputs
         nodes += inputs
