@@ -16,7 +16,6 @@ from torch.export import ExportedProgram
 from torch.fx import Graph, GraphModule, Node
 from torch.fx._pytree import tree_flatten_spec
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_proxy_mode
-from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.fx.graph import CodeGen, _PyTreeCodeGen, _PyTreeInfo
 
 from .fake_tensors import fake_mode_of
@@ -180,6 +179,8 @@ def is_untraced_generator(error: BaseException) -> bool:
 
 def is_read_of_a_value(error: BaseException) -> bool:
     """Whether a trace failed because Python asked a tensor for its value, which it does not have there."""
+    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode  # imports sympy
+
     return isinstance(error, (GuardOnDataDependentSymNode, DataDependentOutputException))
 
 
