@@ -365,7 +365,7 @@ REASONS = {
     just_in_time: "captured just in time",
     parameter_hook: "a parameter has hooks",
     fewer_parameters: "does not hold exactly",
-    prints_a_number: "tracing fails with",
+    prints_a_number: "loss_fn reads the value of a tensor",
 }
 
 
@@ -388,6 +388,8 @@ def test_wrong_arguments_are_refused() -> None:
         ampgraph.compile_step(run.model, run.optimizer, loss_fn)  # type: ignore[arg-type]
     with pytest.raises(PolicyError, match="expected an optimizer; got a int"):
         ampgraph.compile_step(run.amp, 3, loss_fn)  # type: ignore[arg-type]
+    with pytest.raises(PolicyError, match=r"the AdamW holds none of the 6 parameters of the Sequential"):
+        ampgraph.compile_step(run.amp, adamw(net()), loss_fn)
     with pytest.raises(PolicyError, match="expected a function"):
         ampgraph.compile_step(run.amp, run.optimizer, None)  # type: ignore[arg-type]
     with pytest.raises(PolicyError, match="positive number"):
@@ -410,6 +412,7 @@ def _backward_inside(amp: nn.Module, x: Tensor) -> Tensor:
         (lambda amp, x, y: amp(x).sum(), "with the arguments of the step: missing a required argument: 'y'"),
         (lambda amp, x: amp(x).sum().detach(), "has no gradient"),
         (lambda amp, x: (amp(x) > 0).sum(), "has no gradient"),
+        (lambda amp, x: amp(x).sum() * 1j, r"shape \(\) and dtype torch.complex64; .* of one real number"),
         (_backward_inside, "without calling backward"),
     ],
 )
@@ -420,6 +423,17 @@ def test_a_loss_that_cannot_be_used_is_refused(wrong: Callable, message: str) ->
     with pytest.raises(PolicyError, match=message):
         step(X)
     assert all(map(torch.equal, before, run.amp.parameters()))
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_step_where_gradients_are_off_is_refused(mode: Callable) -> None:
+    run = Run("O1").train(4, whole=True)
+    is_told = pytest.warns(UserWarning, match="under torch.no_grad or torch.inference_mode")
+    is_refused = pytest.raises(PolicyError, match=r"is called under torch\.no_grad\(\) or")
+    with mode(), is_told, is_refused:
+        run.step(X, Y, ONE)
+    run.train(1, whole=True)
+    assert run.step.reason is None
 
 
 def test_a_type_error_inside_a_loss_is_its_own() -> None:

@@ -387,7 +387,33 @@ def left_over_of_several(amp: nn.Module) -> None:
     torch.autograd.backward(scaler.scale([loss_of(amp), loss_of(amp)]))
 
 
+def left_over_in_variables(amp: nn.Module) -> None:
+    """Beside another loss, which is not scaled."""
+    scaler, other = torch.amp.GradScaler("cpu", init_scale=128.0), nn.Linear(2, 1)
+    loss = other(torch.ones(1, 2)).sum()
+    loss.backward()
+    loss = scaler.scale(loss_of(amp))
+    part = loss
+    part /= 4
+    part.backward()
+
+
+def left_over_in_lines(amp: nn.Module) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=128.0)
+    scaler.scale(
+        loss_of(amp)  # of this model
+    ).backward()
+
+
+def left_over_without_source(amp: nn.Module) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=128.0)
+    exec("scaler.scale(loss_of(amp)).backward()", {**globals(), "scaler": scaler, "amp": amp})
+
+
 LEFT_OVER = [
+    left_over_without_source,
+    left_over_in_lines,
+    left_over_in_variables,
     left_over,
     left_over_unnamed,
     left_over_in_a_part,
@@ -426,6 +452,20 @@ def times_two_beside_that_of_another_model(amp: nn.Module) -> None:
     (loss * 2.0).backward()
 
 
+def weighted_beside_that_of_another_model(amp: nn.Module) -> None:
+    scaler, other = torch.amp.GradScaler("cpu"), nn.Linear(2, 1)
+    scaler.scale(other(torch.ones(1, 2)).sum()).backward()
+    (loss_of(amp) * 3.0).backward()
+
+
+def weighted_in_a_variable_beside_that_of_another_model(amp: nn.Module) -> None:
+    scaler, other = torch.amp.GradScaler("cpu"), nn.Linear(2, 1)
+    loss = scaler.scale(other(torch.ones(1, 2)).sum())
+    loss.backward()
+    loss = loss_of(amp) * 65536.0
+    loss.backward()
+
+
 def unscaled_beside_that_of_another_model(amp: nn.Module) -> None:
     scaler, other = torch.amp.GradScaler("cpu"), nn.Linear(2, 1)
     scaler.scale(other(torch.ones(1, 2)).sum()).backward()
@@ -452,6 +492,8 @@ def weighted_with_a_disabled_holder(amp: nn.Module) -> None:
         times_two_beside_a_disabled,
         times_two_beside_an_unused,
         times_two_beside_that_of_another_model,
+        weighted_beside_that_of_another_model,
+        weighted_in_a_variable_beside_that_of_another_model,
         unscaled_beside_that_of_another_model,
         scaled_by_its_own_beside_that_of_another_model,
         weighted_with_a_disabled_holder,

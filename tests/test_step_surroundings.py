@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import random
 from collections import UserDict
@@ -41,6 +42,11 @@ def layer() -> nn.Sequential:
     return nn.Sequential(nn.Linear(8, 4))
 
 
+def uncompiled(graph_module: torch.fx.GraphModule, inputs: list[Any]) -> Callable:
+    """A backend that compiles nothing, and counts as one that compiles."""
+    return graph_module.forward
+
+
 @torch.fx.wrap
 def doubled(x: Tensor) -> Tensor:
     return 2 * x
@@ -49,9 +55,15 @@ def doubled(x: Tensor) -> Tensor:
 class Run:
     """A model that trains by a compiled step, or by the plain loop; ``reasons`` has those of all steps."""
 
-    def __init__(self, is_whole: bool, loss_of: Callable[[Run], Callable], model: nn.Module) -> None:
+    def __init__(
+        self,
+        is_whole: bool,
+        loss_of: Callable[[Run], Callable],
+        model: nn.Module,
+        backend: str | Callable = "eager",
+    ) -> None:
         self.model, self.is_whole = model, is_whole
-        self.amp = ampgraph.convert(model, (X,), policy="O2", dtype=torch.float16, backend="eager")
+        self.amp = ampgraph.convert(model, (X,), policy="O2", dtype=torch.float16, backend=backend)
         self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
         self.loss_fn = loss_of(self)
         self.step = ampgraph.compile_step(self.amp, self.optimizer, self.loss_fn)
@@ -85,11 +97,12 @@ def both(
     change: Callable[[Run], object],
     loss_of: Callable[[Run], Callable] = plain_loss,
     model: Callable[[], nn.Module] = layer,
+    backend: str | Callable = "eager",
 ) -> Run:
     """Runs ``change`` on a compiled step and on the loop; returns the former if both trained alike."""
     runs = []
     for is_whole in (True, False):
-        run = Run(is_whole, loss_of, model())
+        run = Run(is_whole, loss_of, model(), backend)
         change(run)
         runs.append(run)
     whole, plain = runs
@@ -448,6 +461,54 @@ def test_a_teacher() -> None:
 
     whole = both(story, loss_of)
     assert [whole.reasons[i] for i in (2, 3, 6, 9)] == [None] * 4
+
+
+def test_a_teacher_whose_parameters_require_gradients() -> None:
+    """The loss reads it without gradients; an average of the model is updated between the steps."""
+
+    def loss_of(run: Any) -> Callable:
+        run.average = average = copy.deepcopy(run.model)
+
+        def loss(amp: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+            with torch.no_grad():
+                target = average(x)
+            return F.mse_loss(amp(x), target) + F.mse_loss(amp(x.sin()), average(x.cos()).detach())
+
+        return loss
+
+    def story(run: Any) -> None:
+        for i in range(8):
+            run.train(1)
+            for mine, theirs in zip(run.model.parameters(), run.average.parameters(), strict=True):
+                assert theirs.requires_grad
+                assert theirs.grad is None
+                with torch.no_grad():
+                    theirs.lerp_(mine, 0.3)
+                if i % 2:
+                    theirs.data = theirs.data * 0.9
+
+    for backend in ("eager", "aot_eager", uncompiled):
+        whole = both(story, loss_of, net, backend)
+        assert whole.reasons[3:] == [None] * 5
+
+
+@pytest.mark.parametrize("is_detached", [False, True])
+def test_a_teacher_that_gets_gradients_runs_the_loop(is_detached: bool) -> None:
+    def loss_of(run: Any) -> Callable:
+        run.teacher = teacher = layer()
+
+        def loss(amp: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+            target = teacher(x)
+            return F.mse_loss(amp(x), target.detach() if is_detached else target)
+
+        return loss
+
+    def story(run: Any) -> None:
+        run.train(4)
+        run.losses += [] if is_detached else run.teacher[0].weight.grad.flatten().tolist()
+
+    whole = both(story, loss_of)
+    assert (whole.step.reason is None) == is_detached
 
 
 def weighted(run: Any) -> Callable:

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.amp import GradScaler
 
+from .statements import passes_result_of
+
 _FACTORS = {"MulBackward0", "DivBackward0"}
 _MOST_FACTORS = 4
 
@@ -22,7 +24,8 @@ def is_scaled_by_grad_scaler() -> bool:
 
     The result is a product that has already freed its factors. So this inspects the callers' frames: one of
     them holds a ``GradScaler`` that has scaled something. If a frame also holds the loss, the quotient
-    decides. Otherwise the nearest frame that calls something named ``scale`` must hold the scaler.
+    decides. Otherwise the nearest frame that calls something named ``scale`` must hold the scaler, and the
+    statement that it runs must pass on such a result: the loss of another model may be scaled beside it.
     """
     for frame in _frames_of_threads():
         backward = _frame_of_backward(frame)
@@ -82,7 +85,9 @@ def _has_scaled(scaler: GradScaler, product: Tensor, backward: FrameType) -> boo
     if quotients and len(nodes) == 1 and _is_number(product):
         return False  # the only factor is another number
     nearest = next((f for f in _callers(backward) if "scale" in f.f_code.co_names), None)
-    return nearest is not None and any(scaler is held for held in _held(nearest, GradScaler))
+    if nearest is None or not any(scaler is held for held in _held(nearest, GradScaler)):
+        return False
+    return passes_result_of(nearest, "scale") is not False
 
 
 def _is_number(tensor: Tensor) -> bool:

@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.export import ExportedProgram
 from torch.fx import Graph, GraphModule, Node
 from torch.fx._pytree import tree_flatten_spec
@@ -174,6 +175,13 @@ def is_untraced_generator(error: BaseException) -> bool:
     return isinstance(error, NotImplementedError) and str(error).startswith(
         f"argument of type: {torch.Generator}"
     )
+
+
+def is_read_of_a_value(error: BaseException) -> bool:
+    """Whether a trace failed because Python asked a tensor for its value, which it does not have there."""
+    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode  # imports sympy
+
+    return isinstance(error, (GuardOnDataDependentSymNode, DataDependentOutputException))
 
 
 def outside_tracing() -> AbstractContextManager[object]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,21 +12,23 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
-from .._compat import is_backend_error, is_untraced_generator
+from .._compat import is_backend_error
 from ..errors import AmpGraphError, NoStateError, PolicyError, warn_user
 from ..module import AmpModule
 from ..proxy.all_parameters import all_parameters
+from ..training.distributed import is_distributed
 from ..training.optimizer_step import parameters_of
 from .fit import Fit, Key, is_size, loss_of, varying_settings
-from .trace_step import trace_step
+from .state import Refused
+from .trace_step import trace_step, why
 from .whole_step import WholeStep
-
-log = logging.getLogger("ampgraph")
 
 # Each kind of arguments and of settings has a graph, and a kind has one for each set of Python values.
 MANY_GRAPHS = 8
-# Settings that change from step to step make a kind a step: those before are forgotten.
+# The kinds of which a step keeps graphs, and the number of steps after which an unused kind makes room. Sizes
+# that come in cycles use each kind before that: the graphs stay, and only sizes above the limit run the loop.
 MOST_KINDS = 64
+LONG_UNUSED = 16 * MOST_KINDS
 
 
 def compile_step(
@@ -82,6 +83,7 @@ def compile_step(
         )
     if not (hasattr(optimizer, "step") and hasattr(optimizer, "param_groups")):
         raise PolicyError(f"compile_step: expected an optimizer; got a {type(optimizer).__name__}.")
+    _check_optimizer(amp, optimizer)
     if not callable(loss_fn):
         raise PolicyError(f"compile_step: loss_fn is a {type(loss_fn).__name__}; expected a function.")
     is_number = isinstance(clip_norm, (int, float)) and not isinstance(clip_norm, bool)
@@ -90,19 +92,42 @@ def compile_step(
     return CompiledStep(amp, optimizer, loss_fn, clip_norm)
 
 
+def _check_optimizer(amp: AmpModule, optimizer: Optimizer) -> None:
+    """Raises a `PolicyError` if an optimizer holds no parameter of a model that has some to train."""
+    held = {*map(id, parameters_of(optimizer))}
+    own = [*all_parameters(amp.source)]
+    is_frozen = not any(p.requires_grad for p in own)
+    if is_frozen or is_distributed() or any(id(p) in held for p in own):
+        return
+    raise PolicyError(
+        f"compile_step: the {type(optimizer).__name__} holds none of the {len(own)} parameters of the "
+        f"{type(amp.source).__name__}, so no step would train it; expected an optimizer of amp.parameters()."
+    )
+
+
 @dataclass
 class _Kind:
     """The graphs of one kind of arguments and settings.
 
     Attributes:
-        steps: One for each set of Python values that model and loss have read.
-        reason: Why steps of this kind run the plain loop.
+        states: One for each set of Python values that model and loss have read: a graph, or why not.
+        reason: Why other sets get no graph.
         has_run: Whether the last step of this kind ran the loop, so that this one may be traced.
+        last_use: The number of the last step of this kind.
+        is_extra: Whether it came when there were `MOST_KINDS` others.
     """
 
-    steps: list[WholeStep] = field(default_factory=list)
+    states: list[WholeStep | Refused] = field(default_factory=list)
     reason: str | None = None
     has_run: bool = False
+    last_use: int = 0
+    is_extra: bool = False
+
+    def forget_outdated(self) -> None:
+        """Drops the states of parts, graphs and low copies that do not come back. Runs at every step."""
+        if not all(state.is_current() for state in self.states):
+            self.states = [state for state in self.states if state.is_current()]
+            self.reason, self.has_run, self.is_extra = None, False, False
 
 
 class CompiledStep:
@@ -119,12 +144,14 @@ class CompiledStep:
         self._amp, self._optimizer, self._loss_fn, self._clip_norm = amp, optimizer, loss_fn, clip_norm
         self._fit = Fit(amp, optimizer)
         self._kinds: dict[Key, _Kind] = {}
+        self._steps = 0
         self._told: set[str] = set()
 
     @property
     def graph_modules(self) -> list[torch.fx.GraphModule]:
         """The graphs so far, one for each kind of arguments and settings and each set of Python values."""
-        return [step.graph_module for kind in self._kinds.values() for step in kind.steps]
+        states = [state for kind in self._kinds.values() for state in kind.states]
+        return [state.graph_module for state in states if isinstance(state, WholeStep)]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Takes a step."""
@@ -134,82 +161,97 @@ class CompiledStep:
             return self._loop(reason, args, kwargs)
         if any(p.grad is not None for p in parameters_of(self._optimizer)):
             return self._loop("gradients are there already, which this step takes too", args, kwargs)
-        found = self._find(args, kwargs)
+        kind = self._kind(self._fit.key_of(args, kwargs))
+        found = self._find(kind, args, kwargs)
         if isinstance(found, str):
             return self._loop(found, args, kwargs)
+        if isinstance(found, Refused):
+            return self._refused(kind, found, args, kwargs)
         self.reason = None
         try:
             return found(args, kwargs)
         except Exception as error:
             if not is_backend_error(error):
                 raise
-            return self._loop(self._give_up(found, error), args, kwargs)  # the graph has not run
+            refused = Refused.in_place_of(found, why("compiling", error))
+            kind.states[kind.states.index(found)] = refused
+            self._tell(refused.reason)
+            return self._refused(kind, refused, args, kwargs)  # the graph has not run
 
-    def _find(self, args: tuple, kwargs: dict[str, Any]) -> WholeStep | str:
+    def _find(self, kind: _Kind, args: tuple, kwargs: dict[str, Any]) -> WholeStep | Refused | str:
         """Returns the graph of a call, or why the plain loop runs."""
-        kind = self._kind(self._fit.key_of(args, kwargs))
+        kind.forget_outdated()
+        for state in kind.states:
+            if state.is_valid():
+                return state
+        if kind.reason is None and len(kind.states) >= MANY_GRAPHS:
+            kind.reason = (
+                "the model or loss_fn reads Python values that change again and again "
+                f"({kind.states[-1].changed()}); pass them as tensors"
+            )
+            self._tell(kind.reason)
         if kind.reason is not None:
             return kind.reason
-        if not all(step.is_current() for step in kind.steps):
-            kind.steps = [step for step in kind.steps if step.is_current()]
-            kind.has_run = False
-        for step in kind.steps:
-            if step.is_valid():
-                return step
         if not kind.has_run:
             kind.has_run = True
             return self._why_new(kind)
         kind.has_run = False
         try:
-            found = self._trace(args, kwargs)
+            found = trace_step(self._amp, self._optimizer, self._loss_fn, self._clip_norm, args, kwargs)
         except NoStateError as error:  # the loop will make the state, unless it leaves this step out too
             return str(error)
-        if isinstance(found, str):
-            kind.reason = found
-            self._tell(found)
-        else:
-            kind.steps.append(found)
+        except Exception as error:  # the user's objects may raise anything when somebody looks at them
+            kind.reason = why("tracing", error)
+            self._tell(kind.reason)
+            return kind.reason
+        kind.states.append(found)
+        if isinstance(found, Refused):
+            self._tell(found.reason)
         return found
 
-    def _kind(self, key: Key) -> _Kind:
-        if key not in self._kinds:
-            if len(self._kinds) >= MOST_KINDS:
-                self._kinds.clear()
-            self._kinds[key] = _Kind()
-            self._warn_if_many()
-        return self._kinds[key]
-
     def _why_new(self, kind: _Kind) -> str:
-        if not kind.steps:
+        if kind.states:
+            return f"the model or loss_fn reads other Python values now ({kind.states[-1].changed()})"
+        if not kind.is_extra:
             return "the first step of its kind captures the model"
-        changed = kind.steps[-1].changed()
-        if len(kind.steps) < MANY_GRAPHS:
-            return f"the model or loss_fn reads other Python values now ({changed})"
-        kind.reason = (
-            f"the model or loss_fn reads Python values that change again and again ({changed}); pass them as "
-            "tensors"
+        reason = (
+            f"a compiled step keeps the graphs of {MOST_KINDS} combinations of sizes, arguments and "
+            "settings, and this is another one"
         )
-        self._tell(kind.reason)
-        return kind.reason
+        self._tell(reason)
+        return reason
 
-    def _trace(self, args: tuple, kwargs: dict[str, Any]) -> WholeStep | str:
-        try:
-            return trace_step(self._amp, self._optimizer, self._loss_fn, self._clip_norm, args, kwargs)
-        except NoStateError:
-            raise
-        except AmpGraphError as error:
-            return str(error)
-        except Exception as error:  # user code and torch's tracing may raise anything; the loop is as right
-            if is_untraced_generator(error):
-                return "loss_fn draws from a torch.Generator, which this version of torch does not trace"
-            return _why("tracing", error)
+    def _refused(self, kind: _Kind, found: Refused, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Takes a step by the loop in a state that has no graph."""
+        result = self._loop(found.reason, args, kwargs)
+        if not found.is_valid():  # loss_fn changes what it reads: each step would have another state
+            kind.reason = found.reason
+        return result
 
-    def _give_up(self, step: WholeStep, error: Exception) -> str:
-        """Lets steps of a kind run the loop from now on, because the backend compiles no graph of theirs."""
-        (kind,) = (kind for kind in self._kinds.values() if step in kind.steps)
-        kind.steps, kind.reason = [], _why("compiling", error)
-        self._tell(kind.reason)
-        return kind.reason
+    def _kind(self, key: Key) -> _Kind:
+        self._steps += 1
+        kind = self._kinds.get(key) or self._new_kind(key)
+        kind.last_use = self._steps
+        return kind
+
+    def _new_kind(self, key: Key) -> _Kind:
+        kind = _Kind(is_extra=len(self._kinds) >= MOST_KINDS and not self._has_dropped_an_unused())
+        if kind.is_extra:
+            newest = next((other for other in reversed(self._kinds) if not self._kinds[other].states), None)
+            if newest is None:  # all have graphs, which run again
+                return kind
+            del self._kinds[newest]
+        self._kinds[key] = kind
+        self._warn_if_many()
+        return kind
+
+    def _has_dropped_an_unused(self) -> bool:
+        """Forgets the kind whose last step is longest ago, if that is long."""
+        oldest = min(self._kinds, key=lambda key: self._kinds[key].last_use)
+        if self._steps - self._kinds[oldest].last_use <= LONG_UNUSED:
+            return False
+        del self._kinds[oldest]
+        return True
 
     def _loop(self, reason: str, args: tuple, kwargs: dict[str, Any]) -> Any:
         self.reason = reason
@@ -254,7 +296,12 @@ class CompiledStep:
         Raises:
             PolicyError: The loss has no gradient, or ``loss_fn`` has called its backward.
         """
-        if not loss.requires_grad and torch.is_grad_enabled():
+        if not (loss.requires_grad or torch.is_grad_enabled()):
+            raise PolicyError(
+                "compile_step: the step is called under torch.no_grad() or torch.inference_mode(), so the "
+                "loss has no gradient: call it where gradients are enabled."
+            )
+        if not loss.requires_grad:
             raise PolicyError(
                 "compile_step: the loss that loss_fn returned has no gradient: it does not depend on a "
                 "parameter that requires gradients, or was detached."
@@ -287,12 +334,3 @@ class CompiledStep:
             f"ampgraph.compile_step has seen {MANY_GRAPHS} combinations of sizes, arguments and settings, "
             f"and runs the plain loop in the first step of each: {advice}."
         )
-
-
-def _why(work: str, error: Exception) -> str:
-    """Returns the first line of an error, and that of the C++ compiler if one speaks in it."""
-    log.info("compile_step", exc_info=error)
-    lines = str(error).strip().splitlines() or [""]
-    first = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
-    said = next((f": {line.partition(' error: ')[2]}" for line in lines[1:] if " error: " in line), "")
-    return f"{work} fails with {type(error).__name__}: {first}{said}"

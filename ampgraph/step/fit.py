@@ -86,8 +86,10 @@ class Fit:
             return "gradients of several processes are averaged outside the graph"
         if (reason := _reason_of_optimizer(self._optimizer)) is not None:
             return reason
-        if is_any_autocast_enabled() or not torch.is_grad_enabled():
-            return "it is called under torch.autocast, or without gradients"
+        if is_any_autocast_enabled():
+            return "it is called under torch.autocast"
+        if not torch.is_grad_enabled():
+            return "it is called under torch.no_grad or torch.inference_mode"
         if has_saved_tensor_hooks():
             return "it is called inside hooks for the tensors that autograd saves"
         if any(getattr(amp, name) for name in HOOKS):
@@ -294,12 +296,14 @@ def loss_of(result: Any) -> Tensor:
     """Returns the loss of what ``loss_fn`` returned.
 
     Raises:
-        PolicyError: It is not one number.
+        PolicyError: It is not one real number.
     """
     loss = result[0] if isinstance(result, (tuple, list)) and result else result
-    if not isinstance(loss, Tensor) or loss.numel() != 1:
-        what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-        raise PolicyError(
-            f"compile_step: loss_fn returned {what}; expected the loss, a tensor of one number."
-        )
-    return loss
+    if isinstance(loss, Tensor) and loss.numel() == 1 and not loss.is_complex():
+        return loss
+    what = type(loss).__name__
+    if isinstance(loss, Tensor):
+        what = f"a tensor of shape {tuple(loss.shape)} and dtype {loss.dtype}"
+    raise PolicyError(
+        f"compile_step: loss_fn returned {what}; expected the loss, a tensor of one real number."
+    )

@@ -63,14 +63,10 @@ def hold_live(graph_module: fx.GraphModule, live: Sequence[Tensor], surroundings
         value = getattr(graph_module, str(node.target), None)
         if not isinstance(value, Tensor):
             continue
-        if value.requires_grad:
-            raise AmpGraphError(
-                "loss_fn reads a tensor that requires gradients and is not a parameter of the optimizer"
-            )
         if not (surroundings.holds(value) or all(user.target in _LIFTED for user in node.users)):
             raise AmpGraphError(
                 f"loss_fn reads a tensor of the sizes {tuple(value.shape)} that is neither an argument nor "
-                "in a variable or attribute that it names"
+                "in a variable or attribute that it names; a parameter must be in a module that it names"
             )
     graph.eliminate_dead_code(is_impure)
     graph_module.recompile()

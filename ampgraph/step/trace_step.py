@@ -4,18 +4,27 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
-from .._compat import KernelLayouts, compiled_calls, storage_key
+from .._compat import (
+    FakeTensor,
+    KernelLayouts,
+    compiled_calls,
+    is_read_of_a_value,
+    is_untraced_generator,
+    storage_key,
+)
 from ..capture.ahead_of_time import capturing
+from ..capture.user_code import user_line
 from ..errors import AmpGraphError, NoStateError
 from ..module import AmpModule
 from ..policy.loss_scale import DynamicLossScale, adapted
@@ -32,9 +41,12 @@ from .fit import PLAIN, is_size, loss_of
 from .grad_mode import keep_workspaces
 from .live_graph import has_generator, hold_live, live_tensors
 from .optimizer_math import can_update, update
+from .state import Refused
 from .surroundings import Surroundings
 from .traced_model import TracedModel
 from .whole_step import Rates, Traced, WholeStep, scale_inputs, take
+
+log = logging.getLogger("ampgraph")
 
 # Backends that compile nothing, and those that fuse an update in ops with the backward before it.
 EAGER, FUSING = ("eager", "aot_eager"), ("inductor",)
@@ -61,22 +73,64 @@ def trace_step(
     clip_norm: float | None,
     args: tuple,
     kwargs: dict[str, Any],
-) -> WholeStep:
+) -> WholeStep | Refused:
     """Traces a step into one graph. The model and the optimizer are as before when it returns.
+
+    Returns:
+        The graph; or why the step cannot be one with the Python values of now.
+
+    Raises:
+        NoStateError: The optimizer creates state in this step.
+    """
+    surroundings = Surroundings(loss_fn, amp)
+    tracer = _Tracer(amp, optimizer, loss_fn, clip_norm)
+    try:
+        graph_module = _graph_of(tracer, surroundings, args, kwargs)
+        return WholeStep(amp, optimizer, tracer.traced, graph_module, surroundings)
+    except NoStateError:
+        raise
+    except Exception as error:  # user code and torch's tracing may raise anything; the loop is as right
+        return Refused(amp, surroundings, tracer.traced.used, _reason(error))
+
+
+def _reason(error: Exception) -> str:
+    """Returns why a step cannot be one graph, from the error of its trace."""
+    if isinstance(error, AmpGraphError):
+        return str(error)
+    if is_untraced_generator(error):
+        return "loss_fn draws from a torch.Generator, which this version of torch does not trace"
+    if is_read_of_a_value(error):
+        line = user_line(error)
+        return f"loss_fn reads the value of a tensor, which a graph does not know{line and f' ({line})'}"
+    return why("tracing", error)
+
+
+def why(work: str, error: Exception) -> str:
+    """Returns the first line of an error, and that of the C++ compiler if one speaks in it."""
+    log.info("compile_step", exc_info=error)
+    lines = str(error).strip().splitlines() or [""]
+    first = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
+    said = next((f": {line.partition(' error: ')[2]}" for line in lines[1:] if " error: " in line), "")
+    return f"{work} fails with {type(error).__name__}: {first}{said}"
+
+
+def _graph_of(
+    tracer: _Tracer, surroundings: Surroundings, args: tuple, kwargs: dict[str, Any]
+) -> fx.GraphModule:
+    """Returns the graph of a step over live tensors.
 
     Raises:
         AmpGraphError: The step cannot be one graph.
     """
-    surroundings = Surroundings(loss_fn, amp)
     if surroundings.reason is not None:
         raise AmpGraphError(surroundings.reason)
-    tracer = _Tracer(amp, optimizer, loss_fn, clip_norm)
+    amp = tracer.amp
     flat, spec = pytree.tree_flatten((args, kwargs))
     for captured in amp._graphs:
         captured.make_graphs()  # before the trace, which would see it
     inputs = _Inputs(
-        [*live_tensors(amp, optimizer).values()],
-        Rates(optimizer)(),
+        [*live_tensors(amp, tracer.optimizer).values()],
+        Rates(tracer.optimizer)(),
         scale_inputs(amp),
         [x for x in flat if isinstance(x, Tensor)],
     )
@@ -112,7 +166,7 @@ def trace_step(
         shorten_calls(graph_module.graph)
         keep_workspaces(graph_module.graph)
     hold_live(graph_module, inputs.live, surroundings)
-    return WholeStep(amp, optimizer, tracer.traced, graph_module, surroundings)
+    return graph_module
 
 
 def _with_layouts_of_kernels(tensors: list[Tensor], traced: Traced) -> list[Tensor]:
@@ -129,7 +183,7 @@ class _Tracer:
     def __init__(
         self, amp: AmpModule, optimizer: Optimizer, loss_fn: Callable, clip_norm: float | None
     ) -> None:
-        self._amp, self._optimizer, self._loss_fn, self._clip_norm = amp, optimizer, loss_fn, clip_norm
+        self.amp, self.optimizer, self._loss_fn, self._clip_norm = amp, optimizer, loss_fn, clip_norm
         self._fakes: dict[int, Tensor] = {}
         backend = amp.options.backend
         is_compiled = backend not in EAGER
@@ -146,21 +200,22 @@ class _Tracer:
         spec: Any,
     ) -> list[Tensor]:
         self._fakes = fakes
-        model = TracedModel(self._amp, fakes)
+        model = TracedModel(self.amp, fakes)
+        self.traced.used = model.used
         checked = _Checked()
         if scale:
-            state = self._amp.scaler.state
+            state = self.amp.scaler.state
             fakes[id(state.scale)], fakes[id(state.inverse)] = scale[0], scale[1]
             setattr(fakes[id(state.probe)], CHECKED, checked)
         args, kwargs = pytree.tree_unflatten(leaves, spec)
         with model.in_place(), self._for_the_backend():
             with RefusedOutside(), without_saved_tensor_hooks():
-                result = self._loss_fn(self._amp, *args, **kwargs)
+                result = self._loss_fn(self.amp, *args, **kwargs)
             if any(fake.grad is not None for fake in fakes.values()):
                 raise AmpGraphError("loss_fn calls backward or sets gradients")
             gradients, flags = self._gradients(loss_of(result), checked, bool(scale))
             # The plain loop may have gradients of zeros for these parameters, or none.
-            if model.shares_memory and len(gradients) < len(_trained(self._optimizer)):
+            if model.shares_memory and len(gradients) < len(_trained(self.optimizer)):
                 raise AmpGraphError(
                     "the model returns tensors that share memory, and the loss leaves out some parameters"
                 )
@@ -170,7 +225,6 @@ class _Tracer:
                     gradients = _apart(gradients, held)
                 found = None if flags is None else (flags > 0).any().to(torch.float32)
                 kept = self._update(gradients, found, rates)
-        self.traced.used = model.used
         parts, self.traced.spec = pytree.tree_flatten(result, is_leaf=is_size)
         self.traced.plain = {i: x for i, x in enumerate(parts) if not isinstance(x, Tensor)}
         for other in self.traced.plain.values():
@@ -196,8 +250,13 @@ class _Tracer:
         self, loss: Tensor, checked: _Checked, is_scaled: bool
     ) -> tuple[list[tuple[Tensor, Tensor]], Tensor | None]:
         """Returns the gradient of each parameter that has one, and the flags of the finite check."""
-        state, slots = self._amp.scaler.state, self._amp.scaler.guard.slots
-        reals = _trained(self._optimizer)
+        if not all(isinstance(leaf, FakeTensor) for leaf in _leaves(loss)):
+            raise AmpGraphError(
+                "loss_fn reads a tensor that requires gradients and is not a parameter of the optimizer; "
+                "torch.no_grad around what reads it spares these gradients"
+            )
+        state, slots = self.amp.scaler.state, self.amp.scaler.guard.slots
+        reals = _trained(self.optimizer)
         wanted = [self._fakes[id(p)] for p in reals]
         probe = [self._fakes[id(state.probe)]] if is_scaled else []
         found = torch.autograd.grad(loss, [*wanted, *probe], allow_unused=True)
@@ -225,12 +284,12 @@ class _Tracer:
         """Updates the parameters and their copies; a graph that ends before that returns the gradients."""
         for parameter, gradient in gradients:
             parameter.grad = gradient
-        real = {id(self._fakes[id(p)]): p for p in parameters_of(self._optimizer)}
+        real = {id(self._fakes[id(p)]): p for p in parameters_of(self.optimizer)}
         trained = [real[id(p)] for p, _ in gradients]
         ids = {*map(id, trained)}
-        if makes_buffers(self._optimizer, lambda p: id(p) in ids):
+        if makes_buffers(self.optimizer, lambda p: id(p) in ids):
             raise NoStateError
-        held = [self._fakes[id(p)] for p in parameters_of(self._optimizer)]
+        held = [self._fakes[id(p)] for p in parameters_of(self.optimizer)]
         if self._clip_norm is not None:
             # A compiler would copy the scalars of foreach norms with one kernel each.
             foreach = False if self.traced.is_compiled else None
@@ -238,14 +297,14 @@ class _Tracer:
         if not self.traced.updates:
             self.traced.trained = trained
             return [p.grad for p, _ in gradients]  # type: ignore[misc]
-        with optimizer_on(self._optimizer, self._fakes, rates):
+        with optimizer_on(self.optimizer, self._fakes, rates):
             step = update if self.traced.fuses else take
-            step(self._optimizer, found if self._amp.scaler.skips() else None)
+            step(self.optimizer, found if self.amp.scaler.skips() else None)
         self._refresh()
         return []
 
     def _refresh(self) -> None:
-        shadows = self._amp._graphs.shadows
+        shadows = self.amp._graphs.shadows
         pairs = shadows.pairs() if shadows is not None else []
         known = [(self._fakes[id(c)], self._fakes[id(m)]) for c, m in pairs if id(m) in self._fakes]
         known = [(copy, master) for copy, master in known if master.grad is not None]
@@ -257,7 +316,7 @@ class _Tracer:
 
     def _scaled(self, flags: Tensor, found: Tensor, bad: Tensor, scale: Sequence[Tensor]) -> list[Tensor]:
         """Returns what `LossScaler.take_step` takes."""
-        config, (now, inverse, counters) = self._amp.scaler.config, scale
+        config, (now, inverse, counters) = self.amp.scaler.config, scale
         if isinstance(config, DynamicLossScale):
             now, counters = adapted(config, now, counters, found > 0)
             inverse = now.reciprocal()
@@ -266,6 +325,18 @@ class _Tracer:
 
 def _trained(optimizer: Optimizer) -> list[Tensor]:
     return [p for p in parameters_of(optimizer) if p.requires_grad]
+
+
+def _leaves(loss: Tensor) -> Iterator[Tensor]:
+    """Yields the tensors to which the backward of a loss gives gradients."""
+    nodes = [node for node in (loss.grad_fn,) if node is not None]
+    seen = {*nodes}
+    for node in nodes:  # grows
+        if node.name() == "torch::autograd::AccumulateGrad":
+            yield node.variable  # type: ignore[attr-defined]
+        inputs = {inner for inner, _ in node.next_functions if inner is not None} - seen
+        seen |= inputs
+        nodes += inputs
 
 
 def _laid_out(gradient: Tensor, parameter: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from ..runtime.captured_graph import CapturedGraph
 from ..runtime.eager_program import flat_program
 from ..training.nested_optimizers import Inside
 from ..training.optimizer_steps import tell_of_step
+from .state import State
 from .surroundings import Surroundings
 
 # The number of tensors that `LossScaler.take_step` takes.
@@ -52,7 +53,7 @@ class Traced:
         return self.is_compiled and self.updates
 
 
-class WholeStep:
+class WholeStep(State):
     """A graph that takes a step, and its surroundings.
 
     Attributes:
@@ -70,17 +71,14 @@ class WholeStep:
         graph_module: fx.GraphModule,
         surroundings: Surroundings,
     ) -> None:
+        super().__init__(amp, surroundings, traced.used)
         self.graph_module = graph_module
-        self._surroundings, self._structure = surroundings, amp._graphs.structure
-        self._code = [captured.code_of_graph for captured in traced.used]
-        self._amp, self._optimizer = amp, optimizer
-        self._used, self._spec, self._parts = traced.used, traced.spec, traced.parts
+        self._optimizer, self._spec, self._parts = optimizer, traced.spec, traced.parts
         self._plain, self._trained = traced.plain, traced.trained
         self._rates = Rates(optimizer)
         shadows = amp._graphs.shadows
         # Those of now. A later graph of another mode may add copies, which this one does not write.
         self._pairs = [] if shadows is None else shadows.pairs()
-        self._replaced = 0 if shadows is None else shadows.replaced
         self._copies = {id(copy) for copy, _ in self._pairs}
         written = _written(graph_module) if traced.updates else set()
         self._fresh = {id(c) for c, m in self._pairs if id(c) in written or id(m) not in written}
@@ -89,24 +87,6 @@ class WholeStep:
             self._run = compiled_by_dynamo(graph_module, backend, mode=mode, fullgraph=True)
         else:
             self._run = flat_program(graph_module)
-
-    def is_current(self) -> bool:
-        """Whether parts, graphs and low copies are the same; others do not come back. Runs at every step."""
-        shadows = self._amp._graphs.shadows
-        if shadows is not None and shadows.replaced != self._replaced:
-            return False
-        if self._amp._graphs.structure is not self._structure:
-            return False
-        return all(c.code_of_graph is code for c, code in zip(self._used, self._code, strict=True))
-
-    def is_valid(self) -> bool:
-        """Whether model and loss would read the same Python values. Runs at every step."""
-        return self._surroundings.is_same() and all(c.state is None or c.state.is_same() for c in self._used)
-
-    def changed(self) -> str:
-        """Returns the Python values that are others now, as a user writes them."""
-        paths = [path for c in self._used if c.state is not None for path in c.state.changed()]
-        return ", ".join(paths[:3]) or self._surroundings.changed()
 
     def __call__(self, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Takes the step."""
