@@ -215,12 +215,15 @@ class _Forward:
         return not any(of.bad for of in inputs) and not is_meant(node)
 
     def _reaches_result(self, place: Place) -> bool:
-        bad, waiting = {place[1]}, [self.reference.nodes[place]]
+        seen = self.reference
+        bad, waiting = {place[1]}, [seen.nodes[place]]
         while waiting:
             for user in waiting.pop().users:
                 if user.op == "output" or written_by(user):
                     return True
-                if user.name not in bad and _is_bad(self.reference.values.get((place[0], user.name))):
+                there = place[0], user.name
+                may_pass = there in seen.unwritten or _is_bad(seen.values.get(there))
+                if user.name not in bad and may_pass:
                     bad.add(user.name)
                     waiting.append(user)
         return False
