@@ -120,6 +120,11 @@ def is_item(node: Node) -> bool:
     return isinstance(node.args[0].meta.get("val"), (list, tuple))
 
 
+def maker_of_item(node: Node) -> Node:
+    """Returns the op of which a node is one of several results; for any other node, the node itself."""
+    return node.args[0] if is_item(node) else node  # type: ignore[return-value]
+
+
 def op_name(node: Node) -> str:
     """Returns ``"aten.conv2d"``, with the overload where it is not the default one; ``""`` for no op."""
     if node.op != "call_function":

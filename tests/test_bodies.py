@@ -105,6 +105,23 @@ def test_rules_find_modules_in_branches(rules: dict, expected: list, capture: st
     assert of_bodies(Outer(), capture, **rules) == expected
 
 
+def test_rules_for_the_op_that_runs_branches_warn() -> None:
+    for name in ("cond", "getitem"):
+        for value in ("fp32", "low"):
+            with pytest.warns(UserWarning, match="decides nothing.*branches or a loop.*name their modules"):
+                ampgraph.convert(Branches(), (X,), policy=Policy(dtype=BF16, rules={f"node:{name}": value}))
+
+
+@pytest.mark.parametrize("value", ["fp32", "low"])
+def test_rules_for_modules_around_branches_do_not_warn(value: str, recwarn: pytest.WarningsRecorder) -> None:
+    def alone(model: Branches, x: Tensor) -> Tensor:
+        return torch.cond((x > 0).any(), lambda y: model.a(y), lambda y: model.b(y), (x,))
+
+    policy = Policy(dtype=BF16, rules={"0": value})
+    ampgraph.convert(nn.Sequential(Branches(alone), nn.Tanh()), (X,), policy=policy)
+    assert not [w for w in recwarn if "decides nothing" in str(w.message)]
+
+
 def test_modules_of_bodies_inside_bodies() -> None:
     def nested(model: Branches, x: Tensor) -> Tensor:
         return torch.cond(x.sum() > -1e4, lambda y: branches(model, y), lambda y: model.b(y), (x,))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable
 
@@ -50,6 +51,20 @@ class Apply(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.last(self.after(self.first(self.before(x))))
+
+
+class Branching(nn.Module):
+    """Overflows in a branch, and in a branch of a branch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(16, 16) for _ in range(3))
+
+    def inner(self, x: Tensor) -> Tensor:
+        return torch.cond(x.sum() > -1e9, lambda y: self.b(y * 30) * 30, lambda y: self.c(y), (x,))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cond(x.sum() > -1e9, lambda y: self.inner(self.a(y) * 300), lambda y: self.c(y), (x,))
 
 
 def converted(model: nn.Module, x: Tensor, **given: object) -> ampgraph.AmpModule:
@@ -387,3 +402,36 @@ def test_refuses_a_model_of_which_nothing_is_captured(tool: Callable) -> None:
     amp = ampgraph.convert(Left(), dtype=torch.float16, capture="just in time", backend="eager")
     with pytest.raises(ampgraph.AmpGraphError, match="Left: the call ran no converted graph"):
         tool(amp, (rows(),), loss=lambda y: y.square().mean())
+
+
+def test_a_fault_in_a_branch_is_fixed_by_rules_for_modules() -> None:
+    torch.manual_seed(0)
+    model, x = Branching(), torch.rand(8, 16)
+    with torch.no_grad():
+        model.a.weight.mul_(10)
+    amp = converted(model, x, level="O1")
+    finding = check_numerics(amp, (x,), loss=lambda y: y.square().mean())
+    assert finding is not None
+    assert (finding.op, finding.direction) == ("cond", "forward")
+    assert "rules for modules reach it" in finding.reason
+    assert finding.pinned == ()
+    assert "c" not in finding.modules
+    assert finding.remedy == dict.fromkeys(finding.modules, "fp32")
+    assert "module" in str(finding)
+    assert all(f"{path!r}: 'fp32'" in str(finding) for path in finding.modules)
+    assert json.loads(json.dumps(finding.to_dict()))["modules"] == list(finding.modules)
+    fixed = converted(model, x, level="O1", rules=finding.remedy)
+    assert fixed(x).isfinite().all()
+    assert check_numerics(fixed, (x,)) is None
+
+
+def test_modules_in_branches_that_rules_want_low_stay_low() -> None:
+    torch.manual_seed(0)
+    model, x = Branching(), torch.rand(8, 16)
+    with torch.no_grad():
+        model.a.weight.mul_(10)
+    amp = converted(model, x, level="O1", rules={"[a-z]": "low"})
+    finding = check_numerics(amp, (x,))
+    assert finding is not None
+    assert finding.remedy == {}
+    assert "rules for modules reach it" in str(finding)

@@ -113,7 +113,7 @@ class _Observed:
                 continue
             if self._loss is not None:
                 run.values[node] = self._with_gradients(seen, node, value)
-            for tensor in floats(value):
+            for tensor in floats(value) if node not in run.unwritten else ():
                 self._row(seen.values, node).add(tensor)
         return run.outputs
 

@@ -11,7 +11,8 @@ from torch.fx import Node
 
 from ..errors import AmpGraphError
 from ..module import AmpModule
-from ..origin import module_path
+from ..origin import maker_of_item, module_path
+from ..passes.analysis.bodies import runs_bodies
 from ..policy.loss_scale import DynamicLossScale
 from ..report import graph_view as view
 from ..runtime.run_graph import Draws, is_meant, written_by
@@ -129,8 +130,12 @@ class _Forward:
     def found(self, trial: Trial, place: Place, reason: str, beyond: list[Place]) -> Finding:
         """Describes a node, and searches its remedy."""
         pins = self.trials.search(trial, beyond, self._needed())
-        rules = self.trials.rules(pins) if pins else {}
-        return self.described(trial.seen, place, reason, remedy=rules, pinned=tuple(sorted(pins)))
+        if pins is None:
+            return self.described(trial.seen, place, reason)
+        rules, held = self.trials.rules(pins), self.trials.held
+        return self.described(
+            trial.seen, place, reason, remedy=rules, pinned=tuple(sorted(pins)), modules=held
+        )
 
     def _in_other_batches(self, trial: Trial) -> Finding | None:
         """Returns the first low node whose values left the range in a calibrated batch."""
@@ -165,7 +170,7 @@ class _Forward:
         return Finding(
             node.name,
             module_path(node),
-            view.op_name(node) or node.op,
+            view.op_name(maker_of_item(node)) or node.op,
             view.user_line(node),
             self.direction,
             reason,
@@ -190,6 +195,8 @@ class _Forward:
         look = self.reference.values.get(own)
         if look is None:
             return "float32 gives finite values"
+        if runs_bodies(call := maker_of_item(self.trials.neighbours(own[0]).nodes[own[1]])):
+            return f"an op in a branch or loop of {call.name!r} is the cause; rules for modules reach it"
         if look.peak > most:
             return f"it reaches {look.peak:.3g} in float32, and {low} holds {most:.5g}"
         if place not in self.reference.values and place not in trial.seen.values:
@@ -215,12 +222,15 @@ class _Forward:
         return not any(of.bad for of in inputs) and not is_meant(node)
 
     def _reaches_result(self, place: Place) -> bool:
-        bad, waiting = {place[1]}, [self.reference.nodes[place]]
+        seen = self.reference
+        bad, waiting = {place[1]}, [seen.nodes[place]]
         while waiting:
             for user in waiting.pop().users:
                 if user.op == "output" or written_by(user):
                     return True
-                if user.name not in bad and _is_bad(self.reference.values.get((place[0], user.name))):
+                there = place[0], user.name
+                may_pass = there in seen.unwritten or _is_bad(seen.values.get(there))
+                if user.name not in bad and may_pass:
                     bad.add(user.name)
                     waiting.append(user)
         return False

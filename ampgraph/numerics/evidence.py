@@ -10,6 +10,7 @@ from torch.fx import Node
 
 from ..errors import AmpGraphError, PolicyError
 from ..module import AmpModule
+from ..passes.analysis.unwritten import unwritten
 from ..policy.policy import Policy
 from ..report.graph_view import is_item
 from ..runtime.run_graph import GraphRun, floats
@@ -43,7 +44,9 @@ def wide(calibration: Calibration, part: Part, near: Neighbours, low_dtype: torc
         AmpGraphError: The calibration has not seen this graph, or not all of its values.
     """
     rows, most = calibration.of(part.float32).values, torch.finfo(low_dtype).max
-    measured = {n.name for n in near.nodes.values() if not is_item(n) and floats(n.meta.get("val"))}
+    left_out = unwritten(part.float32.graph)
+    nodes = (n for n in near.nodes.values() if not is_item(n) and n not in left_out)
+    measured = {n.name for n in nodes if floats(n.meta.get("val"))}
     if other := sorted(measured ^ rows.keys()):
         raise AmpGraphError(
             f"the calibration of {calibration.model} was changed: it has other values than its graph has, "

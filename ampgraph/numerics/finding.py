@@ -39,6 +39,7 @@ class Finding:
             Empty if there is nothing to fix (`settles_at`), if no rule helps (`in_float32`), or if none was
             found.
         pinned: The nodes that `remedy` keeps in float32.
+        modules: The modules that it keeps in float32: for ops in branches of ``torch.cond`` and in loops.
         least_scale: For a gradient, the loss scale of the test of the remedy; else None.
         settles_at: The loss scale that a dynamic scale reaches without a change of the policy. There the
             gradients are finite, and most of them stay nonzero. None if a lower scale is not enough.
@@ -54,6 +55,7 @@ class Finding:
     inputs: tuple[Range, ...] = ()
     remedy: Mapping[str, str] = field(default_factory=dict)
     pinned: tuple[str, ...] = ()
+    modules: tuple[str, ...] = ()
     least_scale: float | None = None
     settles_at: float | None = None
     in_float32: bool = False
@@ -76,16 +78,24 @@ class Finding:
             return [
                 "  remedy: none found; a guard, a cast of the model's own or a kernel may stand above rules"
             ]
-        rules = _listed([f"'node:{name}': 'fp32'" for name in self.pinned])
+        patterns = [*(f"node:{name}" for name in self.pinned), *self.modules]
+        counts = [_count(self.pinned, "node")] if self.pinned else []
+        counts += [_count(self.modules, "module")] if self.modules else []
+        rules = _listed([f"{pattern!r}: 'fp32'" for pattern in patterns])
         return [
-            f"  remedy: {len(self.pinned)} node{'s' * (len(self.pinned) != 1)} in float32, tried: {rules}",
+            f"  remedy: {' and '.join(counts)} in float32, tried: {rules}",
             "  to use it: ampgraph.convert(model, args, policy=amp.policy.replace(rules=finding.remedy))",
         ]
 
     def to_dict(self) -> dict[str, object]:
         """Returns plain dicts, lists, strings and numbers."""
+        lists = {"pinned": list(self.pinned), "modules": list(self.modules)}
         inputs = [one._asdict() for one in self.inputs]
-        return {**vars(self), "inputs": inputs, "remedy": dict(self.remedy), "pinned": list(self.pinned)}
+        return {**vars(self), "inputs": inputs, "remedy": dict(self.remedy), **lists}
+
+
+def _count(items: tuple[str, ...], what: str) -> str:
+    return f"{len(items)} {what}{'s' * (len(items) != 1)}"
 
 
 def _listed(items: list[str]) -> str:

@@ -101,7 +101,7 @@ class Lockstep:
 
     def _measure(self, node: Node, own: Any) -> None:
         exact = floats(self._exact_value(node))
-        if not exact:
+        if not exact or node in self.low.unwritten:
             return
         own_deviation = Deviation()
         measured = Measured(node, False, ValueStatistics(self._low_dtype), own=own_deviation)

@@ -7,6 +7,7 @@ from functools import cached_property
 
 from torch.fx import Node
 
+from ..passes.analysis.graph_walk import values_read
 from ..plan import Plan
 from ..report.graph_view import is_item
 from .run_model import Part
@@ -39,7 +40,7 @@ class Neighbours:
         for node in self.nodes.values():
             decision = self._part.plan.decisions.get(node.name)
             moves = is_item(node) or (decision is not None and decision.op_class == "clear")
-            sources = [root for n in node.all_input_nodes for root in found[n]] if moves else []
+            sources = [root for n in values_read(node) for root in found[n]] if moves else []
             found[node] = tuple(dict.fromkeys(sources)) or (node,)
         return found
 
@@ -50,7 +51,7 @@ class Neighbours:
             node.name
             for node in self.nodes.values()
             if is_changeable(node, plan)
-            and any(root in wanted for n in (node, *node.all_input_nodes) for root in self.roots[n])
+            and any(root in wanted for n in (node, *values_read(node)) for root in self.roots[n])
         }
 
     def nearest(self, node: Node, plan: Plan, upwards: bool) -> set[str]:

@@ -52,6 +52,7 @@ class Seen:
         exponents: How often each binary exponent occurs in a gradient; index 0 counts zeros.
         outputs: Of the model's floating results; with a loss, the loss is the last.
         nodes: The nodes by place.
+        unwritten: The places in memory that is not written yet; `values` leaves them out.
     """
 
     values: dict[Place, Look] = field(default_factory=dict)
@@ -60,6 +61,7 @@ class Seen:
     exponents: dict[Place, Tensor] = field(default_factory=dict)
     outputs: list[Look] = field(default_factory=list)
     nodes: dict[Place, Node] = field(default_factory=dict)
+    unwritten: set[Place] = field(default_factory=set)
 
 
 class Observer:
@@ -125,7 +127,9 @@ class Observer:
                 run.values[node] = self._entering(place, value)
             elif self._loss is not None and isinstance(value, Tensor) and value.requires_grad:
                 value.register_hook(lambda gradient, place=place: self._note_gradient(place, gradient))
-            if isinstance(value, Tensor):  # of several results, each has a node that picks it
+            if node in run.unwritten:
+                self._seen.unwritten.add(place)
+            elif isinstance(value, Tensor):  # of several results, each has a node that picks it
                 self._note(self._seen.values, place, value)
         return self._leaving(run.outputs)
 

@@ -2,7 +2,8 @@
 
 Float32 for the named node alone is not enough, because the next low reader overflows at its cast. A remedy
 keeps all low producers and readers of a tensor out of range in float32. If values are still not finite, the
-remedy grows from them. Rules that are not needed are removed at the end.
+remedy grows from them. No rule can name a node that only a body has (a branch of ``torch.cond``, a loop):
+if no names help, rules for the modules in bodies are tried. Rules that are not needed are removed at the end.
 """
 
 from __future__ import annotations
@@ -15,9 +16,11 @@ from typing import Any
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
+from ..origin import module_path
 from ..plan import Plan
 from ..policy.policy import Policy
 from ..policy.rules import NODE_PREFIX, ModulePaths, RuleBook
+from ..report.graph_view import with_bodies
 from ..runtime.run_graph import Draws
 from .neighbours import Neighbours, is_changeable
 from .observe import Observer, Place, Seen
@@ -52,6 +55,7 @@ class Trials:
         loss: Makes the loss; None: the forward alone.
         scale: The loss scale; None: none.
         draws: Random numbers that all runs share.
+        held: Modules that runs keep in float32.
     """
 
     model: ModelRunner
@@ -59,6 +63,7 @@ class Trials:
     loss: Callable[[Any], Tensor] | None
     scale: float | None
     draws: Draws
+    held: tuple[str, ...] = ()
     _neighbours: dict[int, Neighbours] = field(default_factory=dict)
 
     def neighbours(self, part: int) -> Neighbours:
@@ -85,7 +90,7 @@ class Trials:
         return Trial(seen, plans, self._bad(seen))
 
     def _planned(self, part: Part, pins: frozenset[str]) -> tuple[GraphModule, Plan]:
-        if not pins:
+        if not pins and not self.held:
             return part.graph_module, part.plan
         return part.under(self.model.amp.policy.replace(rules=self.rules(pins)))
 
@@ -109,23 +114,37 @@ class Trials:
         return [(part.index, node.name) for node in nodes if (part.index, node.name) in seen.values]
 
     def rules(self, pins: Iterable[str]) -> dict[str, str]:
-        """Returns the policy's rules and these; a glob that would contradict them gives way, name by name."""
+        """Returns the policy's rules, these and those for modules.
+
+        A glob that would contradict the names gives way, name by name.
+        """
         pins = sorted(pins)
         names = {name for part in self.model.parts for name in self.neighbours(part.index).nodes}
-        return merged(self.model.amp.policy, pins, names, self.model.modules)
+        rules = merged(self.model.amp.policy, pins, names, self.model.modules)
+        return {**rules, **dict.fromkeys(self.held, "fp32")}
 
     # -- search ----------------------------------------------------------------------------------
 
     def search(
         self, first: Trial, wide: Iterable[Place], needed: frozenset[str] = frozenset()
-    ) -> frozenset[str]:
-        """Returns nodes that, in float32, leave nothing bad; empty where none were found.
+    ) -> frozenset[str] | None:
+        """Returns nodes that, in float32, leave nothing bad, alone or with the modules `held`; None: none do.
 
         Args:
             first: The bad values without rules.
             wide: The tensors that do not fit, by what float32 shows.
             needed: Nodes that other batches need.
         """
+        wide = list(wide)
+        pins = self._searched(first, wide, needed)
+        if pins is not None or not (modules := self._modules_in_bodies()):
+            return pins
+        self.held = modules
+        pins = self._searched(self.run(needed), wide, needed)
+        self.held = () if pins is None else self._fewer_modules(modules, pins)
+        return pins
+
+    def _searched(self, first: Trial, wide: Iterable[Place], needed: frozenset[str]) -> frozenset[str] | None:
         pins = set(needed)
         for index, name in wide:
             node = self.neighbours(index).nodes[name]
@@ -142,7 +161,7 @@ class Trials:
         if trial.bad:
             pins = self._everything(first)
             if not pins or self.run(pins).bad:
-                return frozenset()
+                return None
         return needed | frozenset(self._reduced(sorted(pins - needed), needed))
 
     def _grown(self, trial: Trial) -> set[str]:
@@ -173,13 +192,35 @@ class Trials:
         while runs > 0:
             for start in range(0, len(pins), size)[::-1]:
                 rest = pins[:start] + pins[start + size :]
-                if runs > 0 and (rest or needed) and not self.run([*rest, *needed]).bad:
+                if runs > 0 and (rest or needed or self.held) and not self.run([*rest, *needed]).bad:
                     pins = rest
                 runs -= 1
             if size == 1:
                 break
             size //= 2
         return pins
+
+    def _modules_in_bodies(self) -> tuple[str, ...]:
+        """Returns the innermost modules of ops that run low in bodies, except those that rules want low."""
+        found = {
+            module_path(node)
+            for part in self.model.parts
+            for body in with_bodies(part.graph_module, part.plan)
+            for node in body.module.graph.nodes
+            if body.prefix and is_changeable(node, body.plan)
+        }
+        low = [pattern for pattern, value in self.model.amp.policy.rules.items() if value == "low"]
+        wanted = {path for path in found if any(fnmatchcase(path, pattern) for pattern in low)}
+        return tuple(sorted(found - wanted - {""}))
+
+    def _fewer_modules(self, modules: tuple[str, ...], pins: frozenset[str]) -> tuple[str, ...]:
+        """Takes away modules one by one, as long as nothing gets bad and runs are left."""
+        kept = modules
+        for module in modules[:RUNS]:
+            self.held = tuple(path for path in kept if path != module)
+            if self.held and not self.run(pins).bad:
+                kept = self.held
+        return kept
 
 
 def origins(trial: Trial) -> list[Place]:

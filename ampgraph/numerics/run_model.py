@@ -141,7 +141,8 @@ class ModelRunner:
 
     def _compile(self) -> Callable:
         options = dataclasses.replace(self.amp.options, backend=self._take, mode=None)
-        backend = make_backend(options, self.modules, guards=self.amp._graphs.guard_scope)
+        guards = self.amp._graphs.guard_scope
+        backend = make_backend(options, self.modules, guards=guards, is_observed=True)
         return compiled_by_dynamo(self.amp.source, backend)
 
     def _take(self, graph_module: GraphModule, inputs: Sequence[Any]) -> Callable:

@@ -209,7 +209,7 @@ class Watch:
                 continue
             if not has_values(value):
                 continue
-            self._values.append(Flag(node, flag_of(value)))
+            self._values.append(Flag(node, flag_of(value), node not in run.unwritten))
             if value.requires_grad and node.op == "call_function":
                 value.register_hook(functools.partial(self._note_gradient, node))
         return run.result()

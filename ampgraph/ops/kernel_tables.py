@@ -206,6 +206,19 @@ STRIDED = _names("as_strided as_strided_copy")
 # They may return their input (some schemas declare it), but they can also change the dtype.
 CONVERTING = _names("to type_as _autocast_to_reduced_precision _autocast_to_full_precision")
 
+# Their result is memory that nobody has written, or, of a resized tensor, may end with such memory.
+UNINITIALIZED = _names(
+    """empty empty_like empty_permuted empty_quantized empty_strided new_empty new_empty_strided
+    _empty_affine_quantized _empty_per_channel_affine_quantized resize resize_as _resize_output"""
+)
+
+# They keep elements of their first argument, besides views and casts: copies, and writes to a part of it.
+KEEPS_ELEMENTS = _names(
+    """clone _to_copy lift_fresh_copy index_put _unsafe_index_put _index_put_impl index_copy index_fill
+    index_add index_reduce masked_fill masked_scatter scatter scatter_add scatter_reduce put select_scatter
+    slice_scatter diagonal_scatter as_strided_scatter fill_diagonal"""
+)
+
 # They read only sizes, strides, dtype or device of a tensor.
 SHAPE_ONLY = _names(
     """sym_size sym_numel sym_stride sym_storage_offset size numel stride dim is_contiguous

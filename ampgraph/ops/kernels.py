@@ -269,6 +269,18 @@ def reads_no_values(target: OpOverload) -> bool:
 
 
 @cache
+def is_uninitialized(target: OpOverload) -> bool:
+    """Whether the op returns memory that nobody has written."""
+    return _listed(kernel_tables.UNINITIALIZED, target)
+
+
+@cache
+def keeps_elements(target: OpOverload) -> bool:
+    """Whether the result has elements of the first argument as they were; views and casts do not count."""
+    return _listed(kernel_tables.KEEPS_ELEMENTS, target)
+
+
+@cache
 def shape_slots(target: OpOverload) -> tuple[str, ...]:
     """Returns the arguments whose values the op does not read, only sizes or the dtype."""
     return _row(kernel_tables.SHAPE_SLOTS, target) or ()

@@ -223,6 +223,8 @@ def totals_section(explanation: ExplanationData, peers: Mapping[str, Totals]) ->
         f"widened inside kernels, without a cast: {explanation.widened}",
         f"placement: {_proof(explanation.gap)}",
     )
+    if explanation.bodies:
+        notes += (f"not counted: {explanation.body_casts} casts in {len(explanation.bodies)} bodies",)
     if explanation.own_casts:
         moved = human_bytes(explanation.own_cast_bytes)
         notes += (

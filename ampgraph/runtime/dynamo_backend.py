@@ -59,6 +59,7 @@ def make_backend(
     scaler: LossScaler | None = None,
     shadows: ShadowWeights | None = None,
     guards: GuardScope | None = None,
+    is_observed: bool = False,
 ) -> Callable:
     """Returns a ``torch.compile`` backend that rewrites each graph and hands it to the next backend.
 
@@ -70,8 +71,10 @@ def make_backend(
         scaler: Owner of the loss scale; None for no loss scaling.
         shadows: Low copies of parameters; None for casts in the graph.
         guards: Tells whether the model has an `fp16_guard`; None if that is up to each graph.
+        is_observed: Whether the next backend is a tool that runs graphs node by node and plans them again: it
+            gets them without the passes for gradients, whose edits no plan knows.
     """
-    compiler = _Compiler(options, modules, record, scaler, shadows, guards)
+    compiler = _Compiler(options, modules, record, scaler, shadows, guards, is_observed)
 
     def backend(graph_module: fx.GraphModule, inputs: list, **_: Any) -> Callable:
         values = [node.meta.get("example_value") for node in graph_module.graph.nodes]
@@ -103,6 +106,7 @@ class _Compiler:
     scaler: LossScaler | None
     shadows: ShadowWeights | None
     guards: GuardScope | None
+    is_observed: bool
 
     def compiled(self, graph_module: fx.GraphModule, inputs: list) -> Callable:
         """Returns what runs a graph: rewritten, or as it is, with a warning, if it cannot be rewritten."""
@@ -138,7 +142,8 @@ class _Compiler:
         scaling = self.scaler if has_scale and has_low(rewritten.plan) and with_gradients else None
         casts_fuse = options.policy.objective == "fused" and with_gradients
         masters = _masters(lowered, inputs, self.shadows, casts_fuse) if self.shadows is not None else {}
-        gradients = gradient_passes(rewritten.plan, lowered, options) if with_gradients else ()
+        has_passes = with_gradients and not self.is_observed
+        gradients = gradient_passes(rewritten.plan, lowered, options) if has_passes else ()
         if scaling is None and not masters and not gradients:
             compiled: Callable = compile_next(lowered, inputs)
             return compiled

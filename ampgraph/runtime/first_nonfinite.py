@@ -18,6 +18,7 @@ from .._compat import OpOverload, no_dispatch_modes
 from ..marks import input_mark
 from ..origin import label_of, module_path, op_name, user_line
 from ..passes import is_boundary
+from ..passes.analysis.alias import AliasSets, written_args
 from ..passes.insert_casts import is_inserted
 from ..passes.read_shadows import reads_copy
 from ..training.overflow import Sight
@@ -28,10 +29,17 @@ from .shadow_weights import SHADOW_PREFIX
 
 
 class Flag(NamedTuple):
-    """Whether a node's tensor has NaN, and whether it has infinities; on its device."""
+    """Whether a node's tensor has NaN, and whether it has infinities; on its device.
+
+    Attributes:
+        node: The node.
+        found: The two answers.
+        is_written: Whether the tensor is the model's doing, and not what was in memory.
+    """
 
     node: Node
     found: Tensor
+    is_written: bool = True
 
 
 def look_for(graph_module: GraphModule, inputs: Sequence[Any], scaler: LossScaler, options: Options) -> None:
@@ -59,9 +67,11 @@ def look_for(graph_module: GraphModule, inputs: Sequence[Any], scaler: LossScale
 
 
 def _flags(graph_module: GraphModule, inputs: Sequence[Any]) -> Iterator[Flag]:
-    for node, value in GraphRun(graph_module, inputs):
+    run = GraphRun(graph_module, inputs)
+    for node, value in run:
         if node.target is not operator.getitem:  # what it takes was looked at
-            yield from (Flag(node, flag_of(t)) for t in floats(value) if has_values(t))
+            is_written = node not in run.unwritten
+            yield from (Flag(node, flag_of(t), is_written) for t in floats(value) if has_values(t))
 
 
 def _communicates(node: Node) -> bool:
@@ -89,21 +99,33 @@ def first_of(flags: Sequence[Flag], found: Sequence[list[bool]] | None = None) -
     """Returns the first node whose value is not finite: an op of the model, a cast or a low copy.
 
     Infinities that are meant do not count, nor what they lead to; NaN always does, except in statistics that
-    batch norms only update.
+    batch norms only update, and in memory that is not written yet.
 
     Args:
         flags: Those of the values, in the order of the run.
         found: What they say, if they were read.
     """
     meant: set[Node] = set()
-    for (node, _), (is_nan, is_inf) in zip(flags, read(flags) if found is None else found, strict=False):
+    answers = read(flags) if found is None else found
+    for (node, _, is_written), (is_nan, is_inf) in zip(flags, answers, strict=False):
         if not (is_nan or is_inf) or _is_only_updated(node):
             continue
         inputs = [behind_boundary(node)] if reads_copy(node) else node.all_input_nodes
-        if is_nan or not (_is_own(node) or any(behind_boundary(n) in meant for n in inputs)):
+        is_infinity_meant = _is_own(node) or any(behind_boundary(n) in meant for n in inputs)
+        if is_written and (is_nan or not is_infinity_meant):
             return node
-        meant.add(node)
+        if is_infinity_meant:
+            meant.update((node, *_written_by(node)))
     return None
+
+
+def _written_by(node: Node) -> list[Node]:
+    """Returns the nodes in whose memory a node writes: who reads them later reads what it wrote."""
+    written = written_args(node)
+    if not written:
+        return []
+    aliases = AliasSets(node.graph)
+    return [member for argument in written for member in aliases.of(argument)]
 
 
 def _is_only_updated(node: Node) -> bool:

@@ -9,7 +9,8 @@ import torch
 from torch import fx
 
 from ..errors import did_you_mean, warn_user
-from ..origin import is_item, module_path, module_paths_of, names_of, op_name, user_line
+from ..origin import is_item, maker_of_item, module_path, module_paths_of, names_of, op_name, user_line
+from ..passes.analysis.bodies import runs_bodies
 from ..plan import Decision, Plan
 from ..policy.policy import Policy
 from ..policy.rules import NODE_PREFIX, ModulePaths, RuleBook
@@ -82,10 +83,22 @@ def warn_of_idle(
             decision = plan.decisions.get(node.name) if node.op == "call_function" else None
             if decision and (match := book.match(node.name, module_paths_of(node))):
                 matched.setdefault(match.pattern, []).append((node, decision))
+    of_nodes = book.named(())
     for pattern, found in matched.items():
         asked = policy.low_dtype if policy.rules[pattern] == "low" else torch.float32
-        if all(decision.by != "rule" and decision.dtype is not asked for _, decision in found):
+        if _is_idle(found, asked, pattern in of_nodes):
             warn_user(f"{model}: rule {pattern!r} ({policy.rules[pattern]}) decides nothing: {_why(found)}")
+
+
+def _is_idle(found: list[tuple[fx.Node, Decision]], asked: torch.dtype, is_of_nodes: bool) -> bool:
+    """Whether no node takes the dtype that a rule asks for.
+
+    A rule for a module also holds in branches and loops. The dtype of what these return says nothing of it.
+    """
+    others = [decision for node, decision in found if not _is_of_bodies(node)]
+    if len(others) < len(found) and not is_of_nodes:
+        return False
+    return all(decision.by != "rule" and decision.dtype is not asked for decision in others)
 
 
 def _warn_of_level_0(model: str, policy: Policy) -> None:
@@ -98,8 +111,16 @@ def _warn_of_level_0(model: str, policy: Policy) -> None:
 def _why(found: list[tuple[fx.Node, Decision]]) -> str:
     node, decision = next((pair for pair in found if pair[1].dtype is not None), found[0])
     dtype = str(decision.dtype).removeprefix("torch.") if decision.dtype else "of a dtype that stays"
-    instead = f" It is an element of {node.args[0]!s}: name that op." if is_item(node) else ""
+    if _is_of_bodies(node):
+        instead = " It runs branches or a loop, whose ops have their own dtypes: name their modules."
+    else:
+        instead = f" It is an element of {node.args[0]!s}: name that op." if is_item(node) else ""
     return f"{node.name} is {dtype} ({decision.by}: {decision.reason}).{instead}"
+
+
+def _is_of_bodies(node: fx.Node) -> bool:
+    """Whether a node runs branches or a loop, or is an element of what they return."""
+    return runs_bodies(maker_of_item(node))
 
 
 def _words(targets: Counter[tuple[str, str, str]]) -> str:

@@ -18,6 +18,7 @@ from .._compat import HigherOrderOperator, OpOverload, flat_inputs
 from ..passes.analysis.alias import SOURCES, written_args, written_memory
 from ..passes.analysis.arguments import argument
 from ..passes.analysis.ranges import is_table
+from ..passes.analysis.unwritten import unwritten
 
 __all__ = ["Draws", "GraphRun", "flat_inputs", "floats", "is_meant"]
 
@@ -48,6 +49,8 @@ class GraphRun:
     Attributes:
         values: The values that later nodes read, by node.
         outputs: What the graph returns, flat; after the last node.
+        unwritten: The nodes whose values are memory that nothing has written yet (``torch.empty``). They are
+            no evidence of anything: who judges values leaves them out.
     """
 
     def __init__(
@@ -60,6 +63,7 @@ class GraphRun:
         self.graph_module = graph_module
         self.values: dict[Node, Any] = {}
         self.outputs: Sequence[Any] = ()
+        self.unwritten = unwritten(graph_module.graph)
         self._inputs, self._draws = iter(inputs), draws
         self._written = set() if is_real else _written_sources(graph_module)
         self._copies: dict[int, Tensor] = {}

@@ -13,6 +13,7 @@ from ..numerics.run_model import Part
 from ..passes import ClassifyOps, PropagatePrecision, Workspace, run_passes, workspace
 from ..passes.analysis.alias import written_memory
 from ..passes.analysis.facts import DECIDED
+from ..passes.analysis.graph_walk import values_read
 from ..passes.analysis.precision import FP32
 from ..passes.analysis.problem import Problem
 from ..passes.analysis.range_hazards import Values
@@ -68,7 +69,7 @@ class PlannedGraph:
         readers: dict[Node, dict[Node, set[Node]]] = defaultdict(lambda: defaultdict(set))
         for reader in self.nodes.values():
             if reader.op == "call_function" and self.roots[reader] == (reader,):
-                for read in reader.all_input_nodes:
+                for read in values_read(reader):
                     for root in self.roots[read]:
                         readers[root][reader].add(read)
         written = written_memory(self.graph_module.graph)

@@ -134,7 +134,7 @@ def strided_memory(graph: Graph) -> set[Node]:
     The input is a part of the memory, and a cast of it does not have the layout of the whole.
     """
     strided = [n.args[0] for n in graph.nodes if isinstance(n.target, OpOverload) and reads_strides(n.target)]
-    return _same_memory(graph, [n for n in strided if not _is_whole(n.meta["val"])])
+    return _same_memory(graph, [n for n in strided if not is_whole(n.meta["val"])])
 
 
 def overlaps_itself(tensor: torch.Tensor) -> bool:
@@ -149,7 +149,8 @@ def overlaps_itself(tensor: torch.Tensor) -> bool:
     return False
 
 
-def _is_whole(tensor: torch.Tensor) -> bool:
+def is_whole(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is all of its memory, and no view of a part."""
     return size_hint(tensor.numel()) * tensor.itemsize == size_hint(tensor.untyped_storage().nbytes())
 
 
