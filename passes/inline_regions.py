@@ -30,7 +30,7 @@ from ampgraph._compat import (
 )
 from ampgraph.guards import FP32, LISTS, guard_of, set_guard
 from ampgraph.ops.kernels import may_convert, promotes
-from ampgraph.policy.policy import LOW_DTYPES
+from ampgraph.policy.policy import LOW_DTYPES, Policy
 
 from .analysis.alias import viewed, written_args
 from .analysis.graph_walk import function_name
@@ -48,6 +48,7 @@ class InlineRegions(Pass):
         with_autocast: Whether autocast regions are inlined, too, and not grad-mode regions alone.
     """
 
+    policy: Policy
     with_autocast: bool = True
     name: ClassVar[str] = "inline_regions"
 
@@ -55,11 +56,11 @@ class InlineRegions(Pass):
         modified = False
         kinds = (_SET_GRAD, _AUTOCAST) if self.with_autocast else (_SET_GRAD,)
         while region := _next_region(graph_module.graph, kinds):
-            _inline(graph_module, region)
+            _inline(graph_module, region, self.policy.low_dtype)
             modified = True
         if not self.with_autocast:
             return modified
-        return _autocast_calls_to_guards(graph_module.graph) or modified
+        return _autocast_calls_to_guards(graph_module.graph, self.policy.low_dtype) or modified
 
 
 def _next_region(graph: Graph, kinds: tuple[str, ...]) -> Node | None:
@@ -84,7 +85,7 @@ def _body(region: Node) -> Node:
     return next(a for a in region.args if isinstance(a, Node) and a.op == "get_attr")
 
 
-def _inline(graph_module: GraphModule, region: Node) -> None:
+def _inline(graph_module: GraphModule, region: Node, low_dtype: torch.dtype) -> None:
     graph = graph_module.graph
     body_ref = _body(region)
     at = region.args.index(body_ref)
@@ -106,11 +107,17 @@ def _inline(graph_module: GraphModule, region: Node) -> None:
     if not is_grad_region:
         _guard(values, LISTS if enabled else FP32)
     _replace_outputs(region, outputs)
-    if enabled and not is_grad_region:
+    if not is_grad_region and _is_of_other_dtype(region, low_dtype):
         _widen([values[n] for n in body.graph.nodes if n.op == "call_function"])
     graph.erase_node(region)
     if not body_ref.users:
         graph.erase_node(body_ref)
+
+
+def _is_of_other_dtype(region: Node, low_dtype: torch.dtype) -> bool:
+    """Whether an autocast region (a sub-graph or its entering call) names another low dtype."""
+    device, dtype, enabled = region.args[:3]
+    return bool(enabled) and (dtype or torch.get_autocast_dtype(str(device))) != low_dtype
 
 
 def _widen(nodes: Sequence[Node]) -> None:
@@ -215,7 +222,7 @@ def _replace_outputs(region: Node, outputs: tuple | Node) -> None:
         user.graph.erase_node(user)
 
 
-def _autocast_calls_to_guards(graph: Graph) -> bool:
+def _autocast_calls_to_guards(graph: Graph, low_dtype: torch.dtype) -> bool:
     regions: list[tuple[Node, list[Node]]] = []
     open_regions: list[tuple[Node, list[Node]]] = []
     ended: list[Node] = []
@@ -233,7 +240,7 @@ def _autocast_calls_to_guards(graph: Graph) -> bool:
             # A mark that the region's entry does not have was made inside the region.
             if guard_of(node) == guard_of(enter):
                 set_guard(node, LISTS if enter.args[2] else FP32)
-        if enter.args[2]:
+        if _is_of_other_dtype(enter, low_dtype):
             _widen(inside)
     for node in ended:
         graph.erase_node(node)

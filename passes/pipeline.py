@@ -72,7 +72,7 @@ def default_pipeline(
     if policy.level == "O0" or not edits:
         return analysis
     return (
-        InlineRegions(),
+        InlineRegions(policy),
         InlineTransforms(),
         Normalize(),
         LayOutMasks(),
@@ -142,7 +142,7 @@ def rewrite(
     asked, policy = policy, settle_guard_scope(graph_module, policy)
     modules = tuple(modules)
     if policy.level != "O0" and bodies_of(graph_module):
-        run_passes(graph_module, (InlineRegions(),))  # a region around such an op holds for its body
+        run_passes(graph_module, (InlineRegions(policy),))  # a region around such an op holds for its body
     for body, callers in bodies_of(graph_module).items():
         _mark_parameters(graph_module, body, callers[0])
         _hand_down_guards(body, callers)

@@ -242,7 +242,7 @@ def check_again_changes_nothing(captured: Captured, level: str) -> None:
 def check_against_autocast(captured: Captured) -> None:
     """At O1: never less precise than the autocast rule, never more bytes."""
     program, graph_module = captured.program, captured.copy()
-    run_passes(graph_module, [InlineRegions()])
+    run_passes(graph_module, [InlineRegions(policy_of(program, "O1"))])
     problem = problem_of(graph_module, policy_of(program, "O1"), program.low)
     placed = place_within(problem, autocast_bytes(problem))
     assert violations(problem, placed.labels) == []

@@ -178,7 +178,7 @@ def test_inline_regions() -> None:
             return x @ y
 
     assert_expected_inline(
-        change(captured(Fn(regions), torch.ones(4, 4)), InlineRegions()),
+        change(captured(Fn(regions), torch.ones(4, 4)), InlineRegions(O1)),
         """\
 args_0 f32
 submod_2

@@ -59,27 +59,10 @@ class Branches(nn.Module):
         return torch.cond(x.sum() > 0, lambda y: self.linear(y).exp(), lambda y: y.exp() @ y, (x,))
 
 
-class Region(nn.Module):
-    """Code outside an autocast region asks for the dtype of what the region returns."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.norm = nn.Linear(4, 4), nn.LayerNorm(4)
-
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        x = self.linear(x)
-        with torch.autocast("cpu", dtype=LOW):
-            low = self.linear(x)
-            norm = self.norm(low) + low
-        again = nn.functional.linear(low, self.linear.weight.to(low.dtype))
-        return x, low, norm, again
-
-
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     **CASES,
     "everything": (Everything, (4, 4)),
     "branches": (Branches, (4, 4)),
-    "region": (Region, (4, 4)),
     "lstm": (lambda: nn.LSTM(4, 4), (3, 2, 4)),
 }
 
@@ -140,7 +123,7 @@ def test_many_policies_on_a_graph_without_casts_are_those_policies_on_the_graph(
         assert cast_map(graph_module) == cast_map(expected)
 
 
-@pytest.mark.parametrize("name", [name for name in MODELS if name != "region"])  # the source runs it low
+@pytest.mark.parametrize("name", MODELS)
 def test_a_graph_without_casts_computes_what_the_source_does(name: str) -> None:
     amp = converted(name, POLICIES["O2"], "ahead of time")
     x = torch.randn(MODELS[name][1])
@@ -149,20 +132,6 @@ def test_a_graph_without_casts_computes_what_the_source_does(name: str) -> None:
     leaves = torch.utils._pytree.tree_leaves
     for ours, theirs in zip(leaves(found), leaves(expected), strict=True):
         assert torch.equal(ours, theirs)
-
-
-@pytest.mark.parametrize("look", [ampgraph.compare, ampgraph.check_numerics, ampgraph.calibrate])
-@pytest.mark.parametrize("how", ["ahead of time", "just in time"])
-def test_code_behind_a_region_runs_in_float32_too(look: Callable, how: str) -> None:
-    """A run in float32 gives that code the dtypes that it read; without them a product raises."""
-    look(converted("region", POLICIES["O1"], how), (torch.randn(4, 4),))
-
-
-def test_a_graph_without_casts_returns_the_dtypes_of_the_source() -> None:
-    amp = converted("region", POLICIES["O2"], "ahead of time")
-    x = torch.randn(4, 4)
-    for ours, theirs in zip(without_casts(amp.graph_module, amp.plan)(x), amp.source(x), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-2, atol=1e-2)  # dtypes too
 
 
 def test_nodes_tell_the_new_plans_reasons() -> None:

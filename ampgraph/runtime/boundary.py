@@ -79,7 +79,7 @@ def gradient_passes(plan: Plan, graph_module: fx.GraphModule, options: Options) 
     """
     passes: list[Pass] = []
     if options.backend != "eager" and has_writing_regions(graph_module):
-        passes = [InlineRegions(with_autocast=False), KeepRead()]
+        passes = [InlineRegions(options.policy, with_autocast=False), KeepRead()]
     elif options.backend != "eager" and reads_of_written_memory(graph_module.graph):
         passes = [KeepRead()]
     if plan.wide_gradients:
