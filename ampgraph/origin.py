@@ -16,7 +16,7 @@ from .own_files import AMPGRAPH, TORCH
 _ITEM = re.compile(r"\[['\"]?([^'\"\]]*)['\"]?\]")
 _SELF = re.compile(r"^L\[['\"]?\w+['\"]?\]\.?|^L__self___?")
 _GETATTR = re.compile(r"^getattr\((?P<of>.*), (?P<quote>['\"])(?P<name>.*)(?P=quote)\)(?P<rest>.*)$")
-_OF_DYNAMO = ("L[", "L__self__")
+_OF_DYNAMO = ("L[", "G[", "L__self__")
 # torch.export's word for a node that it adds outside of every module, for sizes.
 _NO_MODULE = "_empty_nn_module_stack_from_metadata_hook"
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
@@ -88,8 +88,8 @@ def _common_prefix(scopes: Sequence[tuple[Part, ...]]) -> tuple[Part, ...]:
 def clean_path(path: str) -> str:
     """Turns the name that a capture front end gives a module into its ``named_modules()`` path.
 
-    torch.export gives the path. Dynamo gives an expression: ``L['self'].layers[0]`` or, for names that are no
-    identifiers, ``getattr(L['self'], 'block[0]')``.
+    torch.export gives the path. Dynamo gives an expression: ``L['self'].layers[0]``, ``G['model'].layers[0]``
+    for a global or, for names that are no identifiers, ``getattr(L['self'], 'block[0]')``.
     """
     if found := _GETATTR.match(path):
         of, name, rest = clean_path(found["of"]), found["name"], found["rest"].lstrip(".")

@@ -145,10 +145,11 @@ def _run_one(step: Pass, graph_module: GraphModule, before: list[_Held]) -> bool
     try:
         step.requires(graph_module)
         changed = step(graph_module).modified
-        if not isinstance(changed, bool):
+        if changed is None:
             raise PassError(
-                f"pass {step.name!r} returned {changed!r}; legal: True if it edited the graph, else False."
+                f"pass {step.name!r} returned None; legal: True if it edited the graph, else False."
             )
+        changed = bool(changed)
         if changed:
             graph_module.graph.lint()
         step.ensures(graph_module)
@@ -180,7 +181,7 @@ def _check_untouched(step: Pass, graph_module: GraphModule, before: list[_Held])
         now = _held(node)
         if len(held) == len(now) and not any(map(is_not, held, now)):
             continue
-        if any(map(is_not, held[:_META], now[:_META])):
+        if held[:_META] != now[:_META]:  # equal arguments may be another tuple
             raise PassError(f"pass {step.name!r} {edited}: {node.name!r}.")
         if step.edits:
             continue

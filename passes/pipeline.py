@@ -104,9 +104,6 @@ def _paused_collector() -> Iterator[None]:
     try:
         yield
     finally:
-        if not gc.get_freeze_count():  # else a program keeps objects from the collector
-            gc.freeze()
-            gc.unfreeze()  # what was allocated is old now; else the next collection would visit all of it
         gc.enable()
 
 

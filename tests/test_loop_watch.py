@@ -410,7 +410,44 @@ def left_over_without_source(amp: nn.Module) -> None:
     exec("scaler.scale(loss_of(amp)).backward()", {**globals(), "scaler": scaler, "amp": amp})
 
 
+def left_over_in_a_dict(amp: nn.Module) -> None:
+    scaler, held = torch.amp.GradScaler("cpu"), {}
+    held["loss"] = scaler.scale(loss_of(amp))
+    held["loss"].backward()
+
+
+def left_over_in_a_loop(amp: nn.Module) -> None:
+    scaler = torch.amp.GradScaler("cpu")
+    for loss in (scaler.scale(loss_of(amp)),):
+        loss.backward()
+
+
+def left_over_in_a_condition(amp: nn.Module) -> None:
+    scaler = torch.amp.GradScaler("cpu")
+    if (loss := scaler.scale(loss_of(amp))) is not None:
+        loss.backward()
+
+
+def left_over_under_another_name(amp: nn.Module) -> None:
+    scaler = torch.amp.GradScaler("cpu")
+    scale = scaler.scale
+    scale(loss_of(amp)).backward()
+
+
+def left_over_for_the_next_round(amp: nn.Module) -> None:
+    scaler, loss = torch.amp.GradScaler("cpu"), None
+    for _ in range(2):
+        if loss is not None:
+            loss.backward()
+        loss = scaler.scale(loss_of(amp))
+
+
 LEFT_OVER = [
+    left_over_in_a_dict,
+    left_over_in_a_loop,
+    left_over_in_a_condition,
+    left_over_under_another_name,
+    left_over_for_the_next_round,
     left_over_without_source,
     left_over_in_lines,
     left_over_in_variables,

@@ -520,10 +520,22 @@ def test_a_pass_that_edits_and_does_not_say_so_is_named():
         run_passes(captured(LAYERS, X), [Returning(True, False)])
 
 
-@pytest.mark.parametrize("result", [None, 1, "no"])
-def test_a_pass_that_returns_no_answer_is_named(result):
-    with pytest.raises(PassError, match=f"'returning' returned {result!r}; legal: True .*False"):
-        run_passes(captured(LAYERS, X), [Returning(True, result)])
+def test_a_pass_that_returns_no_answer_is_named():
+    with pytest.raises(PassError, match=r"'returning' returned None; legal: True .*False"):
+        run_passes(captured(LAYERS, X), [Returning(True, None)])
+
+
+def test_equal_arguments_are_no_edit():
+    @dataclass(frozen=True)
+    class Assigning(Pass):
+        name: ClassVar[str] = "assigning"
+
+        def run(self, graph_module):
+            for node in graph_module.graph.nodes:
+                node.args = tuple(node.args)
+            return False
+
+    assert not run_passes(captured(LAYERS, X), [Assigning()]).modified
 
 
 @pytest.mark.parametrize(
@@ -590,18 +602,3 @@ def test_the_garbage_collector_pauses_and_is_as_before(was_enabled: bool, fails:
         assert gc.isenabled() is was_enabled
     finally:
         gc.enable()
-
-
-@pytest.mark.parametrize("keeps_frozen", [True, False])
-def test_the_next_collection_does_not_visit_the_analysis(keeps_frozen: bool) -> None:
-    graph_module = captured(LAYERS, X)
-    gc.collect()
-    try:
-        if keeps_frozen:
-            gc.freeze()
-        rewrite(graph_module, Policy("O2", dtype=torch.float16))
-        assert bool(gc.get_freeze_count()) is keeps_frozen
-        if not keeps_frozen:
-            assert not any(isinstance(o, fx.Node) for o in gc.get_objects(generation=0))
-    finally:
-        gc.unfreeze()

@@ -92,6 +92,21 @@ def test_few_additions_are_free_and_many_are_not() -> None:
         assert found == ({"hazard"} if count == MANY else {"placement"})
 
 
+def test_a_flow_of_coupling_layers_is_no_total() -> None:
+    """Layers read the half that is chunk's second result."""
+
+    def flow(layer, weight: Tensor, x: Tensor) -> Tensor:
+        x = weight + x
+        for _ in range(2 * MANY):
+            first, second = x.chunk(2, -1)
+            changed = first + layer(torch.cat([second, second], -1))[:, : WIDTH // 2]
+            x = torch.cat([second, changed], -1)
+        return layer(x)
+
+    amp = ampgraph.convert(Applied(flow), (torch.randn(16, WIDTH),), policy=Policy("O2", dtype=BF16))
+    assert "hazard" not in {d.by for name, d in amp.plan.decisions.items() if name.startswith("add_")}
+
+
 def test_a_residual_stream_is_no_total() -> None:
     def stream(layer, weight: Tensor, x: Tensor) -> Tensor:
         x = weight + x

@@ -249,3 +249,19 @@ def test_a_fault_in_float32_is_traced_through_it() -> None:
     assert finding is not None
     assert finding.in_float32
     assert finding.node == "log"
+
+
+def test_writes_to_sparse_tensors_are_no_fills() -> None:
+    class Sparse(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("sparse", torch.eye(8).to_sparse())
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = torch.empty(8, 8)
+            y.copy_(x)
+            self.sparse.mul_(1.0)
+            return torch.sparse.mm(self.sparse, y)
+
+    graph = converted(Sparse()).graph_module.graph
+    assert [node.name for node in unwritten(graph)] == ["empty"]

@@ -34,6 +34,8 @@ _RANDOM = frozenset(
     for f in (getattr(torch, name), getattr(torch, f"{name}_like", None), getattr(Tensor, f"{name}_", None))
     if f is not None
 ) | {getattr(Tensor, f"{name}_") for name in ("uniform", "random", "exponential", "cauchy", "log_normal")}
+CAPTURES_A_COLLECTION = 16
+_captures = itertools.count(1)
 _seen_frozen: list[int] = []  # the first count of frozen objects that is not 0
 _DEPTH = 4  # of containers inside containers
 _MOST_ASKED = 256  # objects in one question
@@ -87,6 +89,7 @@ class KeptTensors:
                 self._new = {id(o) for o in gc.get_objects() if issubclass(type(o), _CONTAINERS)}
             if is_free:
                 gc.unfreeze()
+                _collect_now_and_then()
 
     def note(self, function: Callable, result: Any, args: tuple, kwargs: dict[str, Any]) -> None:
         """Records the tensors that a function of torch returned to forward."""
@@ -172,6 +175,12 @@ def _containers_in(value: Any, depth: int = _DEPTH) -> Iterator[Any]:
 def _restore(container: Any, before: Any) -> None:
     container.clear()
     (container.update if isinstance(container, dict) else container.extend)(before)
+
+
+def _collect_now_and_then() -> None:
+    """Collects older objects: ``gc.freeze`` restarts the counts after which the collector looks at them."""
+    if gc.isenabled() and next(_captures) % CAPTURES_A_COLLECTION == 0:
+        gc.collect()
 
 
 def _is_frozen_by_user() -> bool:

@@ -60,7 +60,7 @@ def warn_of_unmatched(graph_module: fx.GraphModule, policy: Policy) -> None:
         near = did_you_mean(pattern, [*around, *(NODE_PREFIX + name for name in ops)])
         warn_user(
             f"ampgraph backend: rule {pattern!r} ({policy.rules[pattern]}) matches no module and no node of "
-            f"this graph of {len(ops)} ops. It has an effect only if another graph of the model has it.{near}"
+            f"this graph. It has an effect only if another graph of the model has it.{near}"
         )
 
 

@@ -26,7 +26,7 @@ from .whole_step import WholeStep
 # Each kind of arguments and of settings has a graph, and a kind has one for each set of Python values.
 MANY_GRAPHS = 8
 # The kinds of which a step keeps graphs, and the number of steps after which an unused kind makes room. Sizes
-# that come in cycles use each kind before that: the graphs stay, and only sizes above the limit run the loop.
+# in cycles of up to so many steps use each kind before that: the graphs stay, and other sizes run the loop.
 MOST_KINDS = 64
 LONG_UNUSED = 16 * MOST_KINDS
 
@@ -93,15 +93,16 @@ def compile_step(
 
 
 def _check_optimizer(amp: AmpModule, optimizer: Optimizer) -> None:
-    """Raises a `PolicyError` if an optimizer holds no parameter of a model that has some to train."""
+    """Warns of an optimizer that holds no parameter of a model that has some to train."""
     held = {*map(id, parameters_of(optimizer))}
     own = [*all_parameters(amp.source)]
     is_frozen = not any(p.requires_grad for p in own)
     if is_frozen or is_distributed() or any(id(p) in held for p in own):
         return
-    raise PolicyError(
+    warn_user(
         f"compile_step: the {type(optimizer).__name__} holds none of the {len(own)} parameters of the "
-        f"{type(amp.source).__name__}, so no step would train it; expected an optimizer of amp.parameters()."
+        f"{type(amp.source).__name__}: no step trains it, unless the optimizer copies to them by itself. "
+        "Expected: an optimizer of amp.parameters()."
     )
 
 

@@ -31,7 +31,9 @@ def unwritten(graph: Graph) -> set[Node]:
         if _allocates(node) or (kept in found and not (is_view and aliases.root(node) in filled)):
             found.add(node)
         elif kept is None:
-            filled.update(aliases.root(n) for n in written_args(node) if is_whole(n.meta["val"]))
+            filled.update(
+                aliases.root(n) for n in written_args(node) if n in found and is_whole(n.meta["val"])
+            )
     return found
 
 
