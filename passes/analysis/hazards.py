@@ -11,7 +11,8 @@ must stay in the source's dtype:
 - *arithmetic on inputs*: exact values that are computed from floating inputs, up to the last op that may
   magnify a rounding: sums, differences, norms, logarithms. Rounded times of day differ by nothing, and
   ``log(1 - p)`` is infinite for a rounded ``p``.
-- *differences* of parameters and what leads from them into logarithms and other steep functions, likewise.
+- *differences* of values that the autocast rule keeps, and what they are made of, down to the low ops: equal
+  parts cancel, and what rounding changed is left. Hidden states minus their own mean are none: norms do that.
 - *linear systems*: kept values that lead into a decomposition or a solver, which magnify errors, too.
 - *sums of exact and low values* that are results or that differences read (see `exact_parts`); not at O3.
 - *long sums* that are added term by term (see `running_sums`); not at O3.
@@ -38,11 +39,15 @@ from .alias import SOURCES
 from .arguments import argument
 from .exact_parts import DIFFERENCES, find_exact_parts
 from .facts import Facts, NodeFacts, tensors
-from .graph_walk import kind, operands, values_read
+from .graph_walk import kind, operand, operands, root, values_read
 from .precision import Precision
 from .problem import Hazard
 from .running_sums import find_running_sums
 from .traces import Trace, Tracer
+
+
+# Of a whole dimension or of the elements around each.
+_MEANS = frozenset(("mean", *(f"{of}avg_pool{n}d" for of in ("", "adaptive_") for n in (1, 2, 3))))
 
 
 def find_hazards(
@@ -113,12 +118,12 @@ def _starts(tracer: Tracer) -> Iterator[tuple[Node, Hazard]]:
         if why := _own_hazard(node):
             if any(map(tracer.keeps, _floats_read(node, facts))):
                 yield node, Hazard(f"{why}, and {trace.origin}")
+        elif _is_kept_difference(node, tracer):
+            yield node, Hazard(f"a difference of values, and {trace.origin}")
         elif trace.moved:
             continue
         elif _magnifies(node, fact, tracer):
             yield node, Hazard("arithmetic that may magnify a rounding, and no low op feeds it")
-        elif _is_difference(node, traces):
-            yield node, Hazard("a difference of values that no low op feeds")
         elif _computes_positions(node, fact, trace):
             yield node, Hazard("computed from positions and tables alone: exact until a low op reads it")
 
@@ -135,11 +140,22 @@ def _magnifies(node: Node, fact: NodeFacts, tracer: Tracer) -> bool:
     return is_listed and not kernels.keeps_relative_error(node.target)  # type: ignore[arg-type]
 
 
-def _is_difference(node: Node, traces: Mapping[Node, Trace]) -> bool:
-    """Whether two values are subtracted, neither of them a mask or a number."""
+def _is_kept_difference(node: Node, tracer: Tracer) -> bool:
+    """Whether values are subtracted that the rule has in float32, none of them a mask or zero."""
     if kind(node) not in DIFFERENCES:
         return False
-    return all(isinstance(n, Node) and not traces[n].few for n in operands(node))
+    read = [n for n in operands(node) if n is not None]
+    values = [n for n in read if isinstance(n, Node)]
+    if any(tracer.traces[n].few or not tracer.keeps(tracer.facts[n].dtype_source) for n in values):
+        return False
+    return bool(values) and all(isinstance(n, Node) or n for n in read) and not _centers(node, tracer)
+
+
+def _centers(node: Node, tracer: Tracer) -> bool:
+    """Whether an op subtracts from hidden states, which a low op feeds, their own mean, as a norm does."""
+    read = [root(n) for n in operands(node) if isinstance(n, Node)]
+    means = (n for n in read if kind(n) in _MEANS and root(operand(n)) in read)
+    return tracer.traces[node].moved and any(means)
 
 
 def _computes_positions(node: Node, fact: NodeFacts, trace: Trace) -> bool:
