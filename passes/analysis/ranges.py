@@ -23,7 +23,7 @@ from ampgraph.ops.low_range import is_outside, misfit
 from .added_masks import is_added_mask, keeps_size
 from .alias import SOURCES
 from .arguments import argument, argument_name
-from .facts import Facts, Operand, OperandRule, saves_large_statistics
+from .facts import Facts, Operand, OperandRule, is_dense, saves_large_statistics
 from .graph_walk import kind, values_read
 from .products import terms
 
@@ -203,6 +203,7 @@ def _extent(tensor: object) -> tuple[float, float] | None:
         or isinstance(tensor, FakeTensor)
         or tensor.is_meta
         or tensor.is_complex()
+        or not is_dense(tensor)
         or not tensor.numel()
     ):
         return None
