@@ -45,7 +45,6 @@ from .problem import Hazard
 from .running_sums import find_running_sums
 from .traces import Trace, Tracer
 
-
 # Of a whole dimension or of the elements around each.
 _MEANS = frozenset(("mean", *(f"{of}avg_pool{n}d" for of in ("", "adaptive_") for n in (1, 2, 3))))
 
