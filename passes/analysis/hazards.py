@@ -12,7 +12,8 @@ must stay in the source's dtype:
   magnify a rounding: sums, differences, norms, logarithms. Rounded times of day differ by nothing, and
   ``log(1 - p)`` is infinite for a rounded ``p``.
 - *differences* of values that the autocast rule keeps, and what they are made of, down to the low ops: equal
-  parts cancel, and what rounding changed is left. Hidden states minus their own mean are none: norms do that.
+  parts cancel, and what rounding changed is left. Hidden states minus their own mean do not count: norms do
+  that. At O3 only differences of exact values count.
 - *linear systems*: kept values that lead into a decomposition or a solver, which magnify errors, too.
 - *sums of exact and low values* that are results or that differences read (see `exact_parts`); not at O3.
 - *long sums* that are added term by term (see `running_sums`); not at O3.
@@ -141,7 +142,7 @@ def _magnifies(node: Node, fact: NodeFacts, tracer: Tracer) -> bool:
 
 def _is_kept_difference(node: Node, tracer: Tracer) -> bool:
     """Whether values are subtracted that the rule has in float32, none of them a mask or zero."""
-    if kind(node) not in DIFFERENCES:
+    if kind(node) not in DIFFERENCES or (tracer.lowers_black and tracer.traces[node].moved):
         return False
     read = [n for n in operands(node) if n is not None]
     values = [n for n in read if isinstance(n, Node)]
@@ -153,8 +154,8 @@ def _is_kept_difference(node: Node, tracer: Tracer) -> bool:
 def _centers(node: Node, tracer: Tracer) -> bool:
     """Whether an op subtracts from hidden states, which a low op feeds, their own mean, as a norm does."""
     read = [root(n) for n in operands(node) if isinstance(n, Node)]
-    means = (n for n in read if kind(n) in _MEANS and root(operand(n)) in read)
-    return tracer.traces[node].moved and any(means)
+    has_mean = any(kind(n) in _MEANS and root(operand(n)) in read for n in read)
+    return has_mean and tracer.traces[node].moved
 
 
 def _computes_positions(node: Node, fact: NodeFacts, trace: Trace) -> bool:
