@@ -24,7 +24,7 @@ class State:
         self._replaced = 0 if shadows is None else shadows.replaced
 
     def is_current(self) -> bool:
-        """Whether parts, graphs and low copies are the same; others do not come back. Runs at every step."""
+        """Whether parts, graphs and low copies are the same; replaced ones stay away. Runs at every step."""
         shadows = self._amp._graphs.shadows
         if shadows is not None and shadows.replaced != self._replaced:
             return False
