@@ -151,3 +151,21 @@ def test_a_norm_of_hidden_states_is_no_such_difference() -> None:
     amp = ampgraph.convert(Stream(), (ids,), policy=Policy("O2", dtype=torch.bfloat16))
     first = [name for name, d in amp.plan.decisions.items() if d.by == "hazard" and name.startswith("sub")]
     assert first == ["sub", "sub_1"]  # of the embedding, which no low op feeds
+
+
+def test_branches_that_norms_scaled_are_no_such_difference() -> None:
+    class Mixer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.scale = nn.Embedding(16, ROWS), nn.Parameter(torch.ones(ROWS))
+            self.norms = nn.ModuleList(nn.BatchNorm1d(ROWS) for _ in range(3))
+            self.layer = nn.Linear(ROWS, ROWS)
+
+        def forward(self, ids: Tensor) -> Tensor:
+            x = self.embed(ids)
+            x = x + self.layer(x)
+            mixed = self.norms[0](self.layer(x)) + self.norms[1](x)
+            return self.layer(x + self.scale * (mixed - self.norms[2](x)))
+
+    amp = ampgraph.convert(Mixer().eval(), (torch.arange(16),), policy=Policy("O2", dtype=torch.bfloat16))
+    assert "hazard" not in {d.by for d in amp.plan.decisions.values()}

@@ -32,7 +32,7 @@ DIFFERENCES = frozenset(("sub", "rsub", "subtract", "diff"))
 _SUMS = frozenset(("add", "addcmul", "lerp")) | DIFFERENCES
 _JOINS = _SUMS | frozenset(("cat", "concat", "concatenate", "stack", "hstack", "vstack", "where"))
 _PRODUCTS = frozenset(("mul", "div", "multiply", "divide", "true_divide"))
-_NORMS = frozenset(("layer_norm", "rms_norm", "group_norm", "batch_norm", "instance_norm"))
+NORMS = frozenset(("layer_norm", "rms_norm", "group_norm", "batch_norm", "instance_norm"))
 # What a loss is computed by, besides the ops that are called losses; and running sums.
 _LEADS_ON = frozenset(("mean", "sum", "cumsum", "abs", "square", "pow", "neg", "linalg_vector_norm"))
 
@@ -70,7 +70,7 @@ def _made_of(
 
 def _norms_of(found: dict[Node, Hazard], tracer: Tracer) -> dict[Node, Hazard]:
     """Returns the norms that read such a sum: they subtract the exact part."""
-    norms = (node for node in tracer.facts if kind(node) in _NORMS and tracer.keeps(node))
+    norms = (node for node in tracer.facts if kind(node) in NORMS and tracer.keeps(node))
     read = ((node, tracer.facts[root(operand(node))].dtype_source) for node in norms)
     return {node: Hazard(f"a norm of {of.name!r}", of) for node, of in read if of in found}
 
@@ -117,7 +117,7 @@ def _results(parts: dict[Node, Node], tracer: Tracer) -> Iterator[tuple[Node, li
 
 def _hidden_states(tracer: Tracer) -> set[Node]:
     """Returns what norms read; views and casts of it left out."""
-    read = [operand(node) for node in tracer.facts if kind(node) in _NORMS]
+    read = [operand(node) for node in tracer.facts if kind(node) in NORMS]
     read += [norm.x for norm in map(norm_at, tracer.facts) if norm]
     return {root(n) for n in read}
 

@@ -12,8 +12,8 @@ must stay in the source's dtype:
   magnify a rounding: sums, differences, norms, logarithms. Rounded times of day differ by nothing, and
   ``log(1 - p)`` is infinite for a rounded ``p``.
 - *differences* of values that the autocast rule keeps, and what they are made of, down to the low ops: equal
-  parts cancel, and what rounding changed is left. Hidden states minus their own mean do not count: norms do
-  that. At O3 only differences of exact values count.
+  parts cancel, and what rounding changed is left. Hidden states do not count: their own mean subtracted, as
+  norms do, and branches that norms scaled. At O3 only differences of exact values count.
 - *linear systems*: kept values that lead into a decomposition or a solver, which magnify errors, too.
 - *sums of exact and low values* that are results or that differences read (see `exact_parts`); not at O3.
 - *long sums* that are added term by term (see `running_sums`); not at O3.
@@ -38,7 +38,7 @@ from ampgraph.ops.lists import OpClass
 
 from .alias import SOURCES
 from .arguments import argument
-from .exact_parts import DIFFERENCES, find_exact_parts
+from .exact_parts import DIFFERENCES, NORMS, find_exact_parts
 from .facts import Facts, NodeFacts, tensors
 from .graph_walk import kind, operand, operands, root, values_read
 from .precision import Precision
@@ -46,6 +46,8 @@ from .problem import Hazard
 from .running_sums import find_running_sums
 from .traces import Trace, Tracer
 
+# What joins and scales the branches of a network.
+_OF_BRANCHES = frozenset(("add", "mul", "dropout"))
 # Of a whole dimension or of the elements around each.
 _MEANS = frozenset(("mean", *(f"{of}avg_pool{n}d" for of in ("", "adaptive_") for n in (1, 2, 3))))
 
@@ -148,14 +150,24 @@ def _is_kept_difference(node: Node, tracer: Tracer) -> bool:
     values = [n for n in read if isinstance(n, Node)]
     if any(tracer.traces[n].few or not tracer.keeps(tracer.facts[n].dtype_source) for n in values):
         return False
-    return bool(values) and all(isinstance(n, Node) or n for n in read) and not _centers(node, tracer)
+    if not values or not all(isinstance(n, Node) or n for n in read):
+        return False
+    return not (tracer.traces[node].moved and _is_of_hidden_states([root(n) for n in values]))
 
 
-def _centers(node: Node, tracer: Tracer) -> bool:
-    """Whether an op subtracts from hidden states, which a low op feeds, their own mean, as a norm does."""
-    read = [root(n) for n in operands(node) if isinstance(n, Node)]
-    has_mean = any(kind(n) in _MEANS and root(operand(n)) in read for n in read)
-    return has_mean and tracer.traces[node].moved
+def _is_of_hidden_states(values: list[Node]) -> bool:
+    """Whether one value is the mean of the other, as in a norm that is written out, or norms made one."""
+    if any(kind(n) in _MEANS and root(operand(n)) in values for n in values):
+        return True
+    waiting, seen = [*values], {*values}
+    while waiting:
+        node = waiting.pop()
+        if kind(node) in NORMS:
+            return True
+        new = [root(n) for n in values_read(node)] if kind(node) in _OF_BRANCHES else []
+        waiting += [n for n in new if n not in seen]
+        seen.update(new)
+    return False
 
 
 def _computes_positions(node: Node, fact: NodeFacts, trace: Trace) -> bool:
