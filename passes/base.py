@@ -183,7 +183,7 @@ def _check_untouched(step: Pass, graph_module: GraphModule, before: list[_Held])
             continue
         if held[:_META] != now[:_META]:  # equal arguments may be another tuple
             raise PassError(f"pass {step.name!r} {edited}: {node.name!r}.")
-        if step.edits:
+        if step.edits or not _differing(held, now):
             continue
         raise PassError(
             f"pass {step.name!r} is analysis and must not write node.meta: {_differing(held, now)} of "
