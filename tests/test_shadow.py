@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -176,6 +177,37 @@ def test_updates_by_hand_through_data_are_seen(level, args):
             after = amp(X)
         assert not torch.equal(before, after)
         torch.testing.assert_close(after, fresh_output(model, level), rtol=0, atol=0)
+
+
+COLLECTIVES = {
+    "scatter": lambda target, source: dist.scatter(target, [source]),
+    "all_to_all_single": dist.all_to_all_single,
+    "all_gather_into_tensor": dist.all_gather_into_tensor,
+    "reduce_scatter_tensor": dist.reduce_scatter_tensor,
+    "reduce_scatter": lambda target, source: dist.reduce_scatter(target, [source]),
+}
+
+
+@CAPTURES
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_writes_by_collectives_are_seen(name, args):
+    """``dist.broadcast(p, 0)`` raises no counter."""
+    model, amp = converted(args)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp(X).sum().backward()
+    optimizer.step()
+    with torch.no_grad():
+        before = amp(X)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        for held in model.state_dict().values():  # the same memory, other tensors
+            COLLECTIVES[name](held, held * 0.25)
+    finally:
+        dist.destroy_process_group()
+    with torch.no_grad():
+        after = amp(X)
+    assert not torch.equal(before, after)
+    torch.testing.assert_close(after, fresh_output(model), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
