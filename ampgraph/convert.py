@@ -246,6 +246,12 @@ def _checked_model(model: object) -> nn.Module:
             "convert takes an nn.Module, an fx.GraphModule or an ExportedProgram, got "
             f"{type(model).__name__}.{' Call it to get an instance.' if isinstance(model, type) else ''}"
         )
+    scripted = [name for name, m in model.named_modules() if isinstance(m, torch.jit.ScriptModule)]
+    if scripted:
+        raise CaptureError(
+            f"submodule {scripted[0]!r} is a TorchScript module, which has no Python code to capture; put the "
+            "nn.Module it came from in its place, or convert the other submodules: ampgraph.convert_blocks."
+        )
     if getattr(model.forward, "__func__", None) is nn.Module.forward:
         _tell_of_missing_forward(model)
     return model

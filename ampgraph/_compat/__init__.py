@@ -108,6 +108,7 @@ from .quiet import (
 )
 from .ranks import RankStore, store_of_ranks, waited, without_wait
 from .replaced_attribute import replaced
+from .script_functions import scripts_not_optimized
 from .source_lines import cheap_source_lines
 from .storages import Content, current_backward, has_content, may_be_swapped
 from .tracing import compiled_calls, tracing_lock
@@ -210,6 +211,7 @@ __all__ = [
     "returns_no_argument",
     "run_by_autograd",
     "running_node",
+    "scripts_not_optimized",
     "set_calling_convention",
     "size_conditions",
     "size_expression",

@@ -24,6 +24,7 @@ from .._compat import (
     no_global_hooks,
     no_saved_tensor_hooks,
     quiet_export,
+    scripts_not_optimized,
     sizes_written_as_numbers,
     telling_no_export,
     traced_nodes_forgotten,
@@ -310,6 +311,7 @@ def capturing(gradients: bool = True) -> Iterator[None]:
         no_ambient_autocast(),
         no_global_hooks(),
         no_saved_tensor_hooks(),
+        scripts_not_optimized(is_capturing_here),
         errors_raised_not_logged(is_capturing_here),
     ):
         outer, _here.is_capturing = is_capturing_here(), True
