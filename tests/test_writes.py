@@ -579,3 +579,37 @@ def test_a_state_that_moves_slowly_moves(move, level, just_in_time, backend):
             amp(X)
             twin(X)
     close(source.mean, twin.mean, 0.01)
+
+
+class Codebook(nn.Module):
+    """Keeps a mean of inputs in each class: the quotient of two other states, as VQ-VAE-2 does."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
+        self.register_buffer("code", torch.randn(8, 16))
+        self.register_buffer("size", torch.ones(16))
+        self.register_buffer("total", self.code.clone())
+
+    def smoothed(self):
+        n = self.size.sum()
+        return self.total / ((self.size + 1e-5) / (n + 16 * 1e-5) * n)
+
+    def forward(self, x):
+        y = self.fc(x)
+        one_hot = nn.functional.one_hot((y @ self.code).argmax(1), 16).type(y.dtype)
+        with torch.no_grad():
+            self.size.mul_(0.9).add_(one_hot.sum(0), alpha=0.1)
+            self.total.mul_(0.9).add_(y.t() @ one_hot, alpha=0.1)
+            self.code.copy_(self.smoothed())
+        return y
+
+
+@pytest.mark.parametrize("just_in_time", [False, True])
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_state_of_other_states_is_exact(level, just_in_time):
+    source = Codebook()
+    amp = ampgraph.convert(source, None if just_in_time else (X,), policy=level, dtype=LOW, backend="eager")
+    for _ in range(3):
+        amp(X)
+        torch.testing.assert_close(source.code, source.smoothed(), rtol=1e-5, atol=0)

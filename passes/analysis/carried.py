@@ -25,8 +25,10 @@ _DETACH = torch.ops.aten.detach_.default  # it does not write a value
 def find_carried(graph: Graph, facts: Facts) -> dict[Node, Hazard]:
     """Returns the ops, matrix products left out, between a read of kept memory and what is kept of it."""
     found: dict[Node, Hazard] = {}
-    for holder, memory, kept in (*_written(graph, facts), *_returned(graph, facts)):
-        carried = _computed_from(memory, facts)
+    states = [*_written(graph, facts), *_returned(graph, facts)]
+    # A codebook is the quotient of two other states.
+    carried = _computed_from({node for _, memory, _ in states for node in memory}, facts)
+    for holder, memory, kept in states:
         hazard = Hazard(f"computes what {holder.name!r} holds for the next call", holder, fed_low=True)
         waiting = kept
         while waiting:
