@@ -249,8 +249,9 @@ def _checked_model(model: object) -> nn.Module:
     scripted = [name for name, m in model.named_modules() if isinstance(m, torch.jit.ScriptModule)]
     if scripted:
         raise CaptureError(
-            f"submodule {scripted[0]!r} is a TorchScript module, which has no Python code to capture; put the "
-            "nn.Module it came from in its place, or convert the other submodules: ampgraph.convert_blocks."
+            f"submodule {scripted[0]!r} is a TorchScript module, which has no Python code to capture; put "
+            "the nn.Module it came from in its place, or convert the other submodules: "
+            "ampgraph.convert_blocks."
         )
     if getattr(model.forward, "__func__", None) is nn.Module.forward:
         _tell_of_missing_forward(model)

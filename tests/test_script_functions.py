@@ -68,7 +68,7 @@ def test_a_capture_leaves_scripts_as_they_were():
 
 def test_a_scripted_submodule_is_refused_by_name():
     model = nn.Sequential(nn.Linear(4, 4), torch.jit.script(nn.Sequential(nn.Linear(4, 4), nn.GELU())))
-    with pytest.raises(ampgraph.CaptureError, match="submodule '1' is a TorchScript module.*convert_blocks"):
+    with pytest.raises(ampgraph.CaptureError, match=r"submodule '1' is a TorchScript module.*convert_blocks"):
         ampgraph.convert(model, (X,), dtype=torch.bfloat16)
     ampgraph.convert_blocks(model, ("0",), dtype=torch.bfloat16)
     model(X).sum().backward()

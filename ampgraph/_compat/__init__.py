@@ -34,6 +34,7 @@ from .exporting import (
     traced_nodes_forgotten,
 )
 from .fake_tensors import (
+    TRACED_TENSORS,
     accept_real_constants,
     dtypes_of,
     evaluate,
@@ -119,6 +120,7 @@ __all__ = [
     "EXIT_AUTOCAST",
     "INFERENCE_MODE_CALLS",
     "SET_GRAD_ENABLED",
+    "TRACED_TENSORS",
     "VERSION",
     "AppliedFunction",
     "BatchNorm",

@@ -15,12 +15,16 @@ from typing import Any
 import torch
 from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.fx import Graph, Node
 from torch.fx.experimental.proxy_tensor import py_sym_types
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from .modes import no_ambient_autocast, no_saved_tensor_hooks
 from .quiet import errors_raised_not_logged
+
+# The classes of the tensors on which a capture runs the model's code.
+TRACED_TENSORS = (FakeTensor, FunctionalTensor)
 
 
 def fake_mode_of(graph: Graph) -> FakeTensorMode | None:

@@ -45,6 +45,7 @@ from .reads import Reads
 from .real_writes import RealWrites
 from .replaced import Replaced
 from .side_effects import noting_written_containers, without_new_state
+from .tensor_types import real_tensor_types
 from .user_code import user_line
 from .watched_calls import WatchedCalls
 from .watched_modules import recorded
@@ -197,12 +198,9 @@ def _traced(
             capturing(gradients),
             real_writes.undone(),
             told,
-            sizes_written_as_numbers(is_capturing_here),
-            no_copies_into_buffers(is_capturing_here),
+            _traced_as_it_runs(),
             kept.aging(),
             quiet as set_tensors,
-            traced_as_no_grad(is_capturing_here),
-            with_cumulative_average(is_capturing_here),
             watching as lost,
             whole_grad_regions(is_capturing_here, lost.found.append),
             without_new_state(model),
@@ -210,8 +208,9 @@ def _traced(
             noting_set_attributes(model) as set_attributes,
             noting_written_containers(model) as written,
             noting_random_numbers(values_named(model, reads.code), is_capturing_here) as random_numbers,
-            WatchedCalls(reads, replaced, kept, lost, random_numbers, real_writes),
+            WatchedCalls(reads, replaced, kept, lost, random_numbers, real_writes) as calls,
             recorded(reads, is_capturing_here),
+            real_tensor_types(reads.code, is_capturing_here),
             cheap_source_lines(),
         ):
             program = torch.export.export(model, args, kwargs, dynamic_shapes=dynamic_shapes, strict=False)
@@ -226,6 +225,7 @@ def _traced(
     if refusal := sharded_error(model, [node.meta.get("val") for node in program.graph.nodes]):
         raise refusal
     kept.remove(reads.records())
+    _check_caught(model, calls.failed)
     _check_replaced(model, replaced)
     _check_kept(model, kept)
     _check_written(model, written)
@@ -240,12 +240,33 @@ def _traced(
     return program
 
 
+@contextlib.contextmanager
+def _traced_as_it_runs() -> Iterator[None]:
+    """Lets a trace record sizes, buffers, inference modes and averages as a call has them."""
+    with (
+        sizes_written_as_numbers(is_capturing_here),
+        no_copies_into_buffers(is_capturing_here),
+        traced_as_no_grad(is_capturing_here),
+        with_cumulative_average(is_capturing_here),
+    ):
+        yield
+
+
 def _check_replaced(model: nn.Module, replaced: Replaced) -> None:
     """Raises an error if forward replaces buffers, parameters or submodules: a graph replaces nothing."""
     if replaced.paths:
         raise AheadOfTimeError(
             f"{type(model).__name__}: forward replaces {', '.join(replaced.paths)}, which a graph cannot\n"
             f"Write to buffers in place, {_JUST_IN_TIME}."
+        ).because(is_known=True)
+
+
+def _check_caught(model: nn.Module, failed: list[str]) -> None:
+    """Raises an error if forward caught an error of a call: a call on real values may not raise it."""
+    if failed:
+        raise AheadOfTimeError(
+            f"{type(model).__name__}: forward catches an error of {failed[0]}, which may come from the "
+            f"capture alone\nAsk without try, {_JUST_IN_TIME}."
         ).because(is_known=True)
 
 

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, resolve_name
 
+from ..own_files import is_users
 from .kept_tensors import KeptTensors
 from .lost import LostBackwards
 from .random_numbers import RandomNumbers
 from .reads import STATE_READERS, Reads
 from .real_writes import RealWrites
 from .replaced import SET_DATA, Replaced
+from .user_code import frames, is_asked_by_model
 
 _DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 _GRAD_FN = inspect.getattr_static(torch.Tensor, "grad_fn").__get__
@@ -26,6 +29,10 @@ class WatchedCalls(TorchFunctionMode):
 
     Records what a graph does not compute: the state of autograd, the memory layout, draws from generators.
     One mode for all of it: a capture of three layers makes 700 calls, and each pays for each mode.
+
+    Attributes:
+        failed: The calls by the model's code that raised an error, in words. If the code catches one, the
+            graph has the branch of the error, which may be the capture's alone: ``try: n = int(x.sum())``.
     """
 
     def __init__(
@@ -40,6 +47,7 @@ class WatchedCalls(TorchFunctionMode):
         super().__init__()
         self._reads, self._replaced, self._kept = reads, replaced, kept
         self._lost, self._random_numbers, self._real_writes = lost, random_numbers, real_writes
+        self.failed: list[str] = []
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -55,6 +63,17 @@ class WatchedCalls(TorchFunctionMode):
             self._reads.note_call(func)
             self._replaced.note_call(func, args)
         self._real_writes.note(func, args, kwargs)
-        result = func(*args, **kwargs)
+        try:
+            result = func(*args, **kwargs)
+        except Exception:
+            if is_asked_by_model(sys._getframe(1), func):
+                self.failed.append(f"{resolve_name(func)}{_line()}")
+            raise
         self._kept.note(func, result, args, kwargs)
         return self._lost.watched(result) if is_watched and func == _GRAD_FN else result
+
+
+def _line() -> str:
+    """Returns the current line of the user's code, in brackets."""
+    codes = ((f.f_code.co_filename, f.f_lineno) for f in frames())
+    return next((f" ({name}:{line})" for name, line in codes if is_users(name)), "")

@@ -1,0 +1,92 @@
+"""Code that looks at the class of a tensor, or catches an error of torch, is captured as it runs."""
+
+import functools
+
+import pytest
+import torch
+from torch import nn
+
+import ampgraph
+
+X = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
+
+
+def _is_tensor(x):
+    return type(x) is torch.Tensor
+
+
+@functools.singledispatch
+def scale_of(value):
+    return 1
+
+
+@scale_of.register
+def _(value: torch.Tensor):
+    return 3
+
+
+SCALES = {
+    "type": lambda model, x, y: 3 if type(y) is torch.Tensor else 1,
+    "type of an input": lambda model, x, y: 3 if type(x) == torch.Tensor else 1,  # noqa: E721
+    "one of types": lambda model, x, y: 3 if type(y) in (torch.Tensor, nn.Parameter) else 1,
+    "in a function": lambda model, x, y: 3 if _is_tensor(y) else 1,
+    "parameter": lambda model, x, y: 3 if type(model.fc.weight) is nn.Parameter else 1,
+    "new tensor": lambda model, x, y: 3 if type(torch.ones(2)) is torch.Tensor else 1,
+    "__class__": lambda model, x, y: 3 if y.__class__ is torch.Tensor else 1,
+    "name of the class": lambda model, x, y: 3 if y.__class__.__name__ == "Tensor" else 1,
+    "singledispatch": lambda model, x, y: scale_of(y),
+    "other types": lambda model, x, y: 3 if type(model).__name__ == "Scaled" else 1,
+    "a class": lambda model, x, y: 3 if isinstance(nn.Linear, type) and issubclass(type, object) else 1,
+    "a new class": lambda model, x, y: type("New", (), {"scale": 3}).scale,
+}
+
+
+class Scaled(nn.Module):
+    def __init__(self, scale):
+        super().__init__()
+        self.fc, self.scale = nn.Linear(4, 4), scale
+
+    def forward(self, x):
+        y = self.fc(x)
+        return y * self.scale(self, x, y)
+
+
+@pytest.mark.parametrize("name", SCALES)
+def test_a_tensor_has_its_own_class_in_a_capture(name):
+    model = Scaled(SCALES[name])
+    assert model.scale(model, X, X) == 3
+    amp = ampgraph.convert(model, (X,), dtype=torch.bfloat16, capture="ahead of time")
+    torch.testing.assert_close(amp(X), model(X), rtol=0.05, atol=0.05)
+    assert "type" not in globals()
+
+
+def _count(model, x, y):
+    try:
+        return int(y.abs().sum()) + 5
+    except RuntimeError:
+        return 1
+
+
+def _truth(model, x, y):
+    try:
+        return 3 if y.abs().sum() > 0 else 2
+    except Exception:
+        return 1
+
+
+def _numpy(model, x, y):
+    try:
+        return float(y.detach().numpy().max()) + 5
+    except (RuntimeError, TypeError):
+        return 1
+
+
+@pytest.mark.parametrize("scale", [_count, _truth, _numpy])
+def test_an_error_that_forward_catches_is_no_branch_of_a_graph(scale):
+    """Only a capture raises it, for it has no values."""
+    model = Scaled(scale)
+    with pytest.raises(ampgraph.CaptureError, match=r"catches an error of .*test_tensor_types\.py"):
+        ampgraph.convert(model, (X,), dtype=torch.bfloat16, capture="ahead of time")
+    with pytest.warns(UserWarning, match="catches an error of"):
+        amp = ampgraph.convert(model, (X,), dtype=torch.bfloat16)
+    torch.testing.assert_close(amp(X), model(X), rtol=0.05, atol=0.05)
