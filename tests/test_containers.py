@@ -8,6 +8,7 @@ import pickle
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
 import ampgraph
 
@@ -130,3 +131,29 @@ def test_what_is_no_container_stays_none() -> None:
     assert type(amp) is ampgraph.AmpModule
     with pytest.raises(TypeError, match="has no len"):
         len(amp)
+
+
+class Counting(nn.Linear):
+    """Has extra state, which torch looks up on the class."""
+
+    calls = 3
+
+    def get_extra_state(self):
+        return {"calls": self.calls}
+
+    def set_extra_state(self, state):
+        self.calls = state["calls"]
+
+
+@pytest.mark.parametrize("layer", [nn.Linear, Counting])
+def test_extra_state_is_the_sources(layer):
+    """``torch.distributed.checkpoint`` looks it up on the class, too."""
+    holder, twin = (nn.ModuleDict({"net": layer(4, 4)}) for _ in range(2))
+    holder["net"] = ampgraph.convert(holder["net"], (torch.ones(2, 4),), dtype=torch.bfloat16)
+    assert list(holder.state_dict()) == list(twin.state_dict())
+    twin["net"].calls = 7
+    state = get_model_state_dict(twin)
+    set_model_state_dict(holder, state)
+    assert get_model_state_dict(holder).keys() == state.keys()
+    torch.testing.assert_close(holder["net"].weight, twin["net"].weight, rtol=0, atol=0)
+    assert getattr(holder["net"].source, "calls", None) == (7 if layer is Counting else None)

@@ -25,6 +25,8 @@ _OWN = frozenset((
     "__prepare_scriptable__", "__torch_function__",
 ))
 # fmt: on
+# torch asks the class whether it overrides these.
+_OF_THE_CLASS = frozenset(("get_extra_state", "set_extra_state"))
 # What concerns calls of the proxy itself, or prints it.
 _CALLS = frozenset(("forward", "compile", "extra_repr"))
 _made: weakref.WeakKeyDictionary[type, dict[type, type]] = weakref.WeakKeyDictionary()
@@ -41,15 +43,19 @@ def class_with_methods_of(source: type[nn.Module], cls: type) -> type:
 
 
 def _special(source: type) -> dict[str, Any]:
-    """Returns the functions with special names that a class adds to ``nn.Module``'s; None hides one."""
+    """Returns what a class adds to ``nn.Module`` that torch or Python asks the class for; None hides one."""
     found: dict[str, Any] = {}
     for base in reversed([base for base in source.__mro__ if base not in (nn.Module, object)]):
-        members = {n: v for n, v in vars(base).items() if n.startswith("__") and n.endswith("__")}
+        members = {n: v for n, v in vars(base).items() if n in _OF_THE_CLASS or _is_special(n)}
         functions = {n: v for n, v in members.items() if v is None or isinstance(v, types.FunctionType)}
         found |= {name: value for name, value in functions.items() if name not in _OWN}
     if "__eq__" in found and found.get("__hash__") is None:  # torch itself keeps modules in sets
         found["__hash__"] = object.__hash__
     return found
+
+
+def _is_special(name: str) -> bool:
+    return name.startswith("__") and name.endswith("__")
 
 
 def _member(name: str, value: Any) -> Any:
@@ -70,7 +76,7 @@ def follow_overrides(proxy: type[nn.Module]) -> type[nn.Module]:
     """
     for name, method in vars(nn.Module).items():
         is_hook = name.startswith("register_") and name.endswith("_hook")
-        is_own = name.startswith("_") or is_hook or name in _CALLS or name in vars(proxy)
+        is_own = name.startswith("_") or is_hook or name in _CALLS | _OF_THE_CLASS or name in vars(proxy)
         if isinstance(method, types.FunctionType) and not is_own:
             setattr(proxy, name, _following(name, method))
     return proxy
