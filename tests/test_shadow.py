@@ -674,3 +674,26 @@ def test_compiled_training_copies_convolutions_with_neighbouring_channels(layout
     sources = {node.name: node.target for node in amp.graph_module.graph.find_nodes(op="get_attr")}
     found = [sources[name] for name in castable(amp.graph_module.graph, casts_fuse=True) if name in sources]
     assert [name for name in found if name.endswith("weight")] == copied
+
+
+@CAPTURES
+@pytest.mark.parametrize("is_shared_first", [False, True])
+def test_weights_that_processes_share_are_copied_at_every_call(is_shared_first, args):
+    """Hogwild: another process writes them, which nothing in this one shows."""
+    model = small_model()
+    if is_shared_first:
+        model.share_memory()
+    policy = Policy("O2", dtype=F16, loss_scale=ampgraph.NoLossScale())
+    amp = ampgraph.convert(model, args, policy=policy, backend="eager")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp(X).sum().backward()
+    optimizer.step()
+    model.share_memory()
+    with torch.no_grad():
+        before = amp(X)
+        for parameter in model.parameters():
+            other = torch.frombuffer(parameter.detach().numpy(), dtype=torch.float32)  # no counter sees it
+            other.mul_(0.25)
+        after = amp(X)
+    assert not torch.equal(before, after)
+    torch.testing.assert_close(after, fresh_output(model), rtol=0, atol=0)

@@ -104,7 +104,8 @@ class ShadowWeights(nn.Module):
     optimizer of ``torch.optim`` stepped it (fused ones do not raise the counter), and when the model changed
     between training and evaluation (for writes through an older ``.data`` or numpy, which nothing records).
     Until an optimizer of ``torch.optim`` has stepped one of the parameters, the loop may update them by hand
-    through an older ``.data``. Then every call after one with gradients refreshes all shadows.
+    through an older ``.data``. Then every call after one with gradients refreshes all shadows. So does every
+    call if another process may write the parameters (``share_memory``).
 
     Args:
         model: The model, for its training flag.
@@ -131,6 +132,7 @@ class ShadowWeights(nn.Module):
         self._all_stale = False
         self._asked = -1
         self._stepped = False
+        self._are_shared = False
         self._mode: bool | None = None
         self.replaced = 0
 
@@ -193,7 +195,7 @@ class ShadowWeights(nn.Module):
         model = self._model()
         mode = model.training if model is not None else None
         with _lock:
-            everything = self._all_stale or mode is not self._mode
+            everything = self._all_stale or self._are_shared or mode is not self._mode
             masters = self._masters()
             now = self._state(masters)
             if masters and (everything or now != self._seen):
@@ -278,6 +280,8 @@ class ShadowWeights(nn.Module):
         """Copies parameters; ``now`` was read before, so that a write by another thread is seen later."""
         sources = _at(stale, masters)
         shapes = [*map(_shape, sources)]
+        if now.addresses != self._seen.addresses:
+            self._are_shared = any(map(_is_shared, masters))
         if now.addresses != self._seen.addresses or shapes != _at(stale, self._columns.shapes):
             self._make_others(stale, sources)
         # The same rule as for parameters: a backward may not follow an update that autograd has seen, but may
@@ -342,6 +346,11 @@ class _Home:
 
     def _ids_now(self) -> list[int]:
         return [*map(id, itertools.chain.from_iterable(map(dict.values, self._held)))]
+
+
+def _is_shared(parameter: Tensor) -> bool:
+    """Whether processes share the memory; for other devices torch does not know."""
+    return parameter.device.type == "cpu" and parameter.is_shared()
 
 
 def _by_id(model: nn.Module) -> dict[int, weakref.ref[nn.Parameter]]:
