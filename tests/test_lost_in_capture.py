@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -535,3 +536,31 @@ def test_second_derivatives_through_custom_functions_just_in_time(function, leve
     found = gradients(ampgraph.convert(model, policy=policy, capture="just in time", backend="eager"))
     for name, want in expected.items():
         assert (found[name] - want).norm() <= 0.05 * want.norm()
+
+
+class Bytes(nn.Module):
+    """``torch.where`` takes a condition of bytes; fake tensors refuse it."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc, self.calls = nn.Linear(8, 8), 0
+
+    def forward(self, x):
+        self.calls += 1
+        y = self.fc(x)
+        return torch.where((y > 0).byte(), y, torch.zeros(()))
+
+
+@pytest.mark.filterwarnings("ignore:where received a uint8")
+@pytest.mark.parametrize("args", [(X,), None])
+def test_a_model_that_torch_compile_refuses_runs_unconverted(args):
+    source = Bytes()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*it is captured just in time instead")
+        amp = ampgraph.convert(source, args, dtype=torch.bfloat16)
+    with pytest.warns(UserWarning, match="Bytes runs unconverted.*torch.compile fails on it with .*Error"):
+        amp(X).sum().backward()
+    assert source.calls == 1
+    assert all(p.grad is not None for p in source.parameters())
+    with warnings.catch_warnings(action="error"):
+        torch.testing.assert_close(amp(X), source(X), rtol=0, atol=0)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .._compat import compiled_by_dynamo, is_dynamo_error, tracing_lock
+from .._compat import compiled_by_dynamo, is_backend_error, is_dynamo_error, tracing_lock
 from ..errors import AmpGraphError, did_you_mean, warn_user
 from ..guards import keep_errors_out_of_log, warn_about_uncaptured_guards
 from ..origin import module_names, names_of
@@ -85,9 +85,12 @@ class CompiledSource:
             inner = getattr(error, "inner_exception", None)
             if not isinstance(inner, AmpGraphError):
                 inner = own_error(self._source, self._stored, args, kwargs)
-            if inner is None:
+            if inner is not None:
+                raise inner from None
+            has_run = bool(self._graphs)  # perhaps, in this call
+            if has_run or is_backend_error(error) or self._stored.names(self._source):
                 raise
-            raise inner from None
+            result = self._without_graphs(error, args, kwargs)
         watch.after_call(before)
         if not self._told_uncaptured:
             self._warn_if_not_captured()
@@ -95,6 +98,16 @@ class CompiledSource:
         if not self._told_settings:
             self._warn_about_settings()
         return result
+
+    def _without_graphs(self, error: Exception, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Runs the source, now and later, because the front end of ``torch.compile`` fails on it."""
+        self.run, self._told_uncaptured = self._source, True
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        warn_user(
+            f"{self._name} runs unconverted, in the source's dtypes: torch.compile fails on it with "
+            f"{type(error).__name__}: {'; '.join(lines[:3])}"
+        )
+        return self.run(*args, **kwargs)
 
     def _compile_again(self) -> None:
         """Compiles for other methods of the model's classes; a capture replaces some while it lasts."""
