@@ -131,3 +131,23 @@ def test_modules_of_bodies_inside_bodies() -> None:
     amp = ampgraph.convert(Branches(nested).eval(), (X,), policy=policy)
     outer, other = bodies_of(amp.graph_module)
     assert [dtype_of(body, "linear") for body in (*bodies_of(outer), other)] == [[FP32], [BF16], [BF16]]
+
+
+def test_a_guard_around_one_of_the_ops_that_share_a_body_holds_for_the_body() -> None:
+    """Dynamo shares a body where no gradient is needed. Float32 is right for both."""
+
+    @torch.compiler.nested_compile_region
+    def layer(x: Tensor, weight: Tensor) -> Tensor:
+        return nn.functional.linear(x, weight).sin()
+
+    def function(model: Branches, x: Tensor) -> Tensor:
+        y = layer(x, model.a.weight)
+        with ampgraph.fp32_guard():
+            return layer(y, model.b.weight)
+
+    torch._dynamo.reset()
+    model = Branches(function).requires_grad_(False)
+    amp = ampgraph.convert(model, policy=Policy(dtype=BF16), capture="just in time", backend="eager")
+    torch.testing.assert_close(amp(X), model(X), rtol=0.05, atol=0.05)
+    bodies = [body for graph in amp.graph_modules for body in bodies_of(graph)]
+    assert [dtype_of(body, "linear") for body in bodies] == [[FP32]]

@@ -613,3 +613,22 @@ def test_a_state_of_other_states_is_exact(level, just_in_time):
     for _ in range(3):
         amp(X)
         torch.testing.assert_close(source.code, source.smoothed(), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("write", ["before", "after"])
+def test_a_cast_of_memory_that_is_written_copies(write, level):
+    """The cast makes a new tensor in the source; where the plan has one dtype, it would return its input."""
+
+    class Casts(nn.Module):
+        def forward(self, x, w):
+            h = x * 2
+            y = h.type_as(w.to(LOW).exp())
+            (h if write == "before" else y)[0] = 7.0
+            return y + 0, h.sum()
+
+    model, inputs = Casts(), (torch.randn(4, 4), torch.randn(4, 4))
+    amp = ampgraph.convert(model, inputs, policy=level, dtype=LOW)
+    for actual, expected in zip(amp(*inputs), model(*inputs), strict=True):
+        assert actual.dtype == expected.dtype
+        close(actual, expected, 0.02)
