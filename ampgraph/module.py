@@ -208,10 +208,16 @@ class AmpModule(Converted):
     def _run_traced(self, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Runs the rewritten graph for a tracer, without low copies and loss scaling."""
         if "_compiled" not in self.__dict__:
-            captured = self._graphs.known(args, kwargs)
-            if captured is None and is_exporting():
+            sizes = (
+                size for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor) for size in x.shape
+            )
+            if any(isinstance(size, torch.SymInt) for size in sizes):
+                raise CaptureError(
+                    f"torch.export cannot keep the sizes of {type(self.source).__name__} dynamic, which is "
+                    "converted; ampgraph.export(model, args, dynamic_shapes=...) can."
+                )
+            if (captured := self._graphs.known(args, kwargs)) is None:
                 raise self._inner_capture_error()
-            captured = captured or self._graphs.find(args, kwargs)
             return captured.graph_module(*args, **kwargs)
         if is_capturing():
             return self._call(args, kwargs)
@@ -223,7 +229,7 @@ class AmpModule(Converted):
     def _inner_capture_error(self) -> CaptureError:
         return CaptureError(
             f"{type(self.source).__name__} is converted already and has no graph for these arguments, and "
-            "torch.export captures nothing inside another capture. Call the whole model once with such "
+            "nothing is captured inside another capture or trace. Call the whole model once with such "
             "arguments first, or convert the whole model from unconverted parts (blocks.restore() undoes "
             "convert_blocks, amp.source is the source of a part)."
         )

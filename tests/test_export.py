@@ -12,6 +12,7 @@ import shutil
 import pytest
 import torch
 from torch import nn
+from torch.export import Dim
 from torch.utils._pytree import tree_leaves
 
 import ampgraph
@@ -159,6 +160,23 @@ def test_what_cannot_be_exported_says_why():
     late(*args)
     with pytest.raises(CaptureError, match=r"just in time.*ampgraph.export"):
         torch.export.export(late, args, strict=False)
+
+
+@pytest.mark.parametrize("size", [Dim("rows", max=64), Dim.AUTO, Dim.DYNAMIC])
+def test_dynamic_sizes_of_a_converted_model_need_ampgraphs_export(size):
+    """``torch.export`` would write the numbers of this example into the graph."""
+    x = torch.randn(4, 8)
+    amp = ampgraph.convert(nn.Linear(8, 8), (x,), dtype=BF16)
+    with pytest.raises(CaptureError, match=r"Linear dynamic.*ampgraph\.export\(model, args, dynamic"):
+        torch.export.export(amp, (x.clone(),), dynamic_shapes=({0: size},))
+    program = ampgraph.export(amp, (x,), dynamic_shapes=({0: size},))
+    assert program.module()(torch.randn(7, 8)).shape == (7, 8)
+
+
+def test_a_trace_of_other_sizes_than_a_converted_model_has_seen():
+    amp = ampgraph.convert(nn.Linear(8, 8), (torch.randn(4, 8),), dtype=BF16)
+    with pytest.raises(CaptureError, match=r"no graph for these arguments.*inside another capture or trace"):
+        torch.jit.trace(nn.Sequential(amp), (torch.randn(2, 3, 8),))
 
 
 # -- other runtimes ---------------------------------------------------------------------------------------
