@@ -42,10 +42,10 @@ from .kept_tensors import KeptTensors
 from .lost import LOST_KEY, noting_lost_backwards
 from .random_numbers import noting_random_numbers, values_named
 from .reads import Reads
+from .real_types import real_types
 from .real_writes import RealWrites
 from .replaced import Replaced
 from .side_effects import noting_written_containers, without_new_state
-from .tensor_types import real_tensor_types
 from .user_code import user_line
 from .watched_calls import WatchedCalls
 from .watched_modules import recorded
@@ -210,7 +210,7 @@ def _traced(
             noting_random_numbers(values_named(model, reads.code), is_capturing_here) as random_numbers,
             WatchedCalls(reads, replaced, kept, lost, random_numbers, real_writes) as calls,
             recorded(reads, is_capturing_here),
-            real_tensor_types(reads.code, is_capturing_here),
+            real_types(reads.code, is_capturing_here),
             cheap_source_lines(),
         ):
             program = torch.export.export(model, args, kwargs, dynamic_shapes=dynamic_shapes, strict=False)

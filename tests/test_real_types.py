@@ -1,4 +1,4 @@
-"""Code that looks at the class of a tensor, or catches an error of torch, is captured as it runs."""
+"""Code that looks at the class of a tensor or a size, or catches an error of torch, is captured as it runs."""
 
 import functools
 
@@ -85,8 +85,28 @@ def _numpy(model, x, y):
 def test_an_error_that_forward_catches_is_no_branch_of_a_graph(scale):
     """Only a capture raises it, for it has no values."""
     model = Scaled(scale)
-    with pytest.raises(ampgraph.CaptureError, match=r"catches an error of .*test_tensor_types\.py"):
+    with pytest.raises(ampgraph.CaptureError, match=r"catches an error of .*test_real_types\.py"):
         ampgraph.convert(model, (X,), dtype=torch.bfloat16, capture="ahead of time")
     with pytest.warns(UserWarning, match="catches an error of"):
         amp = ampgraph.convert(model, (X,), dtype=torch.bfloat16)
     torch.testing.assert_close(amp(X), model(X), rtol=0.05, atol=0.05)
+
+
+SIZES = {
+    "isinstance": lambda n: isinstance(n, int),
+    "isinstance of several": lambda n: isinstance(n, (str, int)),
+    "type": lambda n: type(n) is int,
+    "quotient": lambda n: isinstance(n / 2, float),
+    "comparison": lambda n: isinstance(n > 1, bool),
+}
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_a_size_is_an_int_in_a_capture_of_dynamic_sizes(name):
+    """The second capture has symbols in place of sizes."""
+    model = Scaled(lambda model, x, y: 3 if SIZES[name](x.shape[0]) else 1)
+    amp = ampgraph.convert(model, (X,), dtype=torch.bfloat16, capture="ahead of time")
+    for rows in (3, 5, 7, 2):
+        x = torch.randn(rows, 4)
+        torch.testing.assert_close(amp(x), 3 * model.fc(x), rtol=0.05, atol=0.05)
+    assert len(amp.graph_modules) <= 2
