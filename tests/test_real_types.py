@@ -1,4 +1,4 @@
-"""Code that looks at the class of a tensor or a size, or catches an error of torch, is captured as it runs."""
+"""Code that looks at classes of tensors or sizes, or catches an error of torch, is captured as it runs."""
 
 import functools
 

@@ -45,6 +45,14 @@ _COPY_OR_NOT = frozenset(
     for f in (getattr(torch.Tensor, name), getattr(torch, name, None))
     if f is not None
 )
+# What returns values of a tensor as Python's.
+_VALUE_NAMES = (
+    *("item", "tolist", "numpy", "equal", "allclose", "__float__", "__int__", "__bool__", "__index__"),
+    *("__complex__", "__contains__", "__format__", "__array__", "is_nonzero"),
+)
+VALUE_READERS = frozenset(
+    {*(getattr(torch.Tensor, name) for name in _VALUE_NAMES), torch.equal, torch.allclose, torch.is_nonzero}
+)
 # The calls that `Reads.note_call` looks at.
 STATE_READERS = _OF_AUTOGRAD | _OF_LAYOUT | _COPY_OR_NOT | {torch.Tensor.storage_offset}
 
@@ -61,6 +69,7 @@ class Reads:
         carried: What was read and then set to something else: state that forward carries from call to call.
         lost: The part of it that is not a tensor and that torch's layers do not set.
         only_set: What else forward sets, as paths from the model: tensors, attributes of objects.
+        values: Tensors that are no parameters or buffers, and whose values the code read as Python's.
         asks_for_gradients: Whether the model's code read the grad mode, or a tensor's ``requires_grad``.
         asks_for_layout: Whether it asked for strides or for a conjugate or negative bit, or wrote in place to
             what may be a copy or not.
@@ -80,6 +89,7 @@ class Reads:
         self.carried: set[Key] = set()
         self.lost: dict[Key, Change] = {}
         self.only_set: dict[str, Change | None] = {}
+        self.values: dict[int, torch.Tensor] = {}
         self.asks_for_gradients = False
         self.asks_for_layout = False
         self.asks_for_offset = False
@@ -256,6 +266,10 @@ class Reads:
             self.asks_for_offset |= is_asked_by_model(caller, function)
         elif function in _COPY_OR_NOT:
             self._may_copy |= is_asked_by_model(caller, function)
+
+    def note_values(self, tensors: Iterable[object]) -> None:
+        """Records that Python got the values of tensors; those of the capture itself have none."""
+        self.values |= {id(t): t for t in tensors if type(t) is torch.Tensor and not t.is_inference()}
 
     def note_program(self, program: ExportedProgram) -> None:
         """Records the in-place writes that the captured graph shows, and what its branches may ask for."""

@@ -51,7 +51,7 @@ def _class_of(value: object) -> builtins.type:
 
 @contextlib.contextmanager
 def real_types(code: Code, is_capturing: Callable[[], bool]) -> Iterator[None]:
-    """Gives code that asks for types another ``type``, and objects of captures another ``__class__``.
+    """Gives code another ``type``, and objects of captures another ``__class__``.
 
     Args:
         code: The code.
@@ -66,7 +66,7 @@ def real_types(code: Code, is_capturing: Callable[[], bool]) -> Iterator[None]:
     # Not always tensors, because each of their attributes takes longer.
     tensors = TRACED_TENSORS if code.names & _READING_CLASS else ()
     with contextlib.ExitStack() as stack:
-        for names in code.asking_types.values():
+        for names in code.namespaces.values():
             if "type" not in names:
                 names["type"] = _Type
                 stack.callback(names.pop, "type", None)

@@ -8,12 +8,13 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode, resolve_name
+from torch.utils._pytree import tree_leaves
 
 from ..own_files import is_users
 from .kept_tensors import KeptTensors
 from .lost import LostBackwards
 from .random_numbers import RandomNumbers
-from .reads import STATE_READERS, Reads
+from .reads import STATE_READERS, VALUE_READERS, Reads
 from .real_writes import RealWrites
 from .replaced import SET_DATA, Replaced
 from .user_code import frames, is_asked_by_model
@@ -21,7 +22,7 @@ from .user_code import frames, is_asked_by_model
 _DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 _GRAD_FN = inspect.getattr_static(torch.Tensor, "grad_fn").__get__
 # Most calls read shapes, dtypes and devices: one look-up sorts these out.
-_WATCHED = STATE_READERS | {_DATA, SET_DATA, _GRAD_FN}
+_WATCHED = STATE_READERS | VALUE_READERS | {_DATA, SET_DATA, _GRAD_FN}
 
 
 class WatchedCalls(TorchFunctionMode):
@@ -60,6 +61,8 @@ class WatchedCalls(TorchFunctionMode):
         if is_watched:
             if func == _DATA:
                 return args[0].detach()
+            if func in VALUE_READERS:
+                self._reads.note_values(tree_leaves((args, kwargs)))
             self._reads.note_call(func)
             self._replaced.note_call(func, args)
         self._real_writes.note(func, args, kwargs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Collection
 from typing import Any
 
@@ -30,7 +31,9 @@ _SETTINGS = (
 
 
 class PythonState:
-    """What forward read: attributes, globals, functions, settings of torch; strides and grad mode if asked.
+    """What forward read: attributes, globals, functions, values of tensors, settings of torch.
+
+    Strides and the grad mode count if forward asked for them.
 
     What forward sets itself does not count: it changes at every call.
 
@@ -58,6 +61,7 @@ class PythonState:
         asked = (getattr(torch, name) for name in _SETTINGS if name in reads.code.names)
         self._questions = [torch.get_default_dtype, *asked]
         self._answers = [ask() for ask in self._questions]
+        self._values = [(weakref.ref(t), _content(t)) for t in reads.values.values()]
         self._autograd = _autograd(source, args, kwargs) if reads.asks_for_gradients else None
         self._layouts = (
             Layouts(source, args, kwargs, reads.asks_for_offset) if reads.asks_for_layout else None
@@ -80,6 +84,8 @@ class PythonState:
         # A capture replaces functions of torch for as long as it lasts.
         if not self._code.are_same() and not is_capturing_here():
             return False
+        if self._values and not self._has_same_values():
+            return False
         if self._layouts is not None and not self._layouts.fits(args, kwargs, is_untouched):
             return False
         return self._autograd is None or self._autograd == _autograd(self._source, args, kwargs)
@@ -87,7 +93,7 @@ class PythonState:
     def seen(self) -> list[Any]:
         """Returns what forward read of the model, to compare with another model of the same structure."""
         layouts = None if self._layouts is None else self._layouts.seen()
-        return [self._attributes.seen(), self._answers, self._autograd, layouts]
+        return [self._attributes.seen(), self._answers, self._values, self._autograd, layouts]
 
     def has_same_code(self) -> bool:
         """Whether globals and functions are the same."""
@@ -95,11 +101,19 @@ class PythonState:
 
     def is_same(self) -> bool:
         """Whether attributes, globals and functions are the same; arguments do not count."""
-        return self._attributes.are_same() and self._code.are_same()
+        return self._attributes.are_same() and self._code.are_same() and self._has_same_values()
+
+    def _has_same_values(self) -> bool:
+        """Whether no tensor was written whose values forward read; an attribute shows another tensor."""
+        return all((t := tensor()) is None or _content(t) == seen for tensor, seen in self._values)
 
     def changed(self) -> list[str]:
         """Returns what is another now, as a user writes it: attributes from the model on."""
         return [*self._attributes.changed(), *self._code.changed()]
+
+
+def _content(tensor: torch.Tensor) -> tuple[int, int]:
+    return tensor._version, tensor.data_ptr()
 
 
 def _attributes(reads: Reads) -> list[Place]:
