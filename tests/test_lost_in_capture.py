@@ -564,3 +564,76 @@ def test_a_model_that_torch_compile_refuses_runs_unconverted(args):
     assert all(p.grad is not None for p in source.parameters())
     with warnings.catch_warnings(action="error"):
         torch.testing.assert_close(amp(X), source(X), rtol=0, atol=0)
+
+
+class Hidden(nn.Module):
+    """Uses layers and parameters that no module has registered."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc, self.more = nn.Linear(8, 8), [nn.Linear(8, 8)]
+        self.__dict__["scale"] = nn.Parameter(torch.ones(8))
+
+    def forward(self, x):
+        return self.more[0](self.fc(x)) * self.scale
+
+
+def test_gradients_of_parameters_that_no_module_has():
+    source = Hidden()
+    with pytest.raises(ampgraph.CaptureError, match=r"loses the gradient of a tensor of the size \(8, 8\)"):
+        ampgraph.convert(source, (X,), dtype=torch.bfloat16, capture="ahead of time")(X)
+    with pytest.warns(UserWarning, match="captured just in time instead"):
+        amp = ampgraph.convert(source, (X,), dtype=torch.bfloat16)
+    for call in (source, amp):
+        call(X).square().mean().backward()
+    with torch.no_grad():  # there a graph is right
+        ampgraph.convert(source, (X,), dtype=torch.bfloat16, capture="ahead of time")(X)
+    parameters = [*source.parameters(), *source.more[0].parameters(), source.scale]
+    before = [p.grad / 2 for p in parameters]
+    for parameter in parameters:
+        parameter.grad = None
+    source(X).square().mean().backward()
+    for parameter, half in zip(parameters, before, strict=True):
+        torch.testing.assert_close(half, parameter.grad, rtol=0.05, atol=0.02)
+
+
+class AttrDict(dict):
+    __getattr__ = dict.__getitem__
+
+
+@pytest.mark.parametrize("args", [(X,), None])
+def test_settings_whose_class_answers_for_every_name(args):
+    """``__getattr__`` raises a KeyError; a capture asks for no name."""
+
+    class Configured(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(8, 8)
+            self.config = AttrDict(function=torch.relu, inner=AttrDict(scale=3.0, other=object()))
+
+        def forward(self, x):
+            return self.config["function"](self.fc(x)) * self.config["inner"]["scale"]
+
+    model = Configured()
+    amp = ampgraph.convert(model, args, dtype=torch.bfloat16)
+    torch.testing.assert_close(amp(X), model(X), rtol=0.05, atol=0.05)
+    model.config["inner"]["scale"] = 5.0
+    torch.testing.assert_close(amp(X), model(X), rtol=0.05, atol=0.05)
+
+
+TABLES = {}
+
+
+def test_an_interrupt_leaves_no_tensor_of_the_capture():
+    class Interrupted(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(8, 8)
+
+        def forward(self, x):
+            TABLES["ones"] = torch.ones(8)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        ampgraph.convert(Interrupted(), (X,), dtype=torch.bfloat16)
+    assert not TABLES

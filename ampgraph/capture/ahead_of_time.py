@@ -193,7 +193,8 @@ def _traced(
         if isinstance(dynamic_shapes, ShapesCollection):  # it identifies tensors by object
             dynamic_shapes = dynamic_shapes.dynamic_shapes(model, args, kwargs)
         args, kwargs = distinct(args, kwargs)
-        watching, quiet = noting_lost_backwards(model, is_capturing_here), quiet_export(is_capturing_here)
+        watching = noting_lost_backwards(model, (args, kwargs), is_capturing_here)
+        quiet = quiet_export(is_capturing_here)
         with (
             capturing(gradients),
             real_writes.undone(),
@@ -214,8 +215,10 @@ def _traced(
             cheap_source_lines(),
         ):
             program = torch.export.export(model, args, kwargs, dynamic_shapes=dynamic_shapes, strict=False)
-    except Exception as error:
+    except BaseException as error:
         kept.remove(reads.records())
+        if not isinstance(error, Exception):  # Ctrl-C
+            raise
         _check_replaced(model, replaced)
         if is_untraced_generator(error):
             _check_random_numbers(model, random_numbers.found)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import builtins
 import contextlib
 import functools
+import inspect
 import os
 import sys
 from collections.abc import Iterable, Iterator
@@ -256,8 +257,8 @@ def _inside(value: Any) -> Iterator[Any]:
         yield value.__func__
     elif isinstance(value, functools.cached_property):
         yield value.func
-    elif isinstance(wrapped := getattr(value, "__wrapped__", None), FunctionType):
-        yield wrapped
+    elif isinstance(wrapped := inspect.getattr_static(value, "__wrapped__", None), FunctionType):
+        yield wrapped  # static, because the user's ``__getattr__`` may raise any error
     elif not isinstance(value, nn.Module):
         yield type(value)
 

@@ -91,15 +91,16 @@ class KeptTensors:
                 gc.unfreeze()
                 _collect_now_and_then()
 
-    def note(self, function: Callable, result: Any, args: tuple, kwargs: dict[str, Any]) -> None:
-        """Records the tensors that a function of torch returned to forward."""
-        if type(result) is torch.Size or not isinstance(result, (FakeTensor, tuple, list)):
-            return  # sizes and dtypes, most often
+    def note(self, function: Callable, result: Any, read: list[Tensor]) -> None:
+        """Records the tensors that a function of torch returned to forward.
+
+        Args:
+            function: The function.
+            result: What it returned.
+            read: The tensors among its arguments.
+        """
         # Getters return tensors of the user, too: the base of a view.
         tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, FakeTensor)]
-        if not tensors:
-            return
-        read = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         is_constant = function not in _RANDOM and all(map(self._is_constant, read))
         written = set(map(id, read))
         for tensor in tensors:

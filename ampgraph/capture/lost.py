@@ -1,15 +1,15 @@
 """Detects the parts of the backward that a capture ahead of time loses.
 
 Tracing records the ops of a custom ``autograd.Function``'s forward and loses its backward. It also loses
-hooks on tensors inside forward, backward hooks of modules, and hooks that change the tensors saved for the
-backward.
+hooks on tensors inside forward, backward hooks of modules, hooks that change the tensors saved for the
+backward, and gradients of tensors that are neither inputs nor parameters of the model.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -19,9 +19,10 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointFunction
 
-from .._compat import AppliedFunction, float32_forward, function_of, native_apply, replaced
+from .._compat import AppliedFunction, FakeTensor, float32_forward, function_of, native_apply, replaced
 from ..guards import fp32_guard
 from ..own_files import is_users
+from ..proxy.all_parameters import all_parameters
 from .user_code import frames
 
 # ``graph_module.meta`` of a captured graph holds under this key what it lost, in words.
@@ -34,7 +35,9 @@ _TENSOR_HOOKS = ("register_hook", "register_post_accumulate_grad_hook")
 
 
 @contextlib.contextmanager
-def noting_lost_backwards(model: nn.Module, is_capturing: Callable[[], bool]) -> Iterator[LostBackwards]:
+def noting_lost_backwards(
+    model: nn.Module, inputs: Any, is_capturing: Callable[[], bool]
+) -> Iterator[LostBackwards]:
     """Yields what collects the parts of the model's backward that the capture inside loses.
 
     A reentrant checkpoint runs its forward without gradients, so its ops are inlined instead.
@@ -92,7 +95,8 @@ def noting_lost_backwards(model: nn.Module, is_capturing: Callable[[], bool]) ->
         for name in _TENSOR_HOOKS:
             stack.enter_context(_patched(torch.Tensor, name, hooked))
         stack.enter_context(_patched(saved_tensors_hooks, "__enter__", entered))
-        yield LostBackwards(found, note)
+        own = (*all_parameters(model), *model.buffers(), *tree_leaves(inputs))
+        yield LostBackwards(found, note, set(map(id, own)))
 
 
 def _is_models(function: type) -> bool:
@@ -101,10 +105,23 @@ def _is_models(function: type) -> bool:
 
 
 class LostBackwards:
-    """Collects the lost parts of a backward, in words."""
+    """Collects the lost parts of a backward, in words.
 
-    def __init__(self, found: list[str], note: Callable[[str], None]) -> None:
-        self.found, self._note = found, note
+    Args:
+        found: The parts so far.
+        note: Adds one, with its place.
+        own: The ids of the model's parameters, buffers and inputs.
+    """
+
+    def __init__(self, found: list[str], note: Callable[[str], None], own: set[int]) -> None:
+        self.found, self._note, self._own = found, note, own
+
+    def note_read(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Records tensors with gradients that are no parameters of the model: a graph has copies of those."""
+        for tensor in tensors:
+            is_of_graph = isinstance(tensor, FakeTensor) or id(tensor) in self._own
+            if not is_of_graph and tensor.requires_grad:
+                self._note(f"the gradient of a tensor of the size {tuple(tensor.shape)} outside of the model")
 
     def watched(self, node: Any) -> Any:
         """Returns a ``grad_fn`` that the model's code reads in a form that records hooks on it."""

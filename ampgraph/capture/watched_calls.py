@@ -10,6 +10,7 @@ import torch
 from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils._pytree import tree_leaves
 
+from .._compat import FakeTensor
 from ..own_files import is_users
 from .kept_tensors import KeptTensors
 from .lost import LostBackwards
@@ -72,7 +73,10 @@ class WatchedCalls(TorchFunctionMode):
             if is_asked_by_model(sys._getframe(1), func):
                 self.failed.append(f"{resolve_name(func)}{_line()}")
             raise
-        self._kept.note(func, result, args, kwargs)
+        if isinstance(result, (FakeTensor, tuple, list)) and type(result) is not torch.Size:
+            read = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+            self._kept.note(func, result, read)
+            self._lost.note_read(read)
         return self._lost.watched(result) if is_watched and func == _GRAD_FN else result
 
 
