@@ -7,6 +7,7 @@ import sys
 import threading
 import types
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import numpy
 import pytest
@@ -697,3 +698,55 @@ def test_a_function_of_a_class_that_names_no_module_is_called():
     model = Calls(4, 4)
     amp = ampgraph.convert(model, (X,), capture="ahead of time", **LOW)
     close(amp(X), model(X))
+
+
+RATE = 1.0
+
+
+def rated(x):
+    return x * RATE
+
+
+def _by_default(x, functions=(rated,)):
+    return functions[0](x)
+
+
+class Called:
+    def __init__(self, function):
+        self.function = function
+
+    def __call__(self, x):
+        return self.function(x)
+
+
+class Registry:
+    known = {"rated": rated}  # noqa: RUF012
+
+
+TABLE, FUNCTIONS, NAMES, OBJECT = {"rated": rated}, [rated], SimpleNamespace(rated=rated), Called(rated)
+TABLES = {
+    "dict": lambda x: TABLE["rated"](x),
+    "list": lambda x: FUNCTIONS[0](x),
+    "namespace": lambda x: NAMES.rated(x),
+    "object": lambda x: OBJECT(x),
+    "class": lambda x: Registry.known["rated"](x),
+    "default": lambda x: _by_default(x),
+}
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_a_global_that_a_function_in_a_table_reads(name, monkeypatch):
+    class Uses(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc, self.function = nn.Linear(4, 4), TABLES[name]
+
+        def forward(self, x):
+            return self.function(self.fc(x))
+
+    model, x = Uses(), torch.randn(3, 4)
+    amp = ampgraph.convert(model, (x,), dtype=torch.bfloat16)
+    for rate in (1.0, 3.0, 5.0):
+        monkeypatch.setitem(globals(), "RATE", rate)
+        torch.testing.assert_close(amp(x), model(x), rtol=0.05, atol=0.05)
+    assert not amp.is_just_in_time

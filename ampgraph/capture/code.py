@@ -45,6 +45,7 @@ _OPERATORS = {
     f"__{name}__"
     for name in (*_OTHER_OPERATORS, *(f"{side}{op}" for side in ("", "r", "i") for op in _ARITHMETIC))
 }
+_NO_TABLES = (type, ModuleType, FunctionType, nn.Module, torch.Tensor)
 # What a capture itself replaces in torch meanwhile.
 _REPLACED = ("is_grad_enabled",)
 _NOT_READ = (TORCH, AMPGRAPH, "<frozen")
@@ -144,6 +145,7 @@ class Code:
             self._follow(sys.modules.get(name))
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             self._add(cell, "cell_contents", f"{function.__qualname__}.{name}")
+            self._follow_table(Place(cell, "cell_contents", name).value(), function.__module__)
         if vars(function):
             self._holders[id(function)] = vars(function), function.__qualname__
         for name, defaults in (
@@ -154,6 +156,7 @@ class Code:
                 self._put(Place(function, name, f"{function.__qualname__}.{name}"))
                 for _, default in items_of(defaults):
                     self._follow(default)
+                    self._follow_table(default, function.__module__)
 
     def _look_up(self, holder: Any, path: str, names: Iterable[str]) -> None:
         if isinstance(holder, dict):
@@ -169,7 +172,23 @@ class Code:
             return
         place = Place(holder, name, path)
         self._put(place)
-        self._follow(_static(holder, name) if isinstance(holder, type) else place.value())
+        value = _static(holder, name) if isinstance(holder, type) else place.value()
+        self._follow(value)
+        self._follow_table(value, _module_of(holder))
+
+    def _follow_table(self, table: Any, module: object) -> None:
+        """Follows functions and classes of a Python module in one of its own tables or objects.
+
+        Tables of other code, such as all activations of a library, lead to more than a call could compare.
+        """
+        items: Iterable[Any] = ()
+        if is_container(table):
+            items = [item for _, item in items_of(table)] if is_small(table) else ()
+        elif not isinstance(table, _NO_TABLES):
+            items = [*getattr(table, "__dict__", {}).values()]
+        for item in items:
+            if getattr(_function_of(item), "__module__", None) == module:
+                self._follow(item)
 
     def _follow_held(self, value: Any, depth: int) -> None:
         """Follows what a module holds, also in containers and in objects of the user's classes."""
@@ -223,6 +242,11 @@ class Code:
                 self._put(Place(value, "__self__", f"the object of {value.__qualname__}"))
             for inner in _inside(value):
                 self._follow(inner)
+
+
+def _module_of(holder: Any) -> object:
+    """Returns the name of the Python module whose globals a dict is, or in which a class is."""
+    return holder.get("__name__") if isinstance(holder, dict) else getattr(holder, "__module__", None)
 
 
 def _is_filled_cache(place: Place, before: Any) -> bool:
