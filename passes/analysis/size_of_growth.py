@@ -136,7 +136,7 @@ def total(sizes: Sizes, node: Node) -> Size:
     value = operand(node)
     assert isinstance(value, Node)
     size = sizes[value]
-    if kind(node) in ("cumsum", "logcumsumexp"):
+    if kind(node) == "cumsum":
         shape = tensors(value)[0].shape
         added = size_hint(shape[argument(node, "dim")]) if shape else 1
         low, high = min(size.low, times(size.low, added)), max(size.high, times(size.high, added))

@@ -63,9 +63,6 @@ class Trace(NamedTuple):
         )
 
 
-Traces = Mapping[Node, Trace]
-
-
 class Tracer:
     """Visits the graph in order and labels nodes by the autocast rule on the same lists."""
 

@@ -49,5 +49,4 @@ def _casts_read(facts: Facts) -> dict[Node, Node]:
 
 def _followed(node: Node, facts: Facts) -> list[Node]:
     """Returns what gives the tensors their dtypes that a node reads and whose dtypes it follows."""
-    owners = (facts[operand.tensor].dtype_source for operand in facts[node].operands if operand.follow)
-    return [owner for owner in owners if owner is not None]
+    return [facts[operand.tensor].dtype_source for operand in facts[node].operands if operand.follow]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import enum
-import functools
 import operator
 from collections.abc import Iterable
 from math import prod
@@ -17,10 +16,11 @@ from typing import NamedTuple
 import torch
 from torch.fx import Node
 
-from ampgraph._compat import OpOverload, evaluate, fake_mode_of, size_hint, storage_key
+from ampgraph._compat import evaluate, fake_mode_of, size_hint, storage_key
 from ampgraph.marks import input_mark
 from ampgraph.ops import fusion_tables as fusion
 
+from ..analysis import graph_walk
 from ..analysis.facts import Facts, tensors
 
 
@@ -35,18 +35,6 @@ class Kind(enum.Enum):
     READS_MEMORY = "reads memory"
     CONCATENATES = "concatenates"
     FUSED = "fused"
-
-
-def op_name(node: Node) -> str:
-    """Returns the op's name below ``aten.``, without the underscore of an in-place op."""
-    return _name_of(node.target) if isinstance(node.target, OpOverload) else ""
-
-
-@functools.cache
-def _name_of(op: OpOverload) -> str:
-    name = op._schema.name.rpartition("::")[2]
-    in_place = op._schema.is_mutable and name.endswith("_") and not name.endswith("__")
-    return name[:-1] if in_place else name
 
 
 def elements(node: Node) -> int:
@@ -70,7 +58,7 @@ class FusedKernels:
     """The kernels of a graph.
 
     Attributes:
-        names: The `op_name` of each node.
+        names: The op of each node, as `graph_walk.kind` names it.
         sizes: The `elements` of each node.
         kinds: How each node runs.
         roots: The tensor that each node's memory belongs to.
@@ -82,7 +70,7 @@ class FusedKernels:
 
     def __init__(self, facts: Facts) -> None:
         self.facts = facts
-        self.names = {node: op_name(node) for node in facts}
+        self.names = {node: graph_walk.kind(node) for node in facts}
         self.sizes = {node: elements(node) for node in facts}
         self.kinds: dict[Node, Kind] = {}
         self.roots: dict[Node, Node] = {}
@@ -224,9 +212,10 @@ class FusedKernels:
         stack = [concatenation]
         while stack:
             for user in stack.pop().users:
-                is_view = user in self.facts and op_name(user) and not self.facts[user].moves_data
+                is_view = user in self.facts and graph_walk.kind(user) and not self.facts[user].moves_data
                 (stack if is_view else found).append(user)
-        return bool(found) and all(op_name(u) and op_name(u) not in in_memory for u in found)
+        names = [graph_walk.kind(user) for user in found]
+        return bool(names) and all(name and name not in in_memory for name in names)
 
     def _passes_gradients(self, node: Node, inputs: list[Node]) -> bool:
         is_float = self.facts[node].dtype is not None or self.kinds[node] in (Kind.ITEM, Kind.OUTPUT)

@@ -170,15 +170,13 @@ class Bounded:
             _pin_followed(self.problem, node, pins)
         agrees = case.over and case.over.placement.labels[node] is label
         over, within = (case.over, None) if agrees else (None, case.within)
-        return self._closed_in(
-            _Case(case.lower, case.height - 1, next(self.numbers), pins, over, within), spend=True
-        )
+        return self._closed_in(_Case(case.lower, case.height - 1, next(self.numbers), pins, over, within))
 
-    def _closed_in(self, case: _Case, spend: bool = False) -> _Case:
+    def _closed_in(self, case: _Case) -> _Case:
         """Finds the corners of a case next to the bound, and the lower bound of the case."""
         problem = self._pinned(case)
         lower, over, within = case.lower, case.over, case.within
-        if spend:
+        if case.pins:
             self.search.budget -= CUT_STEPS * sum(v.pinned is None for v in problem.variables.values())
         if over is None:
             over, least = self._corner(problem, 1, 0)
