@@ -10,18 +10,17 @@ import copy
 import enum
 import operator
 from collections.abc import Iterable
-from math import prod
 from typing import NamedTuple
 
 import torch
 from torch.fx import Node
 
-from ampgraph._compat import evaluate, fake_mode_of, size_hint, storage_key
+from ampgraph._compat import evaluate, fake_mode_of, storage_key
 from ampgraph.marks import input_mark
 from ampgraph.ops import fusion_tables as fusion
 
 from ..analysis import graph_walk
-from ..analysis.facts import Facts, tensors
+from ..analysis.facts import Facts, element_count, tensors
 
 
 class Kind(enum.Enum):
@@ -37,15 +36,6 @@ class Kind(enum.Enum):
     FUSED = "fused"
 
 
-def elements(node: Node) -> int:
-    """Returns the number of elements of a node's tensor; 0 if it has none or several."""
-    value = node.meta.get("val")
-    if not isinstance(value, torch.Tensor):
-        return 0
-    count = value.numel()
-    return count if type(count) is int else prod(size_hint(s) for s in value.shape)
-
-
 class Read(NamedTuple):
     """A node that reads a tensor, the view through which it reads, and the view's elements."""
 
@@ -59,7 +49,7 @@ class FusedKernels:
 
     Attributes:
         names: The op of each node, as `graph_walk.kind` names it.
-        sizes: The `elements` of each node.
+        sizes: The number of elements of each node's tensor; 0 if it has none or several.
         kinds: How each node runs.
         roots: The tensor that each node's memory belongs to.
         has_gradient: Whether a gradient reaches each node.
@@ -71,7 +61,7 @@ class FusedKernels:
     def __init__(self, facts: Facts) -> None:
         self.facts = facts
         self.names = {node: graph_walk.kind(node) for node in facts}
-        self.sizes = {node: elements(node) for node in facts}
+        self.sizes = {node: _elements(node) for node in facts}
         self.kinds: dict[Node, Kind] = {}
         self.roots: dict[Node, Node] = {}
         self.has_gradient: dict[Node, bool] = {}
@@ -250,6 +240,11 @@ class FusedKernels:
             divisor = node.args[1]
             return isinstance(divisor, Node) and self.has_gradient[divisor]
         return name not in fusion.LINEAR
+
+
+def _elements(node: Node) -> int:
+    value = node.meta.get("val")
+    return element_count(value) if isinstance(value, torch.Tensor) else 0
 
 
 def _is_trained(node: Node) -> bool:
