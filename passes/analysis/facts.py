@@ -93,6 +93,11 @@ class NodeFacts:
 Facts = dict[Node, NodeFacts]
 
 
+def followed(node: Node, facts: Facts) -> list[Node]:
+    """Returns the nodes whose labels apply to the tensors that a node reads and whose dtypes it follows."""
+    return [facts[operand.tensor].dtype_source for operand in facts[node].operands if operand.follow]
+
+
 def tensors(node: Node) -> list[torch.Tensor]:
     """Returns the (fake) tensors that a node produces."""
     value = node.meta.get("val")

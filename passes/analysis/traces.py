@@ -18,7 +18,7 @@ from ampgraph.ops import kernels
 from ampgraph.ops.lists import OpClass
 
 from .alias import SOURCES, AliasSets, written_args
-from .facts import Facts, NodeFacts, is_cast, tensors
+from .facts import Facts, NodeFacts, followed, is_cast, tensors
 from .graph_walk import values_read
 from .precision import FP32, LOW, Precision
 from .products import terms
@@ -147,8 +147,7 @@ class Tracer:
         follows = fact.op_class is OpClass.BLACK and self.lowers_black
         if fact.op_class in (None, OpClass.BLACK) and not follows:
             return FP32
-        followed = (self.facts[s.tensor].dtype_source for s in fact.operands if s.follow)
-        return Precision.following(self.labels[source] for source in followed)
+        return Precision.following(self.labels[source] for source in followed(node, self.facts))
 
     def _takes_few_values(
         self, node: Node, fact: NodeFacts, trace: Trace, read: list[Node], values: list[torch.Tensor]

@@ -9,7 +9,7 @@ from torch.fx import Node
 
 from ampgraph.ops.lists import OpClass
 
-from ..analysis.facts import DECIDED, OperandRule
+from ..analysis.facts import DECIDED, OperandRule, followed
 from ..analysis.precision import FP32, LOW, Precision
 from ..analysis.problem import Problem
 from .build_network import Price, Weigher, cut_network
@@ -172,8 +172,7 @@ def _reads_low(problem: Problem, reader: Node, tensor: Node) -> bool:
 
 
 def _following(problem: Problem, node: Node, labels: Mapping[Node, Precision]) -> Precision:
-    followed = (problem.facts[o.tensor].dtype_source for o in problem.facts[node].operands if o.follow)
-    return Precision.following(labels[source] for source in followed)
+    return Precision.following(labels[source] for source in followed(node, problem.facts))
 
 
 def place_optimally(
