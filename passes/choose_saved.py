@@ -132,8 +132,7 @@ def _computes(node: Node, problem: Problem) -> bool:
 def _stays_float32(norm: Norm, problem: Problem, plan: Plan) -> bool:
     """Whether the norm reads and computes float32, and what it reads is no low tensor that was widened."""
     facts, low = problem.facts, plan.low_dtype
-    nodes = (norm.output, *norm.inside, *(n for n in (norm.x, norm.weight, norm.bias) if n is not None))
-    if any(plan.decisions[n.name].dtype == low or facts[n].keeps_memory for n in nodes):
+    if any(plan.decisions[n.name].dtype == low or facts[n].keeps_memory for n in norm.nodes):
         return False
     x = norm.x
     while x.op == "call_function" and (is_cast(x) or not _computes(x, problem)):

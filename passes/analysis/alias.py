@@ -20,6 +20,7 @@ from ampgraph.ops.kernels import (
 from .arguments import argument
 
 SOURCES = ("placeholder", "get_attr")
+DETACH = torch.ops.aten.detach_.default  # it does not write a value
 
 
 def written_args(node: Node) -> list[Node]:

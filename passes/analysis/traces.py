@@ -17,7 +17,7 @@ from ampgraph._compat import OpOverload, size_hint
 from ampgraph.ops import kernels
 from ampgraph.ops.lists import OpClass
 
-from .alias import SOURCES, AliasSets, written_args
+from .alias import DETACH, SOURCES, AliasSets, written_args
 from .facts import Facts, NodeFacts, followed, is_cast, tensors
 from .graph_walk import values_read
 from .precision import FP32, LOW, Precision
@@ -27,7 +27,6 @@ from .ranges import is_table
 # Longer products are not coordinates: the weights of a frozen model may be buffers.
 MOST_TERMS = 8
 
-_DETACH = torch.ops.aten.detach_.default  # it does not write a value
 _FILLS = frozenset(("zeros", "ones", "full", "scalar_tensor", "empty", "empty_strided"))
 
 
@@ -81,7 +80,7 @@ class Tracer:
         writes = [
             n
             for node, fact in facts.items()
-            if fact.op is not None and fact.op.written and node.target is not _DETACH
+            if fact.op is not None and fact.op.written and node.target is not DETACH
             for n in written_args(node)
         ]
         self.memory = AliasSets(graph_module.graph) if writes else None
