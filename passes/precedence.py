@@ -25,6 +25,7 @@ from ampgraph.origin import module_paths_of
 from ampgraph.policy.policy import Policy
 from ampgraph.policy.rules import RuleBook
 
+from .analysis.alias import SOURCES
 from .analysis.arguments import argument
 from .analysis.facts import NodeFacts, has_kernel
 from .analysis.precision import Precision
@@ -116,7 +117,7 @@ def _source(fact: NodeFacts, case: Case) -> Precision:
 
 
 def _of_source(node: Node, fact: NodeFacts, case: Case) -> Variable | None:
-    if node.op not in ("placeholder", "get_attr"):
+    if node.op not in SOURCES:
         return None
     return Variable(_source(fact, case), "source", f"{node.op} of the source model")
 

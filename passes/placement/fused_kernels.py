@@ -20,6 +20,7 @@ from ampgraph.marks import input_mark
 from ampgraph.ops import fusion_tables as fusion
 
 from ..analysis import graph_walk
+from ..analysis.alias import SOURCES
 from ..analysis.facts import Facts, element_count, tensors
 
 
@@ -178,7 +179,7 @@ class FusedKernels:
                     self._joined[other] = one
 
     def _kind(self, node: Node) -> Kind:
-        if node.op in ("placeholder", "get_attr"):
+        if node.op in SOURCES:
             return Kind.INPUT
         if node.op == "output":
             return Kind.OUTPUT
