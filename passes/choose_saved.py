@@ -15,11 +15,12 @@ from ampgraph.policy.policy import Policy
 
 from .analysis.facts import is_cast, tensors
 from .analysis.grad_modes import without_gradients
+from .analysis.graph_walk import kind
 from .analysis.norms import Norm, norm_at
 from .analysis.problem import Problem
 from .analysis.softmax import Softmax, same_values, softmax_at
 from .base import Pass, workspace
-from .placement.fused_kernels import FusedKernels, op_name
+from .placement.fused_kernels import FusedKernels
 from .placement.fused_step import Step
 
 
@@ -123,7 +124,7 @@ def _names_of(node: Node, problem: Problem) -> set[str]:
 
 def _computes(node: Node, problem: Problem) -> bool:
     """Whether a node makes other values, of another dtype for example, than its first operand has."""
-    if is_cast(node) or op_name(node) == "type_as":
+    if is_cast(node) or kind(node) == "type_as":
         return [t.dtype for t in tensors(node)] != [t.dtype for t in tensors(node.all_input_nodes[0])]
     return problem.facts[node].moves_data
 
@@ -131,8 +132,7 @@ def _computes(node: Node, problem: Problem) -> bool:
 def _stays_float32(norm: Norm, problem: Problem, plan: Plan) -> bool:
     """Whether the norm reads and computes float32, and what it reads is no low tensor that was widened."""
     facts, low = problem.facts, plan.low_dtype
-    nodes = (norm.output, *norm.inside, *(n for n in (norm.x, norm.weight, norm.bias) if n is not None))
-    if any(plan.decisions[n.name].dtype == low or facts[n].keeps_memory for n in nodes):
+    if any(plan.decisions[n.name].dtype == low or facts[n].keeps_memory for n in norm.nodes):
         return False
     x = norm.x
     while x.op == "call_function" and (is_cast(x) or not _computes(x, problem)):

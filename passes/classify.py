@@ -11,13 +11,12 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass
-from math import prod
 from typing import ClassVar, NamedTuple
 
 import torch
 from torch.fx import GraphModule, Node
 
-from ampgraph._compat import OpOverload, size_hint
+from ampgraph._compat import OpOverload
 from ampgraph.marks import input_mark
 from ampgraph.ops import kernels
 from ampgraph.ops.lists import OpClass
@@ -31,10 +30,11 @@ from .analysis.facts import (
     NodeFacts,
     Operand,
     OperandRule,
-    _is_on_cpu,
+    element_count,
     has_kernel,
     is_cast,
     is_dense,
+    is_on_cpu,
     tensors,
 )
 from .analysis.low_dtype_probe import probe_low_dtype
@@ -123,7 +123,7 @@ class ClassifyOps(Pass):
             return
         operands = (operand.tensor for operand in fact.operands if operand.rule in DECIDED)
         fact.refuses_low, fact.wide_results = probe_low_dtype(node, operands, self.policy.low_dtype)
-        fact.elements -= sum(_elements_of(node.meta["val"][i]) for i in fact.wide_results)
+        fact.elements -= sum(element_count(node.meta["val"][i]) for i in fact.wide_results)
 
     def _dtype(self, node: Node, values: list[torch.Tensor]) -> torch.dtype | None:
         if not all(map(is_dense, values)) or _is_nested(node):
@@ -210,7 +210,7 @@ def _holds_statistics(node: Node, tensor: Node) -> bool:
 
     A bias alone does not: the backward on a CPU takes the dtype of the statistics from the weight.
     """
-    if not _is_on_cpu(node):
+    if not is_on_cpu(node):
         return False
     if argument(node, "weight") is None:
         return False
@@ -257,9 +257,4 @@ def _is_nested(node: Node) -> bool:
 
 
 def _elements(values: list[torch.Tensor], low_dtype: torch.dtype) -> int:
-    return sum([_elements_of(v) for v in values if v.dtype in (torch.float32, low_dtype)])
-
-
-def _elements_of(tensor: torch.Tensor) -> int:
-    count = tensor.numel()
-    return count if type(count) is int else prod(map(size_hint, tensor.shape))
+    return sum([element_count(v) for v in values if v.dtype in (torch.float32, low_dtype)])

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import prod
 from typing import ClassVar
 
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from ampgraph._compat import OpOverload, size_hint
+from ampgraph._compat import OpOverload
 from ampgraph.ops import kernels
 from ampgraph.plan import Cast, Use
 
 from .analysis.alias import written_args
 from .analysis.arguments import argument, tensor_arguments
-from .analysis.facts import is_cast
+from .analysis.facts import element_count, is_cast
 from .base import Pass
 from .insert_casts import after, insert_cast, is_inserted_cast, refresh_metadata, set_argument
+from .placement.cost_model import CAST_BYTES
 
 
 @dataclass(frozen=True)
@@ -79,10 +79,10 @@ class ExplicitCasts(Pass):
 
     def _cast(self, graph: Graph, tensor: Node, dtype: torch.dtype, before: Node, user: Node) -> Node:
         source = tensor.meta["val"].dtype if dtype == torch.float32 else torch.float32
-        size = prod(size_hint(s) for s in tensor.meta["val"].shape)
+        moved = CAST_BYTES * element_count(tensor.meta["val"])
         uses = (Use(user.name, ()),)
         reason = f"{user.name} converts by itself"
-        cast = Cast(tensor.name, source, dtype, uses, 6 * size, False, reason)
+        cast = Cast(tensor.name, source, dtype, uses, moved, False, reason)
         return insert_cast(graph, tensor, cast, before, user, self.name)
 
 

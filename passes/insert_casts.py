@@ -23,6 +23,7 @@ from ampgraph.marks import CastMark, ClampMark, mark_of, set_mark
 from ampgraph.ops import kernels
 from ampgraph.plan import Cast
 
+from .analysis.alias import SOURCES
 from .base import Pass, workspace
 
 aten = torch.ops.aten
@@ -131,8 +132,8 @@ def _stays_as_it_was(node: Node) -> bool:
 
 def after(graph: Graph, node: Node) -> Node:
     """Returns the node before which to insert a node that directly follows ``node``."""
-    if node.op in ("placeholder", "get_attr"):
-        return next(n for n in graph.nodes if n.op not in ("placeholder", "get_attr"))
+    if node.op in SOURCES:
+        return next(n for n in graph.nodes if n.op not in SOURCES)
     return node.next
 
 

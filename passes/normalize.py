@@ -13,6 +13,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import ClassVar
@@ -85,7 +86,7 @@ def _free_returned_inputs(graph_module: GraphModule) -> bool:
     if not inside:
         return False
     mode, written = fake_mode_of(graph), written_memory(graph)
-    carrying = _may_have_gradients(graph_module, mode)
+    carrying = _may_have_gradients(graph_module, inside, mode)
     modified = False
     for node, switch in inside.items():
         returned = returned_input(node, mode)
@@ -111,12 +112,14 @@ def _interrupt(switch: Node, node: Node) -> None:
     before.meta["val"], on.meta["val"], off.meta["val"] = True, None, None
 
 
-def _may_have_gradients(graph_module: GraphModule, mode: FakeTensorMode | None) -> set[Node]:
+def _may_have_gradients(
+    graph_module: GraphModule, inside: Container[Node], mode: FakeTensorMode | None
+) -> set[Node]:
     """Returns the nodes that may have gradients: in regions without them, those that return such a node.
 
     Buffers have none; a frozen parameter may have some later.
     """
-    inside, found = without_gradients(graph_module.graph), set[Node]()
+    found = set[Node]()
     for node in graph_module.graph.nodes:
         if node.target is aten.detach.default:
             continue
@@ -228,7 +231,7 @@ def _let_casts_copy(graph_module: GraphModule) -> bool:
     """
     graph = graph_module.graph
     written, inside = written_memory(graph), without_gradients(graph)
-    carrying = _may_have_gradients(graph_module, fake_mode_of(graph)) if inside else set[Node]()
+    carrying = _may_have_gradients(graph_module, inside, fake_mode_of(graph)) if inside else set[Node]()
     casts = [
         n
         for n in graph.nodes

@@ -13,6 +13,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 from torch.fx import GraphModule, Node
 
@@ -24,6 +25,7 @@ from ampgraph.origin import module_paths_of
 from ampgraph.policy.policy import Policy
 from ampgraph.policy.rules import RuleBook
 
+from .analysis.alias import SOURCES
 from .analysis.arguments import argument
 from .analysis.facts import NodeFacts, has_kernel
 from .analysis.precision import Precision
@@ -93,24 +95,21 @@ def _keep(name: str, by: str, reason: str, applies: Callable[[Node, NodeFacts, C
     return Rule(name, by, "the source's", decide)
 
 
-def _fp32(name: str, by: str, why: Callable[[Node, NodeFacts, Case], str | None]) -> Rule:
-    """Returns a rule that pins float32 if ``why`` returns a reason."""
+Why = Callable[[Node, NodeFacts, Case], str | None]
+
+
+def _pin(precision: Precision, dtype: str, name: str, by: str, why: Why) -> Rule:
+    """Returns a rule that pins a precision if ``why`` returns a reason."""
 
     def decide(node: Node, fact: NodeFacts, case: Case) -> Variable | None:
         reason = why(node, fact, case)
-        return Variable(Precision.FP32, by, reason) if reason else None
+        return Variable(precision, by, reason) if reason else None
 
-    return Rule(name, by, "float32", decide)
+    return Rule(name, by, dtype, decide)
 
 
-def _low(name: str, by: str, why: Callable[[Node, NodeFacts, Case], str | None]) -> Rule:
-    """Returns a rule that pins low if ``why`` returns a reason."""
-
-    def decide(node: Node, fact: NodeFacts, case: Case) -> Variable | None:
-        reason = why(node, fact, case)
-        return Variable(Precision.LOW, by, reason) if reason else None
-
-    return Rule(name, by, "low", decide)
+_fp32 = partial(_pin, Precision.FP32, "float32")
+_low = partial(_pin, Precision.LOW, "low")
 
 
 def _source(fact: NodeFacts, case: Case) -> Precision:
@@ -118,7 +117,7 @@ def _source(fact: NodeFacts, case: Case) -> Precision:
 
 
 def _of_source(node: Node, fact: NodeFacts, case: Case) -> Variable | None:
-    if node.op not in ("placeholder", "get_attr"):
+    if node.op not in SOURCES:
         return None
     return Variable(_source(fact, case), "source", f"{node.op} of the source model")
 

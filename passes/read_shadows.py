@@ -17,9 +17,9 @@ from ampgraph.policy.policy import LOW_DTYPES
 from ampgraph.training.gradient_boundary import shadow_weights
 
 from .analysis.gradient_flow import Entrances, differentiable_outputs, groups, reached_by_gradients
+from .analysis.graph_walk import kind
 from .base import Pass
 from .insert_casts import is_inserted_cast
-from .placement.fused_kernels import op_name
 
 # Weights that one call reads. The gradient of one of them takes the backward of all, so they are few.
 MOST_IN_GROUP = 32
@@ -102,7 +102,7 @@ def is_laid_out_again(parameter: Node) -> bool:
     one channel a group the strides alone tell the layout, and compilers read them.
     """
     readers = (user for cast in casts_of(parameter) for user in cast.users)
-    if not any(op_name(reader) in CONVOLUTIONS for reader in readers):
+    if not any(kind(reader) in CONVOLUTIONS for reader in readers):
         return False
     value = parameter.meta["val"]
     formats = {4: torch.channels_last, 5: torch.channels_last_3d}
@@ -127,7 +127,7 @@ def is_cast_by_readers(parameter: Node) -> bool:
 
 
 def _reads_memory(reader: Node, tensor: Node) -> bool:
-    name = op_name(reader)
+    name = kind(reader)
     if name == "linear" and tensor in reader.args[2:]:
         x = reader.args[0].meta["val"]  # type: ignore[union-attr]
         return x.dim() < 3 or x.is_contiguous()  # of other inputs a linear adds the bias after the product

@@ -13,6 +13,7 @@ from ampgraph._compat import evaluate, fake_mode_of
 from ampgraph.marks import drop_mark
 from ampgraph.training.norm_gradient import norm_gradient
 
+from .analysis.arguments import argument
 from .analysis.norms import Norm, norm_at
 from .base import Pass
 from .insert_casts import inherit_metadata
@@ -74,13 +75,13 @@ class _Edit:
         output = self.norm.output
         if self.norm.inverse is not None:
             return self._written_out(x, weight)
+        shape, eps = (argument(output, name) for name in ("normalized_shape", "eps"))
         if self.norm.is_centered:
-            shape, eps = output.args[1], _argument(output, 4, "eps", 1e-5)
+            eps = 1e-5 if eps is None else eps
             norm = self._call(aten.native_layer_norm.default, x, shape, weight, bias, eps)
             result, mean, inverse = (self._call(operator.getitem, norm, i) for i in range(3))
             shifted = self._call(aten.sub.Tensor, x, mean)
             return result, self._call(aten.mul.Tensor, shifted, inverse), inverse
-        shape, eps = output.args[1], _argument(output, 3, "eps", None)
         result = self._call(aten.rms_norm.default, x, shape, weight, eps)
         # The ops of RMS norm itself, so that a compiler computes them once.
         square = self._call(aten.pow.Tensor_Scalar, x, 2)
@@ -105,7 +106,3 @@ class _Edit:
         node.meta["val"] = evaluate(node, self.mode)
         inherit_metadata(node, self.norm.output)
         return node
-
-
-def _argument(node: Node, position: int, name: str, default: Any) -> Any:
-    return node.args[position] if position < len(node.args) else node.kwargs.get(name, default)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import pickle
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -817,3 +818,14 @@ def test_gradients_of_parameters_that_the_optimizer_does_not_hold_are_cleared() 
                 run.optimizer.add_param_group({"params": [*run.model[1:].parameters()]})  # type: ignore[index]
     assert whole.step.reason is None
     assert_equal(whole, plain)
+
+
+@pytest.mark.parametrize("has_graph", [False, True])
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_step_cannot_be_copied(copied: Callable, has_graph: bool) -> None:
+    run = Run()
+    if has_graph:
+        run.train(3, whole=True)
+    assert len(run.step.graph_modules) == has_graph
+    with pytest.raises(AmpGraphError, match="a compiled step cannot be copied or pickled"):
+        copied(run.step)

@@ -170,6 +170,27 @@ def test_eager_plan_of_a_mixer_counts_its_backward(monkeypatch):
     assert moved(TORCH) > rule  # the least forward alone
 
 
+class Branches(nn.Module):
+    """A residual block whose hidden values two ops read, and the norm's result two others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(64)
+        self.up, self.down = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm(x)
+        return (x + self.down(torch.relu(self.up(y)) * torch.sigmoid(y))).square().mean()
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_the_estimate_of_a_backward_is_near_what_autograd_moves(level):
+    x = torch.randn(512, 64, requires_grad=True)
+    policy = Policy(level, torch.bfloat16, objective="traffic", weight_copies=False)
+    amp = ampgraph.convert(Branches(), (x,), policy=policy)
+    assert 0.7 < amp.plan.cost.backward / eager_step(amp.training_graph, (x,)).backward < 1.1
+
+
 def test_backend_selects_the_objective():
     model = Residual()
     assert ampgraph.convert(model, (X,), policy=TORCH).policy.objective == "auto"

@@ -84,6 +84,7 @@ def test_zero_dim_members_of_a_list_promote():
         return torch.column_stack([(x @ w)[:1, 0], scale.sum()]) @ w[:2]
 
     amp = converted(function, X, W, X, level="O2")
+    assert_dtype(amp, "column_stack", torch.bfloat16)
     close(amp(X, W, X), function(X, W, X))
 
 

@@ -174,6 +174,18 @@ def test_a_region_returns_what_was_made_from_what_another_returned(op, capture, 
     check(Twice(8, 8), capture, level)
 
 
+def test_a_forward_that_leaves_gradients_off_returns_a_tensor_that_has_some():
+    class Leaves(nn.Linear):
+        def forward(self, x):
+            y = super().forward(x)
+            torch.set_grad_enabled(False)
+            return y
+
+    amp = convert(Leaves(8, 8), "just in time", "O1")
+    with torch.enable_grad():  # gives the mode back
+        assert amp(torch.randn(4, 8)).requires_grad
+
+
 def test_an_exported_program_keeps_the_regions():
     model = Model(CALLS["float"])
     program = ampgraph.export(model, (torch.randn(4, 8),), policy=Policy(dtype=torch.bfloat16))

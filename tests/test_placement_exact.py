@@ -165,6 +165,20 @@ def test_any_bound_on_cast_bytes_is_kept_at_least_traffic(level):
             check_within(problem, costs, bound, f"seed {seed}, bound {bound}")
 
 
+def test_a_follower_that_is_tried_low_takes_its_producers_along():
+    """A low last op saves bytes, and its producers in float32 save casts; O1 allows not both."""
+    build = GraphBuilder()
+    low = build.call(aten.linear.default, build.input(1, 8), build.weight(8, 8))
+    first = build.call(aten.repeat.default, low, [16, 1])
+    second = build.call(aten.gelu.default, first)
+    last = build.call(aten.linear.default, build.call(aten.tanh.default, second), build.weight(8, 8))
+    exact = [build.call(aten.exp.default, node) for node in (first, second)]
+    problem = problem_of(build.finish(last, *exact), Policy(level="O1", keep_io_dtypes=False))
+    costs = every_cost(problem)
+    fewest, other, *_ = sorted({c.activation_cast_bytes for c in costs})
+    check_within(problem, costs, (fewest + other) // 2, "between two corners")
+
+
 def test_where_no_labelling_meets_the_bound_the_fewest_bytes_are_cast():
     tried = 0
     for seed in range(60):

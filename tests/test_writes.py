@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 import ampgraph
 from ampgraph import NoLossScale, Policy, fp16_guard
+from ampgraph.training.kept_copy import kept_copy
 
 from .helpers import Fn, close
 
@@ -632,3 +633,25 @@ def test_a_cast_of_memory_that_is_written_copies(write, level):
     for actual, expected in zip(amp(*inputs), model(*inputs), strict=True):
         assert actual.dtype == expected.dtype
         close(actual, expected, 0.02)
+
+
+class Rewrites(nn.Module):
+    """Reads a buffer before and after a write; both reads matter to the gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("scale", torch.ones(8))
+
+    def forward(self, x):
+        y = x * 2
+        before = (y * self.scale).sum()
+        self.scale[0] = 3.0
+        return before + (y.square() * self.scale).sum()
+
+
+def test_reads_before_and_after_a_write_have_a_copy_each():
+    x = X.clone().requires_grad_()
+    amp = ampgraph.convert(Rewrites(), (x,), dtype=LOW, backend="aot_eager")
+    assert sum(node.target is kept_copy for node in amp.training_graph.graph.nodes) == 2
+    amp(x).backward()
+    torch.testing.assert_close(x.grad, 2 + 8 * X * torch.tensor([3.0, *[1.0] * 7]))

@@ -147,7 +147,7 @@ def _measured(
     graph_module = amp.training_graph
     if backend == "step":
         return _whole_step(amp, args, known)
-    refreshed = _low_copies(amp, graph_module)
+    refreshed = _low_copies(graph_module)
     if backend == "eager":
         if not shares:
             _cast_at_every_use(graph_module)
@@ -186,7 +186,7 @@ def _called(module: torch.nn.Module) -> Callable:
     return lambda *args: module(*args)
 
 
-def _low_copies(amp: ampgraph.AmpModule, graph_module: torch.fx.GraphModule) -> int:
+def _low_copies(graph_module: torch.fx.GraphModule) -> int:
     """Returns the bytes that one refresh of the low copies moves."""
     names = {n.target for n in graph_module.graph.find_nodes(op="get_attr")}
     copies = [n for n in names if str(n).startswith("_shadows.")]

@@ -140,7 +140,7 @@ def _run(subject: Subject, way: str, level: str, dtype_name: str) -> Record:
     record: Record = {"errors": subject.errors(run)}
     if not max(record["errors"]) <= FLOOR * torch.finfo(dtype).eps:
         record |= _beside_autocast(subject, amp, way, level, dtype)
-    _check_captured(amp, [str(warning.message) for warning in told])
+    _check_captured([str(warning.message) for warning in told])
     return record | _bytes(amp, level)
 
 
@@ -192,7 +192,7 @@ def _shown(form: tuple[Any, ...]) -> str:
     return f"{kind.__name__} of {', '.join(str(leaf).removeprefix('torch.') for leaf in leaves)}"
 
 
-def _check_captured(amp: AmpModule, told: list[str]) -> None:
+def _check_captured(told: list[str]) -> None:
     for message in told:
         if "runs unconverted" in message or "ran unconverted" in message:
             raise Partly(message.splitlines()[0])

@@ -123,9 +123,7 @@ class _Forward:
         if not first.bad:
             return self._in_other_batches(first)
         place = origins(first)[0]
-        most = torch.finfo(self.low_dtype).max
-        beyond = [p for p, look in self.reference.values.items() if look.peak > most]
-        return self.found(first, place, self._why(place, first), beyond)
+        return self.found(first, place, self._why(place, first), self._values_beyond())
 
     def found(self, trial: Trial, place: Place, reason: str, beyond: list[Place]) -> Finding:
         """Describes a node, and searches its remedy."""
@@ -136,6 +134,11 @@ class _Forward:
         return self.described(
             trial.seen, place, reason, remedy=rules, pinned=tuple(sorted(pins)), modules=held
         )
+
+    def _values_beyond(self) -> list[Place]:
+        """Returns the values that exceed the low range in float32."""
+        most = torch.finfo(self.low_dtype).max
+        return [p for p, look in self.reference.values.items() if look.peak > most]
 
     def _in_other_batches(self, trial: Trial) -> Finding | None:
         """Returns the first low node whose values left the range in a calibrated batch."""
@@ -328,8 +331,7 @@ class _Backward(_Forward):
         most = torch.finfo(self.low_dtype).max
         looks = {**self.reference.leaves, **self.reference.gradients}
         beyond = [p for p, look in looks.items() if look.peak * scale > most]
-        beyond += [p for p, look in self.reference.values.items() if look.peak > most]
-        found = self.found(trial, place, reason, beyond)
+        found = self.found(trial, place, reason, beyond + self._values_beyond())
         least = scale if self.trials.scale is not None else None
         return Finding(**{**vars(found), "least_scale": least})
 

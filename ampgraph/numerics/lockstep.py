@@ -13,6 +13,7 @@ from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
 from .._compat import HigherOrderOperator
+from ..passes.analysis.alias import SOURCES
 from ..passes.analysis.facts import is_cast
 from ..passes.insert_casts import is_inserted
 from ..plan import Plan
@@ -222,7 +223,7 @@ class Lockstep:
             found, true, own = ours.take(name), theirs.take(name), self._own_tape.take(name)
             if name != OUTPUT and true:
                 self._measure_gradients(nodes[name], true, found, own)
-                if nodes[name].op in ("placeholder", "get_attr"):
+                if nodes[name].op in SOURCES:
                     ended |= true
             self._step_back(name, true)
             ours.add(ours.backward(name, found))

@@ -142,7 +142,7 @@ class NumericComparison:
             AmpGraphError: No row has this name.
         """
         _check_direction(direction)
-        rows = [r for r in self.rows if r.direction == direction and r.graph == graph]
+        rows = self._rows_of(direction, graph)
         for row in rows:
             if node in (row.node, row.label):
                 return row
@@ -173,8 +173,7 @@ class NumericComparison:
         """Returns one column by node name, for `ampgraph.draw`'s ``values``."""
         _check_column(by)
         _check_direction(direction)
-        rows = [r for r in self.rows if r.direction == direction and r.graph == graph]
-        return {row.node: _value(row, by) for row in rows}
+        return {row.node: _value(row, by) for row in self._rows_of(direction, graph)}
 
     def draw(
         self,
@@ -210,10 +209,7 @@ class NumericComparison:
     ) -> dict[int, int]:
         """Returns how many float32 values have each exponent: of one node, or of all ops of a direction."""
         _check_direction(direction)
-        if node is not None:
-            rows = [self.row(node, direction, graph)]
-        else:
-            rows = [r for r in self.rows if r.direction == direction and r.kind not in ("cast", "clamp")]
+        rows = self._ops_of(direction) if node is None else [self.row(node, direction, graph)]
         total: Counter[int] = Counter()
         for row in rows:
             total.update(row.exponents)
@@ -286,6 +282,12 @@ class NumericComparison:
             raise AmpGraphError(f"not the JSON of a NumericComparison: {error!r}.") from error
         return cls(loss=loss, rows=rows, **plain)
 
+    def _rows_of(self, direction: str, graph: int) -> list[ComparedNode]:
+        return [r for r in self.rows if r.direction == direction and r.graph == graph]
+
+    def _ops_of(self, direction: str) -> list[ComparedNode]:
+        return [r for r in self.rows if r.direction == direction and r.kind not in ("cast", "clamp")]
+
     def _summary(self) -> str:
         parts = [self._counts(direction) for direction in ("forward", "backward")]
         parts = [part for part in parts if part]
@@ -297,7 +299,7 @@ class NumericComparison:
         return "; ".join(parts) + "."
 
     def _counts(self, direction: str) -> str:
-        rows = [r for r in self.rows if r.direction == direction and r.kind not in ("cast", "clamp")]
+        rows = self._ops_of(direction)
         if not rows:
             return ""
         beyond = sum(r.headroom > 1 and r.dtype == self.low_dtype for r in rows)

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_leaves
 
+from ..passes.analysis.alias import SOURCES
 from ..runtime.run_graph import Draws, GraphRun
 from ..training.gradient_boundary import scale_gradients, unscale_gradients
 from .run_model import ModelRunner, Part
@@ -123,7 +124,7 @@ class Observer:
         for node, value in run:
             place = part.index, node.name
             self._seen.nodes[place] = node
-            if node.op in ("placeholder", "get_attr"):
+            if node.op in SOURCES:
                 run.values[node] = self._entering(place, value)
             elif self._loss is not None and isinstance(value, Tensor) and value.requires_grad:
                 value.register_hook(lambda gradient, place=place: self._note_gradient(place, gradient))

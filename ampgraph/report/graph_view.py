@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch.fx import GraphModule, Node
 
-from .._compat import size_hint
 from ..errors import AmpGraphError
 from ..marks import META_KEY, CastMark, input_mark, mark_of
 from ..origin import is_item as is_item
@@ -19,7 +17,7 @@ from ..origin import op_name as op_name
 from ..origin import user_line as user_line
 from ..passes import Workspace, is_inserted_cast
 from ..passes.analysis.arguments import tensor_arguments
-from ..passes.analysis.facts import is_cast, tensors
+from ..passes.analysis.facts import element_count, is_cast, tensors
 from ..passes.insert_casts import is_inserted
 from ..plan import Plan
 from .converted import Converted
@@ -120,7 +118,7 @@ def is_clamped(node: Node) -> bool:
 def cast_bytes(node: Node) -> int:
     """Returns the bytes that a cast node reads plus those it writes, symbolic sizes by their hints."""
     source, result = node.args[0].meta["val"], node.meta["val"]  # type: ignore[union-attr]
-    return prod(size_hint(s) for s in result.shape) * (source.element_size() + result.element_size())
+    return element_count(result) * (source.element_size() + result.element_size())
 
 
 def is_parameter_cast(node: Node) -> bool:

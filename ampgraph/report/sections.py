@@ -215,10 +215,8 @@ def _named(names: Sequence[str]) -> str:
 
 def totals_section(explanation: ExplanationData, peers: Mapping[str, Totals]) -> Section:
     """Returns the table of casts and traffic, beside the baselines."""
-    rows = [("this graph", explanation.totals)]
-    rows += [("autocast rule" if k == "autocast" else k, v) for k, v in explanation.baselines.items()]
-    if peers:
-        rows += [(f"{name} lists", totals) for name, totals in peers.items()]
+    rows = _beside_baselines(explanation)
+    rows += [(f"{name} lists", totals) for name, totals in peers.items()]
     notes: tuple[str, ...] = (
         f"widened inside kernels, without a cast: {explanation.widened}",
         f"placement: {_proof(explanation.gap)}",
@@ -238,9 +236,16 @@ def totals_section(explanation: ExplanationData, peers: Mapping[str, Totals]) ->
 
 def steps_section(explanation: ExplanationData) -> Section:
     """Returns the estimates of a training step."""
-    rows = [("this graph", explanation.totals)]
-    rows += [("autocast rule" if k == "autocast" else k, v) for k, v in explanation.baselines.items()]
-    return Section("Training step, modelled", STEPS, [(name, *_step_cells(total)) for name, total in rows])
+    rows = [(name, *_step_cells(total)) for name, total in _beside_baselines(explanation)]
+    return Section("Training step, modelled", STEPS, rows)
+
+
+def _beside_baselines(explanation: ExplanationData) -> list[tuple[str, Totals]]:
+    baselines = explanation.baselines.items()
+    return [
+        ("this graph", explanation.totals),
+        *(("autocast rule" if name == "autocast" else name, totals) for name, totals in baselines),
+    ]
 
 
 def shares_section(shares: Mapping[str, Totals]) -> Section:

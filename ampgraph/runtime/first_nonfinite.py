@@ -7,12 +7,13 @@ runs the next calls a second time, by the side, for `LossScaler.last_overflow`.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 
 from .._compat import OpOverload, no_dispatch_modes
 from ..marks import input_mark
@@ -106,6 +107,7 @@ def first_of(flags: Sequence[Flag], found: Sequence[list[bool]] | None = None) -
         found: What they say, if they were read.
     """
     meant: set[Node] = set()
+    aliases = cache(AliasSets)
     answers = read(flags) if found is None else found
     for (node, _, is_written), (is_nan, is_inf) in zip(flags, answers, strict=False):
         if not (is_nan or is_inf) or _is_only_updated(node):
@@ -115,17 +117,13 @@ def first_of(flags: Sequence[Flag], found: Sequence[list[bool]] | None = None) -
         if is_written and (is_nan or not is_infinity_meant):
             return node
         if is_infinity_meant:
-            meant.update((node, *_written_by(node)))
+            meant.update((node, *_written_by(node, aliases)))
     return None
 
 
-def _written_by(node: Node) -> list[Node]:
+def _written_by(node: Node, aliases: Callable[[Graph], AliasSets]) -> list[Node]:
     """Returns the nodes in whose memory a node writes: who reads them later reads what it wrote."""
-    written = written_args(node)
-    if not written:
-        return []
-    aliases = AliasSets(node.graph)
-    return [member for argument in written for member in aliases.of(argument)]
+    return [member for argument in written_args(node) for member in aliases(node.graph).of(argument)]
 
 
 def _is_only_updated(node: Node) -> bool:

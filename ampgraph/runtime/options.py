@@ -12,7 +12,8 @@ from ..errors import CaptureError, PolicyError, did_you_mean
 from ..policy.policy import Policy
 
 UNDECIDED = ""
-AUTO, AHEAD_OF_TIME, JUST_IN_TIME = CAPTURES = ("auto", "ahead of time", "just in time")
+AUTO, JUST_IN_TIME = "auto", "just in time"
+CAPTURES = (AUTO, "ahead of time", JUST_IN_TIME)
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -153,6 +153,12 @@ class CompiledStep:
         """The graphs so far, one for each kind of arguments and settings and each set of Python values."""
         states = [state for kind in self._kinds.values() for state in kind.states]
         return [state.graph_module for state in states if isinstance(state, WholeStep)]
+
+    def __reduce__(self) -> NoReturn:
+        raise AmpGraphError(
+            "a compiled step cannot be copied or pickled: its graphs write to this model and this optimizer. "
+            "Copy the model, make an optimizer for the copy, and call ampgraph.compile_step with both."
+        )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Takes a step."""

@@ -22,8 +22,8 @@ log = logging.getLogger("ampgraph")
 INPUTS = "<inputs>"
 # Of each output; it stays in memory until the next call.
 MOST_BYTES = 2**20
-# What a tensor says of the forward; `SEEN` plus n: it was not finite, and the n-th sight tells where.
-UNKNOWN, FINITE, NOT_FINITE, SEEN = -1.0, 0.0, 1.0, 2.0
+# What a tensor says of the forward; 1: it was not finite; `SEEN` plus n: the n-th sight tells where.
+UNKNOWN, FINITE, SEEN = -1.0, 0.0, 2.0
 
 
 class Sight(NamedTuple):

@@ -20,6 +20,7 @@ from ampgraph.ops.kernels import (
 from .arguments import argument
 
 SOURCES = ("placeholder", "get_attr")
+DETACH = torch.ops.aten.detach_.default  # it does not write a value
 
 
 def written_args(node: Node) -> list[Node]:
@@ -65,7 +66,7 @@ def _viewed(call: Node, result: Node) -> list[Node]:
     op = op_of(call.target)
     if op.is_mutable or op.may_convert:
         return []
-    if op.is_view or (op.is_dropout and not _drops(call)):
+    if op.is_view or (op.is_dropout and not drops(call)):
         return call.all_input_nodes[:1]
     if not op.is_composite:
         return []
@@ -109,7 +110,7 @@ def returned_input(node: Node, mode: FakeTensorMode | None) -> Node | None:
     op = op_of(call.target)
     if op.is_opaque or op.is_mutable:
         return None
-    if op.is_dropout and not _drops(call):
+    if op.is_dropout and not drops(call):
         return call.all_input_nodes[0]
     if not (op.is_composite or op.may_convert):
         return None
@@ -119,7 +120,8 @@ def returned_input(node: Node, mode: FakeTensorMode | None) -> Node | None:
     return next((n for n in call.all_input_nodes if n.meta.get("val") is result), None)
 
 
-def _drops(dropout: Node) -> bool:
+def drops(dropout: Node) -> bool:
+    """Whether a dropout may set values to zero."""
     return argument(dropout, "train") is not False and argument(dropout, "p") != 0
 
 

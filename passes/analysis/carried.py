@@ -14,12 +14,10 @@ from ampgraph._compat import is_same_shape
 from ampgraph.marks import input_mark
 from ampgraph.ops.lists import OpClass
 
-from .alias import SOURCES, AliasSets, written_args
+from .alias import DETACH, SOURCES, AliasSets, written_args
 from .facts import Facts
 from .graph_walk import values_read
 from .problem import Hazard
-
-_DETACH = torch.ops.aten.detach_.default  # it does not write a value
 
 
 def find_carried(graph: Graph, facts: Facts) -> dict[Node, Hazard]:
@@ -41,7 +39,7 @@ def find_carried(graph: Graph, facts: Facts) -> dict[Node, Hazard]:
 
 def _written(graph: Graph, facts: Facts) -> Iterator[tuple[Node, set[Node], list[Node]]]:
     """Yields the caller's memory that the graph writes: a name for it, its nodes, what is written."""
-    writes = [(node, n) for node in facts if node.target is not _DETACH for n in written_args(node)]
+    writes = [(node, n) for node in facts if node.target is not DETACH for n in written_args(node)]
     if not writes:
         return
     aliases = AliasSets(graph)

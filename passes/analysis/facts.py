@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
+from math import prod
 from typing import NamedTuple
 
 import torch
 from torch.fx import Node
 
-from ampgraph._compat import OpOverload
+from ampgraph._compat import OpOverload, size_hint
 from ampgraph.ops import kernels
 from ampgraph.ops.lists import OpClass
 
@@ -92,6 +93,11 @@ class NodeFacts:
 Facts = dict[Node, NodeFacts]
 
 
+def followed(node: Node, facts: Facts) -> list[Node]:
+    """Returns the nodes whose labels apply to the tensors that a node reads and whose dtypes it follows."""
+    return [facts[operand.tensor].dtype_source for operand in facts[node].operands if operand.follow]
+
+
 def tensors(node: Node) -> list[torch.Tensor]:
     """Returns the (fake) tensors that a node produces."""
     value = node.meta.get("val")
@@ -100,12 +106,19 @@ def tensors(node: Node) -> list[torch.Tensor]:
     return [v for v in value if isinstance(v, torch.Tensor)] if isinstance(value, (list, tuple)) else []
 
 
+def element_count(tensor: torch.Tensor) -> int:
+    """Returns the number of elements of a fake tensor, symbolic sizes by their hints."""
+    count = tensor.numel()
+    return count if type(count) is int else prod(map(size_hint, tensor.shape))
+
+
 def is_dense(tensor: torch.Tensor) -> bool:
     """Whether a tensor is neither sparse nor nested nor in a library's own layout."""
     return tensor.layout == torch.strided and not tensor.is_nested
 
 
-def _is_on_cpu(node: Node) -> bool:
+def is_on_cpu(node: Node) -> bool:
+    """Whether the first tensor that a node produces is on a CPU."""
     return tensors(node)[0].device.type == "cpu"
 
 
@@ -114,7 +127,7 @@ def saves_large_statistics(node: Node, low_dtype: torch.dtype) -> bool:
 
     The CPU kernels save their statistics in the dtype of weight and bias, the CUDA kernels in float32.
     """
-    if not kernels.statistics_slots(node.target) or not _is_on_cpu(node):  # type: ignore[arg-type]
+    if not kernels.statistics_slots(node.target) or not is_on_cpu(node):  # type: ignore[arg-type]
         return False
     eps = argument(node, "eps")
     return isinstance(eps, float) and 0 < eps < torch.finfo(low_dtype).max ** -2

@@ -72,9 +72,16 @@ def is_same(a: Node, b: Node) -> bool:
     )
 
 
+def is_item_of_maximum(node: Node) -> bool:
+    """Whether the node takes a result of a maximum or a minimum: 0 is the value, 1 its index."""
+    if node.target is not operator.getitem or not isinstance(node.args[0], Node):
+        return False
+    return kind(node.args[0]) in ("max", "min")
+
+
 def _passes_on(node: Node) -> bool:
     if node.target is operator.getitem:
-        return not isinstance(node.args[0], Node) or kind(node.args[0]) in ("max", "min")
+        return is_item_of_maximum(node)
     if not isinstance(node.target, OpOverload):
         return False
     op = kernels.op_of(node.target)

@@ -16,11 +16,10 @@ import torch
 from torch.fx import Graph, Node
 from torch.nn import Module
 
-from ampgraph._compat import size_hint
 from ampgraph.ops.lists import OpClass
 
 from .alias import SOURCES
-from .facts import Facts, tensors
+from .facts import Facts, element_count, tensors
 from .graph_walk import kind, operand, values_read
 from .ranges import Extents, numbers
 
@@ -264,4 +263,4 @@ def raised(base: float, exponent: float) -> float:
 def elements(value: object) -> int:
     """Returns the number of elements of a node's tensor; 1 for a number."""
     found = tensors(value) if isinstance(value, Node) else []
-    return math.prod(size_hint(s) for s in found[0].shape) if found else 1
+    return element_count(found[0]) if found else 1

@@ -45,6 +45,16 @@ class Norm:
         """Whether it subtracts the mean."""
         return self.output.target is aten.layer_norm.default
 
+    @property
+    def sources(self) -> list[Node]:
+        """What it reads: ``x``, the weight and the bias."""
+        return [n for n in (self.x, self.weight, self.bias) if n is not None]
+
+    @property
+    def nodes(self) -> list[Node]:
+        """What it reads, and the ops that make it."""
+        return [*self.sources, *self.inside, self.output]
+
 
 def norm_at(node: Node) -> Norm | None:
     """Returns the norm whose result a node is, or None; all its values are float32."""
@@ -57,18 +67,12 @@ def norm_at(node: Node) -> Norm | None:
         found = next(_written_out(node), None)
     else:
         found = None
-    if found is None or not all(map(_is_float32, _values(found))):
+    if found is None or not all(map(_is_float32, found.nodes)):
         return None
-    sources = [n for n in (found.x, found.weight, found.bias) if n is not None]
-    if len(set(sources)) < len(sources):  # compilers take each input of an autograd function once
+    if len(set(found.sources)) < len(found.sources):  # compilers take each input of an autograd function once
         return None
     # A larger weight would repeat the normalized values.
     return found if is_same_shape(node.meta["val"], found.x.meta["val"]) else None
-
-
-def _values(norm: Norm) -> Iterator[Node]:
-    yield from (norm.output, norm.x, *norm.inside)
-    yield from (n for n in (norm.weight, norm.bias) if n is not None)
 
 
 def _is_float32(node: Node) -> bool:

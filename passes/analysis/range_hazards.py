@@ -16,7 +16,7 @@ from torch.fx import GraphModule, Node
 from ampgraph.ops.lists import OpClass
 
 from .cancellation import find_cancellations
-from .facts import Facts, NodeFacts
+from .facts import Facts, NodeFacts, followed
 from .graph_walk import kind, values_read
 from .magnitudes import Sizes
 from .precision import FP32, LOW, Precision
@@ -107,8 +107,7 @@ def _low_otherwise(
         if node in fixed:
             labels[node] = fixed[node]
         elif fact.op_class in (OpClass.GRAY, OpClass.CLEAR):
-            followed = (facts[s.tensor].dtype_source for s in fact.operands if s.follow)
-            labels[node] = Precision.following(labels[source] for source in followed)
+            labels[node] = Precision.following(labels[source] for source in followed(node, facts))
         else:
             labels[node] = LOW if fact.op_class is OpClass.WHITE else FP32
         if labels[node] is LOW and node in found and found[node].fed_low:

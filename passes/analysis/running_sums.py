@@ -16,7 +16,7 @@ from torch.fx import Node
 from ampgraph.ops.lists import OpClass
 
 from .exact_parts import DIFFERENCES
-from .graph_walk import kind, values_read
+from .graph_walk import is_item_of_maximum, kind, values_read
 from .problem import Hazard
 
 if TYPE_CHECKING:
@@ -82,6 +82,4 @@ def _has_one_reader(node: Node) -> bool:
 
 def _is_index(node: Node) -> bool:
     """Whether the node is the second result of a maximum: where it is."""
-    if node.target is not operator.getitem or node.args[1] != 1:
-        return False
-    return isinstance(node.args[0], Node) and kind(node.args[0]) in ("max", "min")
+    return is_item_of_maximum(node) and bool(node.args[1] == 1)

@@ -43,10 +43,7 @@ def softplus(sizes: Sizes, node: Node) -> Size:
 def clamp(sizes: Sizes, node: Node) -> Size:
     """A number as the least keeps values from zero; one as the most brings them back into range."""
     size = sizes.of(operand(node))
-    named = kind(node) in ("clamp_min", "clamp_max")
-    low = argument(node, "min") if not named or kind(node) == "clamp_min" else None
-    high = argument(node, "max") if not named or kind(node) == "clamp_max" else None
-    least, most = sizes.constant(low), sizes.constant(high)
+    least, most = (sizes.constant(argument(node, name)) for name in ("min", "max"))
     low_end = size.low if least is None else max(size.low, least)
     high_end = size.high if most is None else min(size.high, most)
     clamped = size._replace(low=min(low_end, high_end), high=max(low_end, high_end))
@@ -73,7 +70,7 @@ def extreme(sizes: Sizes, node: Node) -> Size:
 def dropout(sizes: Sizes, node: Node) -> Size:
     """The kept values are scaled up."""
     size = sizes.of(operand(node))
-    drops = argument(node, "train") is True and argument(node, "p") not in (None, 1, 1.0)
+    drops = argument(node, "train") is True and argument(node, "p") not in (None, 1)
     kept = 1 / (1 - argument(node, "p")) if drops else 1.0
     return size._replace(low=min(size.low * kept, 0.0), high=max(size.high * kept, 0.0))
 

@@ -136,7 +136,7 @@ def total(sizes: Sizes, node: Node) -> Size:
     value = operand(node)
     assert isinstance(value, Node)
     size = sizes[value]
-    if kind(node) in ("cumsum", "logcumsumexp"):
+    if kind(node) == "cumsum":
         shape = tensors(value)[0].shape
         added = size_hint(shape[argument(node, "dim")]) if shape else 1
         low, high = min(size.low, times(size.low, added)), max(size.high, times(size.high, added))
@@ -158,8 +158,8 @@ def log_of_sum(sizes: Sizes, node: Node) -> Size:
     return Size(sizes[value].low, sizes[value].high + math.log(max(1, elements(value))))
 
 
-def scattered_sum(sizes: Sizes, node: Node) -> Size:
-    """Sums by index, of how many terms nobody knows."""
+def unbounded(sizes: Sizes, node: Node) -> Size:
+    """Without bounds, and with the marks of what it reads: sums by index have an unknown number of terms."""
     return UNKNOWN.marked(sizes.hull(*sizes.read(node))._replace(root="", eps=0.0))
 
 

@@ -74,7 +74,7 @@ RULES: Mapping[str, Rule] = _table(
     (growth.running_product, "prod cumprod"),
     (growth.total, "sum nansum cumsum"),
     (growth.log_of_sum, "logsumexp special_logsumexp logcumsumexp"),
-    (growth.scattered_sum, "scatter_add index_add scatter_reduce segment_reduce"),
+    (growth.unbounded, "scatter_add index_add scatter_reduce segment_reduce"),
     (growth.mean, "mean nanmean"),
     (growth.mean, growth.AVERAGES),
     (growth.variance, "var std"),
@@ -99,5 +99,5 @@ def size_of_op(sizes: Sizes, node: Node) -> Size:
     if fact.op_class is OpClass.CLEAR or fact.op.is_view:
         return sizes.hull(*read) if (read := sizes.moved(node)) else UNKNOWN
     if fact.op_class is OpClass.GRAY:
-        return UNKNOWN.marked(sizes.hull(*sizes.read(node))._replace(root="", eps=0.0))
+        return growth.unbounded(sizes, node)
     return UNKNOWN

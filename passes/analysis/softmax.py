@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Node
 
+from .alias import drops
 from .arguments import argument
 from .facts import is_cast, tensors
 
@@ -45,7 +46,7 @@ def same_values(node: Node) -> list[Node]:
 
 def _returns(user: Node, node: Node) -> bool:
     if user.target is aten.dropout.default and user.args[0] is node:
-        return not argument(user, "train") or argument(user, "p") == 0
+        return not drops(user)
     if user.op != "call_function" or not is_cast(user) or user.args[0] is not node:
         return False
     return [t.dtype for t in tensors(user)] == [t.dtype for t in tensors(node)]

@@ -17,8 +17,8 @@ from ampgraph._compat import OpOverload, size_hint
 from ampgraph.ops import kernels
 from ampgraph.ops.lists import OpClass
 
-from .alias import SOURCES, AliasSets, written_args
-from .facts import Facts, NodeFacts, is_cast, tensors
+from .alias import DETACH, SOURCES, AliasSets, written_args
+from .facts import Facts, NodeFacts, followed, is_cast, tensors
 from .graph_walk import values_read
 from .precision import FP32, LOW, Precision
 from .products import terms
@@ -27,7 +27,6 @@ from .ranges import is_table
 # Longer products are not coordinates: the weights of a frozen model may be buffers.
 MOST_TERMS = 8
 
-_DETACH = torch.ops.aten.detach_.default  # it does not write a value
 _FILLS = frozenset(("zeros", "ones", "full", "scalar_tensor", "empty", "empty_strided"))
 
 
@@ -63,9 +62,6 @@ class Trace(NamedTuple):
         )
 
 
-Traces = Mapping[Node, Trace]
-
-
 class Tracer:
     """Visits the graph in order and labels nodes by the autocast rule on the same lists."""
 
@@ -84,7 +80,7 @@ class Tracer:
         writes = [
             n
             for node, fact in facts.items()
-            if fact.op is not None and fact.op.written and node.target is not _DETACH
+            if fact.op is not None and fact.op.written and node.target is not DETACH
             for n in written_args(node)
         ]
         self.memory = AliasSets(graph_module.graph) if writes else None
@@ -150,8 +146,7 @@ class Tracer:
         follows = fact.op_class is OpClass.BLACK and self.lowers_black
         if fact.op_class in (None, OpClass.BLACK) and not follows:
             return FP32
-        followed = (self.facts[s.tensor].dtype_source for s in fact.operands if s.follow)
-        return Precision.following(self.labels[source] for source in followed)
+        return Precision.following(self.labels[source] for source in followed(node, self.facts))
 
     def _takes_few_values(
         self, node: Node, fact: NodeFacts, trace: Trace, read: list[Node], values: list[torch.Tensor]

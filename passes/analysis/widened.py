@@ -11,7 +11,7 @@ from torch.fx import Node
 
 from ampgraph.ops.lists import OpClass
 
-from .facts import Facts, is_cast
+from .facts import Facts, followed, is_cast
 from .problem import Hazard
 
 
@@ -26,7 +26,7 @@ def find_widened(facts: Facts) -> dict[Node, Hazard]:
             continue
         reason = f"computed from {casts[node].name!r}, which the model's code casts to float32"
         found[node] = Hazard(reason, casts[node], fed_low=True)
-        pending += [owner for owner in _followed(node, facts) if owner in casts]
+        pending += [owner for owner in followed(node, facts) if owner in casts]
     return found
 
 
@@ -41,13 +41,7 @@ def _casts_read(facts: Facts) -> dict[Node, Node]:
         elif fact.op_class in (None, OpClass.WHITE):
             read = []
         else:
-            read = [casts[owner] for owner in _followed(node, facts) if owner in casts]
+            read = [casts[owner] for owner in followed(node, facts) if owner in casts]
         if read:
             casts[node] = read[0]
     return casts
-
-
-def _followed(node: Node, facts: Facts) -> list[Node]:
-    """Returns what gives the tensors their dtypes that a node reads and whose dtypes it follows."""
-    owners = (facts[operand.tensor].dtype_source for operand in facts[node].operands if operand.follow)
-    return [owner for owner in owners if owner is not None]

@@ -31,7 +31,7 @@ from torch.fx import Node
 
 from ampgraph.plan import Cost
 
-from ..analysis.facts import OperandRule
+from ..analysis.facts import OperandRule, followed
 from ..analysis.precision import FP32, LOW, Precision
 from ..analysis.problem import Problem
 from .cost_model import CAST_BYTES, FP32_BYTES, LOW_BYTES
@@ -126,11 +126,8 @@ class _Builder:
     def _add_constraints(self, node: Node) -> None:
         problem, variable = self.problem, self.problem.variables[node]
         if variable.follows:
-            for operand in problem.facts[node].operands:
-                if operand.follow:
-                    self.network.add_arc(
-                        node, self._vertex(problem.facts[operand.tensor].dtype_source), INFINITE
-                    )
+            for source in followed(node, problem.facts):
+                self.network.add_arc(node, self._vertex(source), INFINITE)
 
     def _add_casts(self, tensor: Node) -> None:
         """Adds the cost of casting one tensor, once per direction (once per use if its memory is written)."""

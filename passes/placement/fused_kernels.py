@@ -8,20 +8,20 @@ from __future__ import annotations
 
 import copy
 import enum
-import functools
 import operator
 from collections.abc import Iterable
-from math import prod
 from typing import NamedTuple
 
 import torch
 from torch.fx import Node
 
-from ampgraph._compat import OpOverload, evaluate, fake_mode_of, size_hint, storage_key
+from ampgraph._compat import evaluate, fake_mode_of, storage_key
 from ampgraph.marks import input_mark
 from ampgraph.ops import fusion_tables as fusion
 
-from ..analysis.facts import Facts, tensors
+from ..analysis import graph_walk
+from ..analysis.alias import SOURCES
+from ..analysis.facts import Facts, element_count, tensors
 
 
 class Kind(enum.Enum):
@@ -37,27 +37,6 @@ class Kind(enum.Enum):
     FUSED = "fused"
 
 
-def op_name(node: Node) -> str:
-    """Returns the op's name below ``aten.``, without the underscore of an in-place op."""
-    return _name_of(node.target) if isinstance(node.target, OpOverload) else ""
-
-
-@functools.cache
-def _name_of(op: OpOverload) -> str:
-    name = op._schema.name.rpartition("::")[2]
-    in_place = op._schema.is_mutable and name.endswith("_") and not name.endswith("__")
-    return name[:-1] if in_place else name
-
-
-def elements(node: Node) -> int:
-    """Returns the number of elements of a node's tensor; 0 if it has none or several."""
-    value = node.meta.get("val")
-    if not isinstance(value, torch.Tensor):
-        return 0
-    count = value.numel()
-    return count if type(count) is int else prod(size_hint(s) for s in value.shape)
-
-
 class Read(NamedTuple):
     """A node that reads a tensor, the view through which it reads, and the view's elements."""
 
@@ -70,8 +49,8 @@ class FusedKernels:
     """The kernels of a graph.
 
     Attributes:
-        names: The `op_name` of each node.
-        sizes: The `elements` of each node.
+        names: The op of each node, as `graph_walk.kind` names it.
+        sizes: The number of elements of each node's tensor; 0 if it has none or several.
         kinds: How each node runs.
         roots: The tensor that each node's memory belongs to.
         has_gradient: Whether a gradient reaches each node.
@@ -82,8 +61,8 @@ class FusedKernels:
 
     def __init__(self, facts: Facts) -> None:
         self.facts = facts
-        self.names = {node: op_name(node) for node in facts}
-        self.sizes = {node: elements(node) for node in facts}
+        self.names = {node: graph_walk.kind(node) for node in facts}
+        self.sizes = {node: _elements(node) for node in facts}
         self.kinds: dict[Node, Kind] = {}
         self.roots: dict[Node, Node] = {}
         self.has_gradient: dict[Node, bool] = {}
@@ -200,7 +179,7 @@ class FusedKernels:
                     self._joined[other] = one
 
     def _kind(self, node: Node) -> Kind:
-        if node.op in ("placeholder", "get_attr"):
+        if node.op in SOURCES:
             return Kind.INPUT
         if node.op == "output":
             return Kind.OUTPUT
@@ -224,9 +203,10 @@ class FusedKernels:
         stack = [concatenation]
         while stack:
             for user in stack.pop().users:
-                is_view = user in self.facts and op_name(user) and not self.facts[user].moves_data
+                is_view = user in self.facts and graph_walk.kind(user) and not self.facts[user].moves_data
                 (stack if is_view else found).append(user)
-        return bool(found) and all(op_name(u) and op_name(u) not in in_memory for u in found)
+        names = [graph_walk.kind(user) for user in found]
+        return bool(names) and all(name and name not in in_memory for name in names)
 
     def _passes_gradients(self, node: Node, inputs: list[Node]) -> bool:
         is_float = self.facts[node].dtype is not None or self.kinds[node] in (Kind.ITEM, Kind.OUTPUT)
@@ -261,6 +241,11 @@ class FusedKernels:
             divisor = node.args[1]
             return isinstance(divisor, Node) and self.has_gradient[divisor]
         return name not in fusion.LINEAR
+
+
+def _elements(node: Node) -> int:
+    value = node.meta.get("val")
+    return element_count(value) if isinstance(value, torch.Tensor) else 0
 
 
 def _is_trained(node: Node) -> bool:

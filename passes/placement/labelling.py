@@ -9,7 +9,7 @@ from torch.fx import Node
 
 from ampgraph.ops.lists import OpClass
 
-from ..analysis.facts import DECIDED, OperandRule
+from ..analysis.facts import DECIDED, OperandRule, followed
 from ..analysis.precision import FP32, LOW, Precision
 from ..analysis.problem import Problem
 from .build_network import Price, Weigher, cut_network
@@ -91,14 +91,17 @@ def without_idle_casts(
         if labels[n] is LOW and v.pinned is None and kernels.is_managed(n) and not decides_bytes(n)
     ]
     labels |= dict.fromkeys(idle, FP32)
-    rejected = -1
-    while rejected:
-        before = len(idle)
-        for order, is_wide in ((1, _has_wide_operands), (-1, _has_wide_readers)):
-            for node in idle[::order]:
-                labels[node] = FP32 if is_wide(problem, kernels, node, labels) else LOW
-            idle = [node for node in idle if labels[node] is FP32]
-        rejected = before - len(idle)
+    before = None
+    while idle != before:
+        before = idle
+        for node in idle:
+            labels[node] = FP32 if _has_wide_operands(problem, node, labels) else LOW
+        idle = [node for node in idle if labels[node] is FP32]
+        for node in reversed(idle):
+            reads = kernels.reads(node)
+            is_wanted = all(_widens(problem, r.reader, r.through, labels) for r in reads)
+            labels[node] = FP32 if is_wanted else LOW
+        idle = [node for node in idle if labels[node] is FP32]
     if not idle:
         return placement
     return _changed(problem, placement, labels, idle, "it stays inside a kernel that reads and wants float32")
@@ -112,17 +115,9 @@ def _changed(
     return replace(placement, labels=labels, anchors=greedy_anchors(problem, labels), motives=motives)
 
 
-def _has_wide_operands(
-    problem: Problem, kernels: FusedKernels, node: Node, labels: Mapping[Node, Precision]
-) -> bool:
+def _has_wide_operands(problem: Problem, node: Node, labels: Mapping[Node, Precision]) -> bool:
     facts = problem.facts
     return all(labels.get(facts[o.tensor].dtype_source) is FP32 for o in facts[node].operands)
-
-
-def _has_wide_readers(
-    problem: Problem, kernels: FusedKernels, node: Node, labels: Mapping[Node, Precision]
-) -> bool:
-    return all(_widens(problem, r.reader, r.through, labels) for r in kernels.reads(node))
 
 
 def _widens(problem: Problem, reader: Node, tensor: Node, labels: Mapping[Node, Precision]) -> bool:
@@ -177,8 +172,7 @@ def _reads_low(problem: Problem, reader: Node, tensor: Node) -> bool:
 
 
 def _following(problem: Problem, node: Node, labels: Mapping[Node, Precision]) -> Precision:
-    followed = (problem.facts[o.tensor].dtype_source for o in problem.facts[node].operands if o.follow)
-    return Precision.following(labels[source] for source in followed)
+    return Precision.following(labels[source] for source in followed(node, problem.facts))
 
 
 def place_optimally(

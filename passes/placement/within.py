@@ -23,6 +23,7 @@ from math import inf
 
 from torch.fx import Node
 
+from ..analysis.facts import followed
 from ..analysis.precision import FP32, LOW, Precision
 from ..analysis.problem import Problem, force_followers
 from .amounts import Amount, CastBytes
@@ -46,22 +47,22 @@ def place_within(problem: Problem, cast_bytes: int) -> Placement:
     """
     found = Bounded(problem, CastBytes(), cast_bytes)
     found.solve()
-    if found.gap == 0 or (followed := _followed(problem)) is None:
+    if found.gap == 0 or (following := _following(problem)) is None:
         return found.placement()
-    other = Bounded(followed, CastBytes(), cast_bytes)
+    other = Bounded(following, CastBytes(), cast_bytes)
     other.solve()
     found.consider(other.best)
     return found.placement()
 
 
-def _followed(problem: Problem) -> Problem | None:
+def _following(problem: Problem) -> Problem | None:
     """Returns the problem with gray ops that follow their inputs, as at O1; None if they already do."""
     if all(v.follows or v.narrowable for v in problem.variables.values() if v.pinned is None):
         return None
     variables = {n: replace(v, follows=v.follows or not v.narrowable) for n, v in problem.variables.items()}
-    followed = replace(problem, variables=variables)
-    force_followers(followed)
-    return followed
+    following = replace(problem, variables=variables)
+    force_followers(following)
+    return following
 
 
 @dataclass(frozen=True)
@@ -170,15 +171,13 @@ class Bounded:
             _pin_followed(self.problem, node, pins)
         agrees = case.over and case.over.placement.labels[node] is label
         over, within = (case.over, None) if agrees else (None, case.within)
-        return self._closed_in(
-            _Case(case.lower, case.height - 1, next(self.numbers), pins, over, within), spend=True
-        )
+        return self._closed_in(_Case(case.lower, case.height - 1, next(self.numbers), pins, over, within))
 
-    def _closed_in(self, case: _Case, spend: bool = False) -> _Case:
+    def _closed_in(self, case: _Case) -> _Case:
         """Finds the corners of a case next to the bound, and the lower bound of the case."""
         problem = self._pinned(case)
         lower, over, within = case.lower, case.over, case.within
-        if spend:
+        if case.pins:
             self.search.budget -= CUT_STEPS * sum(v.pinned is None for v in problem.variables.values())
         if over is None:
             over, least = self._corner(problem, 1, 0)
@@ -239,8 +238,7 @@ def _pin_followed(problem: Problem, node: Node, pins: dict[Node, Precision]) -> 
         reader = stack.pop()
         if not problem.variables[reader].follows:
             continue
-        for operand in problem.facts[reader].operands:
-            owner = problem.facts[operand.tensor].dtype_source
-            if operand.follow and problem.variables[owner].pinned is None and owner not in pins:
-                pins[owner] = LOW
-                stack.append(owner)
+        for source in followed(reader, problem.facts):
+            if problem.variables[source].pinned is None and source not in pins:
+                pins[source] = LOW
+                stack.append(source)
