@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import re
+import traceback
 import types
 import warnings
 from collections.abc import Callable, Iterator
@@ -18,10 +20,15 @@ from torch._subclasses import fake_tensor
 
 from .replaced_attribute import replaced
 
+_DYNAMO = os.path.dirname(torch._dynamo.__file__) + os.sep
+
 
 def is_dynamo_error(error: BaseException) -> bool:
-    """Whether ``torch.compile``'s front end raised this, perhaps around another error."""
-    return isinstance(error, torch._dynamo.exc.TorchDynamoException)
+    """Whether ``torch.compile``'s front end raised this, perhaps around another error, or failed with it."""
+    if isinstance(error, torch._dynamo.exc.TorchDynamoException):
+        return True
+    last = [frame.filename for frame in traceback.extract_tb(error.__traceback__)][-1:]
+    return any(name.startswith(_DYNAMO) for name in last)
 
 
 def is_backend_error(error: BaseException) -> bool:

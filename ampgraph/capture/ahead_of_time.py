@@ -14,6 +14,7 @@ import torch
 from torch import fx, nn
 from torch.export import ExportedProgram, ShapesCollection
 from torch.fx import traceback as fx_traceback
+from torch.nn.parameter import is_lazy
 
 from .._compat import (
     cheap_source_lines,
@@ -40,6 +41,7 @@ from .held_objects import noting_set_attributes
 from .inference_mode import traced_as_no_grad
 from .kept_tensors import KeptTensors
 from .lost import LOST_KEY, noting_lost_backwards
+from .opaque_state import opaque_objects
 from .random_numbers import noting_random_numbers, values_named
 from .reads import Reads
 from .real_types import real_types
@@ -188,6 +190,7 @@ def _traced(
     told: contextlib.AbstractContextManager[None],
 ) -> ExportedProgram:
     replaced, real_writes = Replaced(model), RealWrites()
+    _check_opaque(model, opaque_objects(model, reads.code))
     kept = KeptTensors([*reads.code.places.values(), *reads.held()])
     try:
         if isinstance(dynamic_shapes, ShapesCollection):  # it identifies tensors by object
@@ -264,6 +267,15 @@ def _check_replaced(model: nn.Module, replaced: Replaced) -> None:
         ).because(is_known=True)
 
 
+def _check_opaque(model: nn.Module, found: list[str]) -> None:
+    """Raises an error if forward's code names an object whose state no call could compare."""
+    if found:
+        raise AheadOfTimeError(
+            f"{type(model).__name__}: forward uses {', '.join(found[:3])}, whose state no graph follows\n"
+            f"Use a number, a buffer or a list, {_JUST_IN_TIME}."
+        ).because(is_known=True)
+
+
 def _check_caught(model: nn.Module, failed: list[str]) -> None:
     """Raises an error if forward caught an error of a call: a call on real values may not raise it."""
     if failed:
@@ -287,7 +299,8 @@ def _check_inference_tensors(model: nn.Module) -> None:
     """Raises an error if a capture failed and parameters are inference tensors, which no trace can take."""
     if torch.is_inference_mode_enabled():
         return
-    found = [name for name, p in model.named_parameters() if p.is_inference() and p.requires_grad]
+    parameters = ((name, p) for name, p in model.named_parameters() if not is_lazy(p))
+    found = [name for name, p in parameters if p.is_inference() and p.requires_grad]
     if found:
         raise AheadOfTimeError(
             f"{type(model).__name__}: {found[0]} was made in inference mode, and torch.export cannot trace "

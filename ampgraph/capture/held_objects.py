@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from .._compat import FakeTensor
 from ..proxy.module_parts import OF_EVERY_MODULE
 from .code_place import GONE
-from .containers import is_plain, same
+from .containers import copied, has_plain_leaves, is_plain, same
 from .user_code import is_foreign
 
 _DEPTH = 3  # of objects inside objects
@@ -40,7 +40,10 @@ def noting_set_attributes(model: nn.Module) -> Iterator[dict[str, Change]]:
 
     Tensors and sizes that a capture sets there hold no data: these attributes get their values back.
     """
-    before = [(path, held, dict(held)) for path, held in _objects(model)]
+    before = [
+        (path, held, {name: copied(v) if has_plain_leaves(v) else v for name, v in held.items()})
+        for path, held in _objects(model)
+    ]
     found: dict[str, Change] = {}
     try:
         yield found

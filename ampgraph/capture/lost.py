@@ -89,7 +89,13 @@ def noting_lost_backwards(
             note(type(hooks).__name__)
         return original(hooks)
 
+    def required(original: Callable, tensor: torch.Tensor, required: bool = True) -> Any:
+        if required and not tensor.requires_grad and is_users(_asking_file()):
+            note("requires_grad_()")
+        return original(tensor, required)
+
     with contextlib.ExitStack() as stack:
+        stack.enter_context(_patched(torch.Tensor, "requires_grad_", required))
         stack.enter_context(_patched(AppliedFunction, "apply", applied, classmethod))
         stack.enter_context(_patched(BackwardCFunction, "__init__", made))
         for name in _TENSOR_HOOKS:
@@ -127,9 +133,7 @@ class LostBackwards:
         """Returns a ``grad_fn`` that the model's code reads in a form that records hooks on it."""
         if node is None:
             return None
-        # torch may have other modes on top.
-        reader = next(f for f in frames() if f.f_code.co_name not in _BETWEEN)
-        return _WatchedNode(node, self._note) if is_users(reader.f_code.co_filename) else node
+        return _WatchedNode(node, self._note) if is_users(_asking_file()) else node
 
 
 class _WatchedNode:
@@ -155,6 +159,12 @@ def _patched(
         return function(original, *args, **kwargs)
 
     return replaced(owner, name, kind(instead))
+
+
+def _asking_file() -> str:
+    """Returns the file of the code that calls through this one and torch's modes."""
+    files = ((f.f_code.co_filename, f.f_code.co_name) for f in frames())
+    return next(file for file, name in files if file != __file__ and name not in _BETWEEN)
 
 
 def _place(names: dict[int, str], model: nn.Module) -> str:

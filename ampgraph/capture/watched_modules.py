@@ -45,16 +45,18 @@ def recorded(reads: Reads, is_capturing: Callable[[], bool]) -> Iterator[None]:
 
 
 def _put_back(reads: Reads, before: dict[int, dict[str, Any]]) -> None:
-    """Restores the model's lists and dicts, which torch.export replaces by copies."""
+    """Restores the model's lists and dicts, which torch.export replaces by copies, and notes what changed."""
     for key, attributes in before.items():
         held = vars(reads.modules[key])
         for name, value in attributes.items():
-            if not is_container(value) or held.get(name) is value:
-                continue
-            if same(held.get(name), value):
-                held[name] = value
-            elif (key, name) in reads.attributes:
-                reads.note_carried((key, name), value)
+            now, is_read = held.get(name), (key, name) in reads.attributes
+            if is_container(value) and now is not value:
+                if same(now, value):
+                    held[name] = value
+                elif is_read:
+                    reads.note_carried((key, name), value)
+            elif is_read and not same(now, reads.attributes[key, name]):  # through vars(), in a set
+                reads.note_carried((key, name), now)
 
 
 class _WatchedGet:
