@@ -778,3 +778,31 @@ def test_an_undone_plan_is_made_again_with_its_tables():
     plan = replanned(amp.graph_module, amp.plan, amp.policy)[1]
     assert {n: d.by for n, d in plan.decisions.items()} == {n: d.by for n, d in amp.plan.decisions.items()}
     assert "hazard" in {d.by for d in plan.decisions.values()}
+
+
+RETURNED = {
+    "mean": lambda x: torch.cat([x, x.mean(1, keepdim=True)], 1),
+    "product": lambda x: torch.cat([x, x * 1.1], 1),
+    "moves": lambda x: torch.stack([x, x.flip(1)]),
+    "maximum": lambda x: torch.maximum(x - 1.3, x.flip(1)),
+    "where": lambda x: torch.where(x > 50, x * 1.1, x),
+}
+
+
+@pytest.mark.parametrize("just_in_time", [False, True])
+@pytest.mark.parametrize("name", RETURNED)
+def test_a_result_that_no_low_op_feeds_is_exact(name, just_in_time):
+    """It may not read the low copy that a layer needs of the same input."""
+
+    class Both(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(4, 4)
+
+        def forward(self, x):
+            return self.fc(x), RETURNED[name](x)
+
+    x = torch.randn(8, 24, 4) * 3 + 50
+    policy = Policy("O2", dtype=torch.bfloat16)
+    amp = ampgraph.convert(Both(), None if just_in_time else (x,), policy=policy, backend="eager")
+    torch.testing.assert_close(amp(x)[1], RETURNED[name](x), rtol=0, atol=0)

@@ -11,6 +11,7 @@ must stay in the source's dtype:
 - *arithmetic on inputs*: exact values that are computed from floating inputs, up to the last op that may
   magnify a rounding: sums, differences, norms, logarithms. Rounded times of day differ by nothing, and
   ``log(1 - p)`` is infinite for a rounded ``p``.
+- *results* that no low op feeds, and what they are made of: a window of an input that the model returns.
 - *differences* of values that the autocast rule keeps, and what they are made of, down to the low ops: equal
   parts cancel, and what rounding changed is left. Hidden states do not count: their own mean subtracted, as
   norms do, and branches that norms scaled. At O3 only differences of exact values count.
@@ -109,7 +110,10 @@ def _starts(tracer: Tracer) -> Iterator[tuple[Node, Hazard]]:
     """Yields arithmetic on positions and inputs, and what decisions, angles and solvers are made of."""
     facts, traces = tracer.facts, tracer.traces
     for node, fact in facts.items():
-        if node.op in (*SOURCES, "output"):
+        if node.op == "output":
+            yield from _returned(node, tracer)
+            continue
+        if node.op in SOURCES:
             continue
         if fact.dtype is None:
             yield from _decided_by(node, facts, traces)
@@ -128,6 +132,14 @@ def _starts(tracer: Tracer) -> Iterator[tuple[Node, Hazard]]:
             yield node, Hazard("arithmetic that may magnify a rounding, and no low op feeds it")
         elif _computes_positions(node, fact, trace):
             yield node, Hazard("computed from positions and tables alone: exact until a low op reads it")
+
+
+def _returned(output: Node, tracer: Tracer) -> Iterator[tuple[Node, Hazard]]:
+    """Yields results that no low op feeds: a low op may read their operands, and the cast is not theirs."""
+    for node in _floats_read(output, tracer.facts):
+        trace = tracer.traces[node]
+        if trace.given and not (trace.moved or trace.few or tracer.lowers_black):
+            yield node, Hazard("a result, and no low op feeds it")
 
 
 def _magnifies(node: Node, fact: NodeFacts, tracer: Tracer) -> bool:
