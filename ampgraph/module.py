@@ -214,7 +214,8 @@ class AmpModule(Converted):
             if any(isinstance(size, torch.SymInt) for size in sizes):
                 raise CaptureError(
                     f"torch.export cannot keep the sizes of {type(self.source).__name__} dynamic, which is "
-                    "converted; ampgraph.export(model, args, dynamic_shapes=...) can."
+                    "converted; ampgraph.export(model, args, dynamic_shapes=...) can, of the model or of an "
+                    "unconverted larger one."
                 )
             if (captured := self._graphs.known(args, kwargs)) is None:
                 raise self._inner_capture_error()

@@ -3,7 +3,6 @@
 import array
 import collections
 import itertools
-import threading
 
 import pytest
 import torch
@@ -37,7 +36,6 @@ OPAQUE = {
     "cycle in a list": ([itertools.cycle([1, 2, 3])], lambda m: next(m.held[0])),
     "generator": (generated(), lambda m: next(m.held)),
     "global": (None, lambda m: next(COUNT)),
-    "event": (threading.Event(), lambda m: 3 if m.held.is_set() else 1),
     "array": (array.array("d", [2.0]), lambda m: m.held[0]),
     "optimizer": (SGD, lambda m: m.held.param_groups[0]["lr"]),
 }
@@ -102,3 +100,16 @@ def test_an_input_that_forward_lets_require_gradients():
         amp = ampgraph.convert(model, (X.clone(),), dtype=torch.bfloat16)
     amp(x).backward()
     assert x.grad is not None
+
+
+def test_an_iterator_of_an_object_that_forward_uses():
+    class Schedule:
+        def __init__(self):
+            self.numbers = itertools.count(1)
+
+        def step(self):
+            return next(self.numbers)
+
+    model = Uses(Schedule(), lambda m: m.held.step())
+    with pytest.raises(ampgraph.CaptureError, match=r"forward uses held\.numbers"):
+        ampgraph.convert(model, (X,), dtype=torch.bfloat16, capture="ahead of time")

@@ -25,6 +25,20 @@ def _(value: torch.Tensor):
     return 3
 
 
+def _of_metaclass():
+    class Meta(type):
+        scale = 3
+
+    class Made(metaclass=Meta):
+        pass
+
+    return type(Made).scale if type(Made) is Meta else 1
+
+
+def _scaled_by_type(y):
+    return y * 3 if type(y) is torch.Tensor else y * 1
+
+
 SCALES = {
     "type": lambda model, x, y: 3 if type(y) is torch.Tensor else 1,
     "type of an input": lambda model, x, y: 3 if type(x) == torch.Tensor else 1,  # noqa: E721
@@ -38,6 +52,12 @@ SCALES = {
     "other types": lambda model, x, y: 3 if type(model).__name__ == "Scaled" else 1,
     "a class": lambda model, x, y: 3 if isinstance(nn.Linear, type) and issubclass(type, object) else 1,
     "a new class": lambda model, x, y: type("New", (), {"scale": 3}).scale,
+    "a new metaclass": lambda model, x, y: _of_metaclass(),
+    "an alias": lambda model, x, y: 3 if type[int].__origin__ is type and type(type) is type else 1,
+    "a nested function": lambda model, x, y: (lambda value: 3 if type(value) is torch.Tensor else 1)(y),
+    "a branch": lambda model, x, y: (
+        torch.cond(x.sum() > -1e9, _scaled_by_type, torch.zeros_like, (y,)).new_ones(()) * 3
+    ),
 }
 
 
@@ -57,7 +77,8 @@ def test_a_tensor_has_its_own_class_in_a_capture(name):
     assert model.scale(model, X, X) == 3
     amp = ampgraph.convert(model, (X,), dtype=torch.bfloat16, capture="ahead of time")
     torch.testing.assert_close(amp(X), model(X), rtol=0.05, atol=0.05)
-    assert "type" not in globals()
+    assert not [name for name in globals() if name.startswith("__ampgraph")]
+    assert "type" in _is_tensor.__code__.co_names
 
 
 def _count(model, x, y):
@@ -72,6 +93,19 @@ def _truth(model, x, y):
         return 3 if y.abs().sum() > 0 else 2
     except Exception:
         return 1
+
+
+def _of_sizes(model, x, y):
+    try:
+        return len(y.sum())
+    except TypeError:
+        return 3
+
+
+def test_an_error_that_a_call_raises_too_is_a_branch():
+    model = Scaled(_of_sizes)
+    amp = ampgraph.convert(model, (X,), dtype=torch.bfloat16, capture="ahead of time")
+    torch.testing.assert_close(amp(X), model(X), rtol=0.05, atol=0.05)
 
 
 def _numpy(model, x, y):

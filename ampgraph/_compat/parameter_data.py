@@ -3,7 +3,7 @@
 A write through ``.data`` (``p.data.add_(p.grad, alpha=-lr)``, ``target.data.copy_(...)``) raises none, nor
 does a collective (``dist.broadcast(p, 0)``), and no dispatch of torch tells of them. So the first parameter
 that is watched replaces ``torch.nn.Parameter.data`` by a property that counts and then asks torch, and the
-collectives of ``ProcessGroup`` by functions that do the same (tried on torch 2.11 to 2.15). They stay.
+collectives of ``ProcessGroup`` by functions that do the same (tried on torch 2.13). They stay.
 """
 
 from __future__ import annotations
@@ -15,10 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
-
-from .graphs import storage_key
 
 _DATA: Any = torch._C.TensorBase.data
 # Methods of ``ProcessGroup`` that write tensors; later versions of torch have more of them.
@@ -119,18 +116,22 @@ def _counting(collective: Callable) -> Callable:
     @functools.wraps(collective)
     def call(*args: Any, **kwargs: Any) -> Any:
         result = collective(*args, **kwargs)
-        _note_memory({storage_key(x) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)})
+        _note_memory([x for x in tree_leaves((args, kwargs)) if type(x) in (Tensor, torch.nn.Parameter)])
         return result
 
     return call
 
 
-def _note_memory(keys: set[int | None]) -> None:
-    """Counts for each watched parameter that lies in memory with one of the keys."""
-    for reference in [*_watched.values()]:
-        parameter = reference()
-        if parameter is not None and not is_lazy(parameter) and storage_key(parameter) in keys - {None}:
-            _note(parameter)
+def _note_memory(tensors: list[Tensor]) -> None:
+    """Counts for each watched parameter that lies in the memory of one of the tensors."""
+    found = [parameter for reference in [*_watched.values()] if (parameter := reference()) is not None]
+    parameters = [parameter for parameter in found if type(parameter) is torch.nn.Parameter]
+    addresses = [*map(Tensor.data_ptr, parameters)]
+    for storage in [tensor.untyped_storage() for tensor in tensors if tensor.layout == torch.strided]:
+        begin, end = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
+        for parameter, address in zip(parameters, addresses, strict=True):
+            if begin <= address < end:
+                _note(parameter)
 
 
 @functools.cache

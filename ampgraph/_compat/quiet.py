@@ -20,6 +20,7 @@ from torch._subclasses import fake_tensor
 
 from .replaced_attribute import replaced
 
+_OF_DEFECTS = (AssertionError, AttributeError, LookupError, NotImplementedError, TypeError)
 _DYNAMO = os.path.dirname(torch._dynamo.__file__) + os.sep
 
 
@@ -28,7 +29,7 @@ def is_dynamo_error(error: BaseException) -> bool:
     if isinstance(error, torch._dynamo.exc.TorchDynamoException):
         return True
     last = [frame.filename for frame in traceback.extract_tb(error.__traceback__)][-1:]
-    return any(name.startswith(_DYNAMO) for name in last)
+    return isinstance(error, _OF_DEFECTS) and any(name.startswith(_DYNAMO) for name in last)
 
 
 def is_backend_error(error: BaseException) -> bool:

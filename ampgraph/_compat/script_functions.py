@@ -26,8 +26,8 @@ def scripts_not_optimized(is_tracing: Callable[[], bool]) -> Iterator[None]:
 
     def op_by_op(function: Any, *args: Any, **kwargs: Any) -> Any:
         if is_tracing():
-            function._debug_flush_compilation_cache()  # of earlier calls; it would run as it is
+            function._debug_flush_compilation_cache()  # the first call after it runs op by op
         return call(function, *args, **kwargs)
 
-    with torch.jit.optimized_execution(False), replaced(script, "__call__", op_by_op):
+    with replaced(script, "__call__", op_by_op):
         yield

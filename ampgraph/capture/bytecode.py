@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dis
 import functools
+import sys
 from collections.abc import Iterator
 from types import CodeType
 
@@ -53,3 +54,24 @@ def imported(code: CodeType) -> tuple[str, ...]:
     """Returns the Python modules that code imports when it runs."""
     steps = (step for own in codes_in(code) for step in dis.get_instructions(own))
     return tuple(str(step.argval) for step in steps if step.opname == "IMPORT_NAME")
+
+
+@functools.lru_cache(maxsize=4096)
+def only_calls(code: CodeType, name: str) -> bool:
+    """Whether code, without functions inside it, calls a global and does nothing else with it."""
+    steps = [step for step in dis.get_instructions(code) if step.opname not in _BETWEEN]
+    uses = [i for i, step in enumerate(steps) if step.argval == name and step.opname != "LOAD_CONST"]
+    return bool(uses) and all(_is_call(steps, i) for i in uses)
+
+
+def _is_call(steps: list[dis.Instruction], index: int) -> bool:
+    """Whether a global is loaded to be called; from Python 3.11 on, the instruction says so."""
+    step = steps[index]
+    if step.opname != "LOAD_GLOBAL":
+        return False
+    if sys.version_info >= (3, 11):
+        return bool((step.arg or 0) & 1)
+    return steps[index + 1].opname.startswith("LOAD_") and steps[index + 1].opname not in (
+        "LOAD_ATTR",
+        "LOAD_CONST",
+    )

@@ -67,14 +67,14 @@ class Code:
         names: All names in the code.
         strings: The strings in the code that may be names: ``getattr(config, "scale")``.
         places: The reads that were found, in order.
-        namespaces: The globals of the functions, by ``id``; those of torch are left out.
+        asking_types: The functions that read Python's own ``type``; those of torch are left out.
     """
 
     def __init__(self, *roots: Any) -> None:
         self.names: set[str] = set()
         self.strings: set[str] = set()
         self.places: dict[tuple[int, str], Place] = {}
-        self.namespaces: dict[int, dict[str, Any]] = {}
+        self.asking_types: list[FunctionType] = []
         self._functions: list[FunctionType] = []
         self._seen: set[int] = set()
         self._holders: dict[int, tuple[Any, str]] = {}
@@ -131,9 +131,10 @@ class Code:
         constants = [constant for code in codes for constant in code.co_consts]
         self.strings |= {c for c in constants if isinstance(c, str) and c.isidentifier()}
         module, known = function.__module__ or "", function.__globals__
-        if not module.startswith("torch."):
-            self.namespaces[id(known)] = known
-        for name in global_names(function.__code__):
+        globals_read = global_names(function.__code__)
+        if "type" in globals_read and "type" not in known and not module.startswith("torch."):
+            self.asking_types.append(function)
+        for name in globals_read:
             if name in known or name not in _BUILTINS:  # a name that is not there may come
                 self._add(known, name, f"{module}.{name}")
         for path, name in asked_for(function.__code__):

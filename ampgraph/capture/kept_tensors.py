@@ -113,6 +113,10 @@ class KeptTensors:
             else:
                 self._constant.pop(id(tensor), None)
 
+    def has_made(self, tensor: Tensor) -> bool:
+        """Whether a function of torch returned the tensor to forward, which may be an input otherwise."""
+        return any(reference() is tensor for reference in self._made)
+
     def remove(self, ignored: Iterable[object] = ()) -> None:
         """Restores what forward replaced by tensors of the capture, and takes others out of containers.
 

@@ -89,13 +89,7 @@ def noting_lost_backwards(
             note(type(hooks).__name__)
         return original(hooks)
 
-    def required(original: Callable, tensor: torch.Tensor, required: bool = True) -> Any:
-        if required and not tensor.requires_grad and is_users(_asking_file()):
-            note("requires_grad_()")
-        return original(tensor, required)
-
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_patched(torch.Tensor, "requires_grad_", required))
         stack.enter_context(_patched(AppliedFunction, "apply", applied, classmethod))
         stack.enter_context(_patched(BackwardCFunction, "__init__", made))
         for name in _TENSOR_HOOKS:
@@ -128,6 +122,11 @@ class LostBackwards:
             is_of_graph = isinstance(tensor, FakeTensor) or id(tensor) in self._own
             if not is_of_graph and tensor.requires_grad:
                 self._note(f"the gradient of a tensor of the size {tuple(tensor.shape)} outside of the model")
+
+    def note_required(self, tensor: torch.Tensor, required: bool = True) -> None:
+        """Records that the model's code lets an input require gradients: the caller's tensor would not."""
+        if required and not tensor.requires_grad and is_users(_asking_file()):
+            self._note("requires_grad_() of an input")
 
     def watched(self, node: Any) -> Any:
         """Returns a ``grad_fn`` that the model's code reads in a form that records hooks on it."""

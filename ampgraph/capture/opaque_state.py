@@ -1,4 +1,4 @@
-"""Finds objects that forward's code names and whose state Python does not show: iterators, events, schedules.
+"""Finds objects that forward's code names and whose state Python does not show: iterators, arrays, schedules.
 
 A graph would keep what forward got from them at capture, and no call could compare their state.
 """
@@ -10,48 +10,50 @@ import configparser
 import ctypes
 import io
 import multiprocessing.sharedctypes
-import queue
 import random
-import threading
 from collections.abc import Iterator
-from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from ..proxy.module_parts import OF_EVERY_MODULE
 from .code import Code
-from .containers import is_container, is_small, items_of
+from .random_numbers import values_named, with_parts
 
 _OPAQUE = (
-    *(Iterator, array.array, bytearray, memoryview, configparser.RawConfigParser, ctypes._SimpleCData),
-    *(ctypes.Array, ctypes.Structure, multiprocessing.sharedctypes.SynchronizedBase, queue.Queue),
-    *(queue.SimpleQueue, random.SystemRandom, threading.Event, Optimizer, LRScheduler),
+    Iterator,
+    array.array,
+    bytearray,
+    memoryview,
+    configparser.RawConfigParser,
+    ctypes._SimpleCData,
+    ctypes.Array,
+    ctypes.Structure,
+    multiprocessing.sharedctypes.SynchronizedBase,
+    random.SystemRandom,
+    Optimizer,
+    LRScheduler,
 )
 
 
 def opaque_objects(model: nn.Module, code: Code) -> list[str]:
-    """Returns the paths of such objects in modules, globals and closures, also in lists and dicts.
+    """Returns the paths of such objects in modules, globals and closures, also inside objects and lists.
 
     Args:
         model: The model.
         code: The code of its forward.
     """
-    held = [
-        (value, f"{path}.{name}".lstrip("."))
-        for path, module in model.named_modules()
-        for name, value in vars(module).items()
-        if name in code.names and name not in OF_EVERY_MODULE
+    seen: set[int] = set()
+    named = {place.path for place in code.places.values()}
+    held = [part for value, path in values_named(model, code) for part in with_parts(value, path, seen)]
+    return [
+        path for value, path in held if _is_opaque(value) and (path in named or _name(path) in code.names)
     ]
-    named = [(place.value(), place.path) for place in code.places.values()]
-    return [path for value, path in (*held, *named) if any(map(_is_opaque, _with_items(value)))]
 
 
-def _with_items(value: Any) -> list[Any]:
-    if is_container(value):
-        return [item for _, item in items_of(value)] if is_small(value) else []
-    return [value]
+def _name(path: str) -> str:
+    """Returns the last attribute of a path, without keys: ``it`` of ``block.helper.it[0]``."""
+    return path.partition("[")[0].rpartition(".")[2]
 
 
 def _is_opaque(value: object) -> bool:

@@ -47,7 +47,7 @@ def noting_random_numbers(
             found.append(what)
 
     seen = {id(generator) for generator in _global_generators()}
-    held = [part for value, name in places for part in _with_parts(value, name, _DEEP, seen)]
+    held = [part for value, name in places for part in with_parts(value, name, seen)]
     generators = [*_generators(), *(_Generator.of(value, name) for value, name in held)]
     before = [(each, each.get()) for each in generators if each is not None]
     seeded = torch.random.default_generator
@@ -114,8 +114,15 @@ def _global_generators() -> Iterator[object]:
         yield numpy.random.rand.__self__
 
 
-def _with_parts(value: Any, name: str, depth: int, seen: set[int]) -> Iterator[tuple[Any, str]]:
-    """Yields a value and what its containers and attributes hold."""
+def with_parts(value: Any, name: str, seen: set[int], depth: int = _DEEP) -> Iterator[tuple[Any, str]]:
+    """Yields a value and what its containers and attributes hold, with their names.
+
+    Args:
+        value: Any value.
+        name: Its name.
+        seen: The ids of objects to leave out; gets those that are yielded.
+        depth: How deep to look.
+    """
     if id(value) in seen or has_plain_leaves(value) or isinstance(value, (nn.Module, ModuleType, type)):
         return
     seen.add(id(value))
@@ -132,7 +139,7 @@ def _with_parts(value: Any, name: str, depth: int, seen: set[int]) -> Iterator[t
         parts = {f"{name}.{key}": part for key, part in [*getattr(value, "__dict__", {}).items()][:_MANY]}
     if depth:
         for key, part in parts.items():
-            yield from _with_parts(part, key, depth - 1, seen)
+            yield from with_parts(part, key, seen, depth - 1)
 
 
 def _listed(state: Any) -> tuple:

@@ -6,52 +6,29 @@ would take the other branch, and so would ``x.__class__``, which ``functools.sin
 
 from __future__ import annotations
 
-import builtins
 import contextlib
 import sys
 from collections.abc import Callable, Iterator
+from types import CodeType
 from typing import Any
 
 import torch
 from torch import nn
 
 from .._compat import TRACED_TENSORS, replaced
+from .bytecode import only_calls
 from .code import Code
 from .user_code import is_asked_by_model
 
 _NUMBERS: dict[type, type] = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
 # Code with these names may read the ``__class__`` of a tensor, which ``isinstance`` does not need.
 _READING_CLASS = {"__class__", "singledispatch", "singledispatchmethod"}
-
-
-class _Asking(builtins.type):
-    """Makes a call of the class a question for the type, and ``isinstance`` one for any class."""
-
-    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        return _class_of(args[0]) if len(args) == 1 else builtins.type(*args, **kwargs)
-
-    def __instancecheck__(cls, instance: Any) -> bool:
-        return isinstance(instance, builtins.type)
-
-    def __subclasscheck__(cls, subclass: Any) -> bool:
-        return issubclass(subclass, builtins.type)
-
-
-class _Type(builtins.type, metaclass=_Asking):
-    """Stands for ``type``."""
-
-
-def _class_of(value: object) -> builtins.type:
-    """Returns the class that a value has outside of a capture."""
-    cls = builtins.type(value)
-    if cls in TRACED_TENSORS:
-        return nn.Parameter if isinstance(value, nn.Parameter) else torch.Tensor
-    return _NUMBERS.get(cls, cls)
+_NAME = "__ampgraph_type__"
 
 
 @contextlib.contextmanager
 def real_types(code: Code, is_capturing: Callable[[], bool]) -> Iterator[None]:
-    """Gives code another ``type``, and objects of captures another ``__class__``.
+    """Lets functions call another ``type``, and gives objects of captures another ``__class__``.
 
     Args:
         code: The code.
@@ -66,10 +43,33 @@ def real_types(code: Code, is_capturing: Callable[[], bool]) -> Iterator[None]:
     # Not always tensors, because each of their attributes takes longer.
     tensors = TRACED_TENSORS if code.names & _READING_CLASS else ()
     with contextlib.ExitStack() as stack:
-        for names in code.namespaces.values():
-            if "type" not in names:
-                names["type"] = _Type
-                stack.callback(names.pop, "type", None)
+        for function in code.asking_types:
+            function.__globals__[_NAME] = _type
+            stack.callback(function.__globals__.pop, _NAME, None)
+            stack.callback(setattr, function, "__code__", function.__code__)
+            function.__code__ = _with_other_type(function.__code__)
         for cls in (*_NUMBERS, *tensors):
             stack.enter_context(replaced(cls, "__getattribute__", attribute))
         yield
+
+
+def _with_other_type(code: CodeType) -> CodeType:
+    """Returns code that calls `_type` in place of ``type``, if it does nothing else with ``type``."""
+    inner = [_with_other_type(c) if isinstance(c, CodeType) else c for c in code.co_consts]
+    names = code.co_names
+    if only_calls(code, "type"):
+        names = tuple(_NAME if name == "type" else name for name in names)
+    return code.replace(co_consts=tuple(inner), co_names=names)
+
+
+def _type(*args: Any, **kwargs: Any) -> type:
+    found = type(*args, **kwargs)
+    return _class_of(args[0]) if len(args) == 1 else found
+
+
+def _class_of(value: object) -> type:
+    """Returns the class that a value has outside of a capture."""
+    cls = type(value)
+    if cls in TRACED_TENSORS:
+        return nn.Parameter if isinstance(value, nn.Parameter) else torch.Tensor
+    return _NUMBERS.get(cls, cls)

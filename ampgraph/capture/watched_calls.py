@@ -23,7 +23,7 @@ from .user_code import frames, is_asked_by_model
 _DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 _GRAD_FN = inspect.getattr_static(torch.Tensor, "grad_fn").__get__
 # Most calls read shapes, dtypes and devices: one look-up sorts these out.
-_WATCHED = STATE_READERS | VALUE_READERS | {_DATA, SET_DATA, _GRAD_FN}
+_WATCHED = STATE_READERS | VALUE_READERS | {torch.Tensor.requires_grad_, _DATA, SET_DATA, _GRAD_FN}
 
 
 class WatchedCalls(TorchFunctionMode):
@@ -33,8 +33,8 @@ class WatchedCalls(TorchFunctionMode):
     One mode for all of it: a capture of three layers makes 700 calls, and each pays for each mode.
 
     Attributes:
-        failed: The calls by the model's code that raised an error, in words. If the code catches one, the
-            graph has the branch of the error, which may be the capture's alone: ``try: n = int(x.sum())``.
+        failed: The reads of values by the model's code that raised an error, in words. If the code catches
+            it, the graph has the branch of the error, which a call may not take: ``try: n = int(x.sum())``.
     """
 
     def __init__(
@@ -64,13 +64,15 @@ class WatchedCalls(TorchFunctionMode):
                 return args[0].detach()
             if func in VALUE_READERS:
                 self._reads.note_values(tree_leaves((args, kwargs)))
+            elif func == torch.Tensor.requires_grad_ and not self._kept.has_made(args[0]):
+                self._lost.note_required(*args, **kwargs)
             self._reads.note_call(func)
             self._replaced.note_call(func, args)
         self._real_writes.note(func, args, kwargs)
         try:
             result = func(*args, **kwargs)
         except Exception:
-            if is_asked_by_model(sys._getframe(1), func):
+            if func in VALUE_READERS and is_asked_by_model(sys._getframe(1), func):
                 self.failed.append(f"{resolve_name(func)}{_line()}")
             raise
         if isinstance(result, (FakeTensor, tuple, list)) and type(result) is not torch.Size:

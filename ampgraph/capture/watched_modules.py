@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from .._compat import replaced
-from .containers import is_container, same
+from .containers import has_plain_leaves, is_container, same
 from .reads import OF_NN_MODULE, Reads
 
 
@@ -55,8 +55,8 @@ def _put_back(reads: Reads, before: dict[int, dict[str, Any]]) -> None:
                     held[name] = value
                 elif is_read:
                     reads.note_carried((key, name), value)
-            elif is_read and not same(now, reads.attributes[key, name]):  # through vars(), in a set
-                reads.note_carried((key, name), now)
+            elif is_read and has_plain_leaves(now) and not same(now, reads.attributes[key, name]):
+                reads.note_carried((key, name), now)  # through vars(), in a set
 
 
 class _WatchedGet:

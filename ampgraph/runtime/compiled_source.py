@@ -100,14 +100,17 @@ class CompiledSource:
         return result
 
     def _without_graphs(self, error: Exception, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Runs the source, now and later, because the front end of ``torch.compile`` fails on it."""
-        self.run, self._told_uncaptured = self._source, True
+        """Runs the source, on which ``torch.compile`` fails; from the second time on, all calls do."""
+        if self._told_uncaptured:  # the first time, a trace around the call may be the cause
+            self.run = self._source
+            return self.run(*args, **kwargs)
+        self._told_uncaptured = True
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         warn_user(
             f"{self._name} runs unconverted, in the source's dtypes: torch.compile fails on it with "
             f"{type(error).__name__}: {'; '.join(lines[:3])}"
         )
-        return self.run(*args, **kwargs)
+        return self._source(*args, **kwargs)
 
     def _compile_again(self) -> None:
         """Compiles for other methods of the model's classes; a capture replaces some while it lasts."""

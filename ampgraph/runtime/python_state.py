@@ -61,7 +61,7 @@ class PythonState:
         asked = (getattr(torch, name) for name in _SETTINGS if name in reads.code.names)
         self._questions = [torch.get_default_dtype, *asked]
         self._answers = [ask() for ask in self._questions]
-        self._values = [(weakref.ref(t), _content(t)) for t in reads.values.values()]
+        self._values = [_Value(tensor) for tensor in reads.values.values()]
         self._autograd = _autograd(source, args, kwargs) if reads.asks_for_gradients else None
         self._layouts = (
             Layouts(source, args, kwargs, reads.asks_for_offset) if reads.asks_for_layout else None
@@ -105,15 +105,32 @@ class PythonState:
 
     def _has_same_values(self) -> bool:
         """Whether no tensor was written whose values forward read; an attribute shows another tensor."""
-        return all((t := tensor()) is None or _content(t) == seen for tensor, seen in self._values)
+        return all(value.is_same() for value in self._values)
 
     def changed(self) -> list[str]:
         """Returns what is another now, as a user writes it: attributes from the model on."""
         return [*self._attributes.changed(), *self._code.changed()]
 
 
-def _content(tensor: torch.Tensor) -> tuple[int, int]:
-    return tensor._version, tensor.data_ptr()
+class _Value:
+    """The values of a tensor at capture."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor, self._before = weakref.ref(tensor), tensor.detach().clone()
+        self._seen = self._state(tensor)
+
+    def is_same(self) -> bool:
+        """Whether the tensor has the same values, or is gone. Compares them only after a write."""
+        tensor = self._tensor()
+        if tensor is None or (now := self._state(tensor)) == self._seen:
+            return True
+        is_same = tensor.dtype == self._before.dtype and tensor.equal(self._before)
+        self._seen = now if is_same else self._seen
+        return is_same
+
+    @staticmethod
+    def _state(tensor: torch.Tensor) -> tuple[int, int]:
+        return tensor._version, tensor.data_ptr()
 
 
 def _attributes(reads: Reads) -> list[Place]:
