@@ -21,7 +21,7 @@ from torch._subclasses import fake_tensor
 from .replaced_attribute import replaced
 
 _OF_DEFECTS = (AssertionError, AttributeError, LookupError, NotImplementedError, TypeError)
-_DYNAMO = os.path.dirname(torch._dynamo.__file__) + os.sep
+_DYNAMO = os.path.join(os.path.dirname(torch.__file__), "_dynamo", "")  # importing it takes seconds
 
 
 def is_dynamo_error(error: BaseException) -> bool:
