@@ -7,6 +7,8 @@ import torch
 from torch import nn
 
 import ampgraph
+from ampgraph.capture.code import Code
+from ampgraph.capture.real_types import real_types
 
 X = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
 
@@ -144,3 +146,14 @@ def test_a_size_is_an_int_in_a_capture_of_dynamic_sizes(name):
         x = torch.randn(rows, 4)
         torch.testing.assert_close(amp(x), 3 * model.fc(x), rtol=0.05, atol=0.05)
     assert len(amp.graph_modules) <= 2
+
+
+def test_a_capture_inside_a_capture():
+    code, before = Code(_is_tensor), _is_tensor.__code__
+    with real_types(code, lambda: True):
+        with real_types(code, lambda: True):
+            assert _is_tensor(X)
+        assert _is_tensor(X)
+        assert _is_tensor.__code__ is not before
+    assert _is_tensor(X)
+    assert _is_tensor.__code__ is before

@@ -44,8 +44,9 @@ def real_types(code: Code, is_capturing: Callable[[], bool]) -> Iterator[None]:
     tensors = TRACED_TENSORS if code.names & _READING_CLASS else ()
     with contextlib.ExitStack() as stack:
         for function in code.asking_types:
-            function.__globals__[_NAME] = _type
-            stack.callback(function.__globals__.pop, _NAME, None)
+            if _NAME not in function.__globals__:  # a capture inside a capture finds it there
+                function.__globals__[_NAME] = _type
+                stack.callback(function.__globals__.pop, _NAME, None)
             stack.callback(setattr, function, "__code__", function.__code__)
             function.__code__ = _with_other_type(function.__code__)
         for cls in (*_NUMBERS, *tensors):
