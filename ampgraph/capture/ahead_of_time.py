@@ -14,7 +14,6 @@ import torch
 from torch import fx, nn
 from torch.export import ExportedProgram, ShapesCollection
 from torch.fx import traceback as fx_traceback
-from torch.nn.parameter import is_lazy
 
 from .._compat import (
     cheap_source_lines,
@@ -46,6 +45,16 @@ from .random_numbers import noting_random_numbers, values_named
 from .reads import Reads
 from .real_types import real_types
 from .real_writes import RealWrites
+from .refusals import (
+    OR_JUST_IN_TIME,
+    check_caught,
+    check_inference_tensors,
+    check_kept,
+    check_opaque,
+    check_random_numbers,
+    check_replaced,
+    check_written,
+)
 from .replaced import Replaced
 from .side_effects import noting_written_containers, without_new_state
 from .user_code import user_line
@@ -54,7 +63,6 @@ from .watched_modules import recorded
 
 _here = threading.local()
 
-_JUST_IN_TIME = 'or capture it just in time: ampgraph.convert(model, capture="just in time")'
 _DATA_DEPENDENT = ("data-dependent", "data dependent", "DataDependent", "is_nonzero", "unbacked")
 _VALUE_SIZED = ("DynamicOutputShape", "DataDependentOutput")  # aten.linalg_lstsq, aten._ctc_loss
 # (part of the name or message of the error, function it came through or "", what helps); the first that fits.
@@ -67,12 +75,12 @@ _HINTS = (
         (
             cause,
             "",
-            f"What the op returns depends on tensor values: leave it out of the model, {_JUST_IN_TIME}.",
+            f"What the op returns depends on tensor values: leave it out of the model, {OR_JUST_IN_TIME}.",
         )
         for cause in _VALUE_SIZED
     ),
     *(
-        (cause, "", f"Control flow depends on tensor values: use torch.cond, {_JUST_IN_TIME}.")
+        (cause, "", f"Control flow depends on tensor values: use torch.cond, {OR_JUST_IN_TIME}.")
         for cause in _DATA_DEPENDENT
     ),
     *(
@@ -81,7 +89,7 @@ _HINTS = (
             function,
             "Make a dataclass among inputs or outputs known with torch.export.register_dataclass(TheClass); "
             "of other types (caches, for instance), take and return their tensors, turn them off "
-            f"(use_cache=False), {_JUST_IN_TIME}.",
+            f"(use_cache=False), {OR_JUST_IN_TIME}.",
         )
         for cause, function in (
             ("in output, which is not a known type", ""),
@@ -90,7 +98,7 @@ _HINTS = (
         )
     ),
     *(
-        (cause, "", f"Gradients inside forward: take them outside of the model, {_JUST_IN_TIME}.")
+        (cause, "", f"Gradients inside forward: take them outside of the model, {OR_JUST_IN_TIME}.")
         for cause in (
             "fake tensor in the exported program constant's list",
             "functorch tensor",
@@ -190,7 +198,7 @@ def _traced(
     told: contextlib.AbstractContextManager[None],
 ) -> ExportedProgram:
     replaced, real_writes = Replaced(model), RealWrites()
-    _check_opaque(model, opaque_objects(model, reads.code))
+    check_opaque(model, opaque_objects(model, reads.code))
     kept = KeptTensors([*reads.code.places.values(), *reads.held()])
     try:
         if isinstance(dynamic_shapes, ShapesCollection):  # it identifies tensors by object
@@ -222,20 +230,20 @@ def _traced(
         kept.remove(reads.records())
         if not isinstance(error, Exception):  # Ctrl-C
             raise
-        _check_replaced(model, replaced)
+        check_replaced(model, replaced)
         if is_untraced_generator(error):
-            _check_random_numbers(model, random_numbers.found)
+            check_random_numbers(model, random_numbers.found)
         _check_arguments(model, args, kwargs, error)
-        _check_inference_tensors(model)
+        check_inference_tensors(model)
         raise AheadOfTimeError(_explain(model, error)).because(is_known=bool(_hint(error))) from error
     if refusal := sharded_error(model, [node.meta.get("val") for node in program.graph.nodes]):
         raise refusal
     kept.remove(reads.records())
-    _check_caught(model, calls.failed)
-    _check_replaced(model, replaced)
-    _check_kept(model, kept)
-    _check_written(model, written)
-    _check_random_numbers(model, random_numbers.found)
+    check_caught(model, calls.failed)
+    check_replaced(model, replaced)
+    check_kept(model, kept)
+    check_written(model, written)
+    check_random_numbers(model, random_numbers.found)
     reads.note_program(program)
     reads.note_only_set(set_tensors, set_attributes)
     program.graph_module.meta[LOST_KEY] = tuple(lost.found)
@@ -256,76 +264,6 @@ def _traced_as_it_runs() -> Iterator[None]:
         with_cumulative_average(is_capturing_here),
     ):
         yield
-
-
-def _check_replaced(model: nn.Module, replaced: Replaced) -> None:
-    """Raises an error if forward replaces buffers, parameters or submodules: a graph replaces nothing."""
-    if replaced.paths:
-        raise AheadOfTimeError(
-            f"{type(model).__name__}: forward replaces {', '.join(replaced.paths)}, which a graph cannot\n"
-            f"Write to buffers in place, {_JUST_IN_TIME}."
-        ).because(is_known=True)
-
-
-def _check_opaque(model: nn.Module, found: list[str]) -> None:
-    """Raises an error if forward's code names an object whose state no call could compare."""
-    if found:
-        raise AheadOfTimeError(
-            f"{type(model).__name__}: forward uses {', '.join(found[:3])}, whose state no graph follows\n"
-            f"Use a number, a buffer or a list, {_JUST_IN_TIME}."
-        ).because(is_known=True)
-
-
-def _check_caught(model: nn.Module, failed: list[str]) -> None:
-    """Raises an error if forward caught an error of a call: a call on real values may not raise it."""
-    if failed:
-        raise AheadOfTimeError(
-            f"{type(model).__name__}: forward catches an error of {failed[0]}, which may come from the "
-            f"capture alone\nAsk without try, {_JUST_IN_TIME}."
-        ).because(is_known=True)
-
-
-def _check_kept(model: nn.Module, kept: KeptTensors) -> None:
-    """Raises an error if forward keeps results of a call for a later one outside of the model."""
-    if kept.depends:
-        raise AheadOfTimeError(
-            f"{type(model).__name__}: forward keeps results in {', '.join(kept.depends)}, "
-            "which a graph cannot\n"
-            f"Return such values, {_JUST_IN_TIME}."
-        ).because(is_known=True)
-
-
-def _check_inference_tensors(model: nn.Module) -> None:
-    """Raises an error if a capture failed and parameters are inference tensors, which no trace can take."""
-    if torch.is_inference_mode_enabled():
-        return
-    parameters = ((name, p) for name, p in model.named_parameters() if not is_lazy(p))
-    found = [name for name, p in parameters if p.is_inference() and p.requires_grad]
-    if found:
-        raise AheadOfTimeError(
-            f"{type(model).__name__}: {found[0]} was made in inference mode, and torch.export cannot trace "
-            f"such parameters outside of it\nMake them outside of inference mode, {_JUST_IN_TIME}."
-        ).because(is_known=True)
-
-
-def _check_written(model: nn.Module, written: list[str]) -> None:
-    """Raises an error if forward changes a container argument: the caller of a graph would not see it."""
-    if not written:
-        return
-    names, noun = ", ".join(map(repr, written)), "arguments" if len(written) > 1 else "argument"
-    raise AheadOfTimeError(
-        f"{type(model).__name__}: forward changes what its {noun} {names} holds, which a graph cannot\n"
-        f"Return the new values, write to tensors in place, {_JUST_IN_TIME}."
-    ).because(is_known=True)
-
-
-def _check_random_numbers(model: nn.Module, found: list[str]) -> None:
-    """Raises where forward draws numbers that a graph cannot draw: every call would have the same."""
-    if found:
-        raise AheadOfTimeError(
-            f"{type(model).__name__}: forward {' and '.join(found)}, which a graph cannot\n"
-            f"Draw with torch from its default generator, {_JUST_IN_TIME}."
-        ).because(is_known=True)
 
 
 def _complete_users(graph: fx.Graph) -> None:

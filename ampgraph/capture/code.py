@@ -178,9 +178,9 @@ class Code:
         self._follow_table(value, _module_of(holder))
 
     def _follow_table(self, table: Any, module: object) -> None:
-        """Follows functions and classes of a Python module in one of its own tables or objects.
+        """Follows the functions and classes that a table or an object holds and ``module`` defines.
 
-        Tables of other code, such as all activations of a library, lead to more than a call could compare.
+        Those of other modules, all activations of a library for example, read more than a call could compare.
         """
         items: Iterable[Any] = ()
         if is_container(table):

@@ -157,7 +157,7 @@ class RandomNumbers:
     def note_draw(self, generator: object) -> None:
         """Records a call of torch with a ``torch.Generator``."""
         name = self._names.get(id(generator), "a generator")
-        self._note(f"draws from {name} (torch.Generator{_line(frames())})")
+        self._note(f"draws from {name} (torch.Generator{users_line(frames())})")
 
 
 class _WatchedSeeds:
@@ -174,14 +174,14 @@ class _WatchedSeeds:
         self.before: torch.Tensor | None = None
 
     def __getattr__(self, name: str) -> Any:
-        if name in _SEEDS and (line := _line(frames())):
+        if name in _SEEDS and (line := users_line(frames())):
             if self._is_capturing() and self.before is None:
                 self.before = self._generator.get_state()
             self._note(f"seeds torch's generator ({line.removeprefix(', ')})")
         return getattr(self._generator, name)
 
 
-def _line(around: Iterable[FrameType]) -> str:
+def users_line(around: Iterable[FrameType]) -> str:
     """Returns the innermost line of the user's code; ``""`` if Dynamo itself is at work inside of it."""
     for frame in around:
         file = frame.f_code.co_filename

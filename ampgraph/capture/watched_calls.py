@@ -11,10 +11,9 @@ from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils._pytree import tree_leaves
 
 from .._compat import FakeTensor
-from ..own_files import is_users
 from .kept_tensors import KeptTensors
 from .lost import LostBackwards
-from .random_numbers import RandomNumbers
+from .random_numbers import RandomNumbers, users_line
 from .reads import STATE_READERS, VALUE_READERS, Reads
 from .real_writes import RealWrites
 from .replaced import SET_DATA, Replaced
@@ -73,16 +72,10 @@ class WatchedCalls(TorchFunctionMode):
             result = func(*args, **kwargs)
         except Exception:
             if func in VALUE_READERS and is_asked_by_model(sys._getframe(1), func):
-                self.failed.append(f"{resolve_name(func)}{_line()}")
+                self.failed.append(f"{resolve_name(func)}{users_line(frames())}")
             raise
         if isinstance(result, (FakeTensor, tuple, list)) and type(result) is not torch.Size:
             read = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
             self._kept.note(func, result, read)
             self._lost.note_read(read)
         return self._lost.watched(result) if is_watched and func == _GRAD_FN else result
-
-
-def _line() -> str:
-    """Returns the current line of the user's code, in brackets."""
-    codes = ((f.f_code.co_filename, f.f_lineno) for f in frames())
-    return next((f" ({name}:{line})" for name, line in codes if is_users(name)), "")

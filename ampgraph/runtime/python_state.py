@@ -124,7 +124,8 @@ class _Value:
         tensor = self._tensor()
         if tensor is None or (now := self._state(tensor)) == self._seen:
             return True
-        is_same = tensor.dtype == self._before.dtype and tensor.equal(self._before)
+        is_alike = (tensor.dtype, tensor.device) == (self._before.dtype, self._before.device)
+        is_same = is_alike and tensor.equal(self._before)
         self._seen = now if is_same else self._seen
         return is_same
 
