@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -46,15 +46,10 @@ class ScaleLoss(Pass):
     name: ClassVar[str] = "scale_loss"
 
     def run(self, graph_module: GraphModule) -> bool:
-        graph = graph_module.graph
-        slots = dict(self.slots)
-        output = graph.output_node()
+        graph, slots = graph_module.graph, dict(self.slots)
         outputs = differentiable_outputs(graph)
         reached = reached_by_gradients(graph, outputs)
-        parameters = [n for n in graph.nodes if n.name in slots and n in reached]
-        parameters.sort(key=lambda node: slots[node.name])
-        inputs = [n for n in graph.find_nodes(op="placeholder") if n.name not in slots and n in reached]
-        inputs = [n for n in inputs if is_differentiable(n) and not self._is_added(n)]
+        parameters, inputs = self._parameters(graph, reached), self._inputs(graph, reached)
         if not outputs or not (parameters or inputs):
             return False
         scale, inverse, probe = self._state_nodes(graph)
@@ -70,8 +65,18 @@ class ScaleLoss(Pass):
             arguments = probe, inverse, _text(slots[n.name] for n in group)
             _wrap(graph, unscale_gradients, arguments, group, entrances.of(group))
         for node in outputs:  # one by one: a backward from one output must not run the branches of the others
-            _wrap(graph, scale_gradients, (scale,), [node], output)
+            _wrap(graph, scale_gradients, (scale,), [node], graph.output_node())
         return True
+
+    def _parameters(self, graph: Graph, reached: Container[Node]) -> list[Node]:
+        slots = dict(self.slots)
+        found = [n for n in graph.nodes if n.name in slots and n in reached]
+        return sorted(found, key=lambda node: slots[node.name])
+
+    def _inputs(self, graph: Graph, reached: Container[Node]) -> list[Node]:
+        slots = dict(self.slots)
+        found = [n for n in graph.find_nodes(op="placeholder") if n.name not in slots and n in reached]
+        return [n for n in found if is_differentiable(n) and not self._is_added(n)]
 
     def _is_added(self, placeholder: Node) -> bool:
         """Whether a placeholder is the loss scale or the low copy of a weight, not an input."""

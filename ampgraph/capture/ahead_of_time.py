@@ -233,9 +233,7 @@ def _traced(
         check_replaced(model, replaced)
         if is_untraced_generator(error):
             check_random_numbers(model, random_numbers.found)
-        _check_arguments(model, args, kwargs, error)
-        check_inference_tensors(model)
-        raise AheadOfTimeError(_explain(model, error)).because(is_known=bool(_hint(error))) from error
+        raise _error_of(model, args, kwargs, error) from error
     if refusal := sharded_error(model, [node.meta.get("val") for node in program.graph.nodes]):
         raise refusal
     kept.remove(reads.records())
@@ -247,11 +245,16 @@ def _traced(
     reads.note_program(program)
     reads.note_only_set(set_tensors, set_attributes)
     program.graph_module.meta[LOST_KEY] = tuple(lost.found)
+    _complete(program, model)
+    return program
+
+
+def _complete(program: ExportedProgram, model: nn.Module) -> None:
+    """Adds what ``torch.export`` leaves out of its graphs: users, and the modules of nodes in bodies."""
     for module in program.graph_module.modules():
         if isinstance(module, fx.GraphModule):
             _complete_users(module.graph)
     name_modules_of_bodies(program.graph_module, model)
-    return program
 
 
 @contextlib.contextmanager
@@ -301,21 +304,27 @@ def is_capturing_here() -> bool:
     return getattr(_here, "is_capturing", False)
 
 
-def _check_arguments(model: nn.Module, args: tuple, kwargs: dict[str, Any], error: Exception) -> None:
-    """Raises an error if the capture failed because forward does not take these arguments."""
-    if not isinstance(error, TypeError):
-        return
+def _error_of(model: nn.Module, args: tuple, kwargs: dict[str, Any], error: Exception) -> AheadOfTimeError:
+    """Returns the error that explains why a trace failed."""
+    if isinstance(error, TypeError) and (mismatch := _mismatch(model, args, kwargs)):
+        return AheadOfTimeError(mismatch)
+    check_inference_tensors(model)
+    return AheadOfTimeError(_explain(model, error)).because(is_known=bool(_hint(error)))
+
+
+def _mismatch(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> str:
+    """Returns how these arguments differ from those that forward takes; ``""`` if it takes them."""
     signature = inspect.signature(model.forward)
     try:
         signature.bind(*args, **kwargs)
     except TypeError as mismatch:
-        given = [type(value).__name__ for value in args] + [
-            f"{n}={type(v).__name__}" for n, v in kwargs.items()
-        ]
-        raise AheadOfTimeError(
+        named = [f"{n}={type(v).__name__}" for n, v in kwargs.items()]
+        given = [*(type(value).__name__ for value in args), *named]
+        return (
             f"{type(model).__name__}.forward takes {signature}, but the example inputs are "
             f"({', '.join(given)}): {mismatch}."
-        ) from error
+        )
+    return ""
 
 
 def _explain(model: nn.Module, error: Exception) -> str:

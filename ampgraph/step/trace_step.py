@@ -153,20 +153,30 @@ def _graph_of(
         graph_module = make_fx(whole, tracing_mode="fake", _allow_non_fake_inputs=True)(
             *_with_layouts_of_kernels([*itertools.chain(*inputs)], tracer.traced)
         )
-    if effects:
-        raise AmpGraphError(f"loss_fn {', '.join(effects)}")
-    if not all(captured.state is None or captured.state.is_same() for captured in tracer.traced.used):
-        raise AmpGraphError("the model reads other Python values than at its capture")
-    if tracer.traced.is_compiled and has_generator(graph_module):
-        raise AmpGraphError("loss_fn draws from a torch.Generator, which torch.compile does not take")
-    share_views(graph_module.graph)
-    if tracer.traced.is_compiled:
-        merge_equal_calls(graph_module.graph)
-    else:
-        shorten_calls(graph_module.graph)
-        keep_workspaces(graph_module.graph)
+    _check_traced(tracer.traced, graph_module, effects)
+    _tidy(graph_module.graph, tracer.traced.is_compiled)
     hold_live(graph_module, inputs.live, surroundings)
     return graph_module
+
+
+def _check_traced(traced: Traced, graph_module: fx.GraphModule, effects: Sequence[str]) -> None:
+    """Raises `AmpGraphError` if a trace does not hold for later steps."""
+    if effects:
+        raise AmpGraphError(f"loss_fn {', '.join(effects)}")
+    if not all(captured.state is None or captured.state.is_same() for captured in traced.used):
+        raise AmpGraphError("the model reads other Python values than at its capture")
+    if traced.is_compiled and has_generator(graph_module):
+        raise AmpGraphError("loss_fn draws from a torch.Generator, which torch.compile does not take")
+
+
+def _tidy(graph: fx.Graph, is_compiled: bool) -> None:
+    """Merges and shortens calls; a compiler does most of that itself."""
+    share_views(graph)
+    if is_compiled:
+        merge_equal_calls(graph)
+        return
+    shorten_calls(graph)
+    keep_workspaces(graph)
 
 
 def _with_layouts_of_kernels(tensors: list[Tensor], traced: Traced) -> list[Tensor]:
@@ -225,6 +235,13 @@ class _Tracer:
                     gradients = _apart(gradients, held)
                 found = None if flags is None else (flags > 0).any().to(torch.float32)
                 kept = self._update(gradients, found, rates)
+        results = self._results(result)
+        if flags is not None and found is not None:
+            results += self._scaled(flags, found, bad_outputs(model.outputs, found), scale)
+        return [*results, *kept]
+
+    def _results(self, result: Any) -> list[Tensor]:
+        """Returns the tensors that ``loss_fn`` returned; records its other values and the structure."""
         parts, self.traced.spec = pytree.tree_flatten(result, is_leaf=is_size)
         self.traced.plain = {i: x for i, x in enumerate(parts) if not isinstance(x, Tensor)}
         for other in self.traced.plain.values():
@@ -232,9 +249,7 @@ class _Tracer:
                 raise AmpGraphError(f"loss_fn returns a value of the type {type(other).__name__}")
         results = [x.detach() for x in parts if isinstance(x, Tensor)]
         self.traced.parts = len(results)
-        if flags is not None and found is not None:
-            results += self._scaled(flags, found, bad_outputs(model.outputs, found), scale)
-        return [*results, *kept]
+        return results
 
     @contextlib.contextmanager
     def _for_the_backend(self) -> Iterator[None]:
