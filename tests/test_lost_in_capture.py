@@ -597,6 +597,14 @@ def test_gradients_of_parameters_that_no_module_has():
         torch.testing.assert_close(half, parameter.grad, rtol=0.05, atol=0.02)
 
 
+def test_views_that_require_gradients_are_inputs():
+    """``torch.export`` looks at what they are views of; layers return such views, and FSDP2 makes some."""
+    block, y = nn.Linear(8, 8), torch.randn(8, 3, requires_grad=True)
+    amp = ampgraph.convert(block, (y.t(),), dtype=torch.bfloat16, capture="ahead of time")
+    amp(y.t()).sum().backward()
+    assert y.grad is not None
+
+
 class AttrDict(dict):
     __getattr__ = dict.__getitem__
 

@@ -210,6 +210,22 @@ def test_writes_by_collectives_are_seen(name, args):
     torch.testing.assert_close(after, fresh_output(model), rtol=0, atol=0)
 
 
+def test_compiled_code_calls_collectives():
+    """The functions that count writes stay in the process, and Dynamo traces none of them."""
+    _model, amp = converted()
+    amp(X)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+    @torch.compile(backend="eager")
+    def gathered(x):
+        return torch.cat(dist.nn.functional.all_gather(x.relu())).sin()
+
+    try:
+        torch.testing.assert_close(gathered(X), X.relu().sin(), rtol=0, atol=0)
+    finally:
+        dist.destroy_process_group()
+
+
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_compiled_code_reads_and_writes_data(backend):
     """The property that counts writes stays in the process; Dynamo traces it as torch's own."""

@@ -23,7 +23,6 @@ from .dynamo import (
     keep_dynamo_out,
     known_backends,
     mark_as_input,
-    returns_no_argument,
     run_by_autograd,
     with_own_code,
 )
@@ -65,6 +64,7 @@ from .graphs import (
     without_new_guards,
     wrap_grad_modes,
 )
+from .guarded_calls import returns_no_argument, times_refused
 from .kernel_layouts import KernelLayouts
 from .modes import (
     ENTER_AUTOCAST,
@@ -225,6 +225,7 @@ __all__ = [
     "telling_no_export",
     "times_asked",
     "times_asked_in_all",
+    "times_refused",
     "traced_nodes_forgotten",
     "tracing_lock",
     "waited",

@@ -6,14 +6,12 @@ alone. Where a function names its versions, these hold.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import time
-from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from types import FunctionType, MethodType
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
@@ -22,9 +20,9 @@ from torch.fx import GraphModule, Node
 from torch.nn import Module, RNNBase
 from torch.utils.hooks import RemovableHandle
 
+from .guarded_calls import guards, guards_of_whole
 from .modes import active_data_parallel
 from .quiet import ignore_contexts_of_dynamo
-from .tracing import compiled_calls
 from .version import VERSION
 
 # Past the limit Dynamo silently runs code unconverted, in float32. Layers behind graph breaks share their
@@ -100,7 +98,7 @@ def _guarding(keeps_whole: bool, compiled: Callable) -> Callable:
     def call(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():  # `is_compiling` is true in every thread
             return compiled(*args, **kwargs)
-        with _guards_of_whole if keeps_whole and active_data_parallel() else _guards:
+        with guards_of_whole if keeps_whole and active_data_parallel() else guards:
             return compiled(*args, **kwargs)
 
     return call
@@ -135,96 +133,6 @@ def _call_method(self: Module, function: Callable, /, *args: Any, **kwargs: Any)
 
 def _call_module(self: Module, /, *args: Any, **kwargs: Any) -> Any:
     return self(*args, **kwargs)
-
-
-class _Guards:
-    """Enables guards that Dynamo omits by default: process options, off while any thread is inside.
-
-    Dynamo draws from a ``random.Random`` object while it captures, and guards on nothing. Inside, it breaks
-    the graph there instead, as it does at generators of numpy (tried on torch 2.13).
-
-    Dynamo also compares each result of an ``autograd.Function`` with each argument, in Python code that it
-    traces. Inside, it leaves that out for functions that `returns_no_argument` marks (tried on torch 2.13).
-    """
-
-    _inside: ClassVar[Counter[str]] = Counter()
-    _before: ClassVar[dict[str, Any]] = {}
-
-    def __init__(self, *options: str) -> None:
-        self._options = options
-
-    def __enter__(self) -> None:
-        config, inside = torch._dynamo.config, self._inside
-        with compiled_calls.mutex:
-            replaced = _replacements()  # first: it raises if a torch has other names
-            compiled_calls.begin()
-            for option in self._options:
-                if not inside[option]:
-                    self._before[option] = getattr(config, option)
-                    setattr(config, option, False)
-                inside[option] += 1
-            if not inside[_ALL]:
-                for owner, name, _, other in replaced:
-                    setattr(owner, name, other)
-            inside[_ALL] += 1
-
-    def __exit__(self, *error: object) -> None:
-        inside = self._inside
-        with compiled_calls.mutex:
-            compiled_calls.end()
-            for option in self._options:
-                inside[option] -= 1
-                if not inside[option]:
-                    setattr(torch._dynamo.config, option, self._before[option])
-            inside[_ALL] -= 1
-            if not inside[_ALL]:
-                for owner, name, value, _ in _replacements():
-                    setattr(owner, name, value)
-
-
-@functools.cache
-def _replacements() -> tuple[tuple[type, str, Any, Any], ...]:
-    """Returns (class, name, its value in torch, the value inside `_Guards`)."""
-    from torch._dynamo.variables.misc import RandomVariable
-    from torch._functorch import autograd_function
-
-    name = "is_supported_random_obj"
-    found = [(RandomVariable, name, vars(RandomVariable)[name], staticmethod(lambda _: False))]
-    helper, name = getattr(autograd_function, "DynamoAutogradFunctionTraceHelper", None), "fwd_trace_helper"
-    if helper is not None:
-        found.append((helper, name, vars(helper)[name], staticmethod(_trace_helper(getattr(helper, name)))))
-    return (*found,)
-
-
-def returns_no_argument(forward: Callable) -> Callable:
-    """Marks the ``forward`` of an ``autograd.Function``: none of its results is an argument."""
-    setattr(forward, _RETURNS_NO_ARGUMENT, True)
-    return forward
-
-
-def _trace_helper(of_torch: Callable) -> Callable:
-    """Returns what Dynamo traces for the ``forward`` of an ``autograd.Function``."""
-
-    def helper(forward: Callable) -> Callable:
-        if not hasattr(forward, _RETURNS_NO_ARGUMENT):
-            return of_torch(forward)
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            with torch.no_grad():
-                return forward(*args, **kwargs)
-
-        return call
-
-    return helper
-
-
-_RETURNS_NO_ARGUMENT = "ampgraph_returns_no_argument"
-# Without it, hooks that modules gain or lose later are not seen.
-_ALL = "<all>"
-_OPTIONS = ["skip_nnmodule_hook_guards"]
-if VERSION < (2, 13):
-    _OPTIONS.append("skip_tensor_guards_with_matching_dict_tags")
-_guards, _guards_of_whole = _Guards(*_OPTIONS), _Guards(*_OPTIONS, "optimize_ddp")
 
 
 def hooks_registered() -> int:

@@ -113,6 +113,7 @@ def _delete(parameter: Tensor) -> None:
 def _counting(collective: Callable) -> Callable:
     """Returns a collective that counts for the watched parameters among its tensors, read ones too."""
 
+    @torch.compiler.disable  # Dynamo would trace the search for parameters at a graph break
     @functools.wraps(collective)
     def call(*args: Any, **kwargs: Any) -> Any:
         result = collective(*args, **kwargs)

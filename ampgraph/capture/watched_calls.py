@@ -74,8 +74,13 @@ class WatchedCalls(TorchFunctionMode):
             if func in VALUE_READERS and is_asked_by_model(sys._getframe(1), func):
                 self.failed.append(f"{resolve_name(func)}{users_line(frames())}")
             raise
-        if isinstance(result, (FakeTensor, tuple, list)) and type(result) is not torch.Size:
+        if isinstance(result, FakeTensor) or (isinstance(result, (tuple, list)) and _has_tensors(result)):
             read = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
             self._kept.note(func, result, read)
             self._lost.note_read(read)
         return self._lost.watched(result) if is_watched and func == _GRAD_FN else result
+
+
+def _has_tensors(result: tuple | list) -> bool:
+    """Whether a function returned tensors, and no sizes or strides."""
+    return any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(result))

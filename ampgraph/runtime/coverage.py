@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import fx, nn
 
-from .._compat import BreakLog
+from .._compat import BreakLog, times_refused
 from ..errors import warn_user
 from ..own_files import AMPGRAPH
 from ..proxy.module_proxy import ModuleProxy
@@ -97,6 +97,7 @@ class CoverageWatch:
         self.is_told = False
         self._graphs = 0
         self._captures = False  # whether this call captures a graph
+        self._is_refused = False  # whether Dynamo refused to capture more
         self._read: set[str] = set()
         self._breaks: dict[GraphBreak, None] = {}
         self._log: BreakLog | None = None
@@ -137,16 +138,19 @@ class CoverageWatch:
         read = {id(value) for value in inputs if isinstance(value, nn.Parameter)}
         self._read.update(path for path, own in self._own_parameters() if not read.isdisjoint(own))
 
-    def before_call(self) -> tuple[int, int, float]:
+    def before_call(self) -> tuple[int, int, int, float]:
         """Returns the state that `after_call` compares with."""
         if self._log is None:
             self._log = BreakLog()
-        return self._graphs, *self._log.mark()
+        return times_refused(), self._graphs, *self._log.mark()
 
-    def after_call(self, before: tuple[int, int, float]) -> None:
-        """Records the graph breaks since `before_call`."""
-        graphs, count, start = before
+    def after_call(self, before: tuple[int, int, int, float]) -> None:
+        """Records the graph breaks since `before_call`, and warns where Dynamo refused to capture more."""
+        refused, graphs, count, start = before
         self._captures = False
+        if refused != times_refused() and not self._is_refused:
+            self._is_refused = True
+            self._warn_of_limit()
         if self._log is None or (graphs == self._graphs and count == self._log.mark()[0]):
             return
         found = [GraphBreak(*each) for each in self._log.since(count, start)]
@@ -156,11 +160,22 @@ class CoverageWatch:
         if self.is_told or not (self._graphs and coverage.leaves_ops):
             return
         self.is_told = True
-        name = self._options.named(type(self._source).__name__)
         warn_user(
-            f"{name} is captured in parts: {coverage}. Code between the graphs (at graph breaks) runs in "
-            "the source's dtypes; ampgraph.explain(amp).coverage lists all parts."
+            f"{self._name} is captured in parts: {coverage}. Code between the graphs (at graph breaks) runs "
+            "in the source's dtypes; ampgraph.explain(amp).coverage lists all parts."
         )
+
+    def _warn_of_limit(self) -> None:
+        warn_user(
+            f"{self._name} runs in part unconverted, in the source's dtypes, from now on: torch.compile "
+            "captured one of its functions as often as its limit allows, each time for other sizes, "
+            "arguments or values that forward reads; torch's log names the function. Pad inputs to fewer "
+            "sizes, and pass numbers that change as tensors."
+        )
+
+    @property
+    def _name(self) -> str:
+        return self._options.named(type(self._source).__name__)
 
     def coverage(self) -> Coverage:
         """Returns the coverage so far."""

@@ -1,0 +1,136 @@
+"""Options and functions of Dynamo that are others while a call of a converted model runs.
+
+Tried on torch 2.11, 2.13 and 2.14, where no other versions are named.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+
+from .tracing import compiled_calls
+from .version import VERSION
+
+
+class _Guards:
+    """Enables guards that Dynamo omits by default: process options, off while any thread is inside.
+
+    Dynamo draws from a ``random.Random`` object while it captures, and guards on nothing. Inside, it breaks
+    the graph there instead, as it does at generators of numpy (tried on torch 2.13).
+
+    Dynamo also compares each result of an ``autograd.Function`` with each argument, in Python code that it
+    traces. Inside, it leaves that out for functions that `returns_no_argument` marks (tried on torch 2.13).
+
+    And it compiles a code object at most 256 times in a process, for all models; every further model of the
+    same layers would run unconverted. Inside, only the limit of one model holds, and `times_refused` counts
+    how often it does (tried on torch 2.13).
+    """
+
+    _inside: ClassVar[Counter[str]] = Counter()
+    _before: ClassVar[dict[str, Any]] = {}
+
+    def __init__(self, *options: str) -> None:
+        self._options = options
+
+    def __enter__(self) -> None:
+        config, inside = torch._dynamo.config, self._inside
+        with compiled_calls.mutex:
+            replaced = _replacements()  # first: it raises if a torch has other names
+            compiled_calls.begin()
+            for option in self._options:
+                if not inside[option]:
+                    self._before[option] = getattr(config, option)
+                    setattr(config, option, False)
+                inside[option] += 1
+            if not inside[_ALL]:
+                for owner, name, _, other in replaced:
+                    setattr(owner, name, other)
+            inside[_ALL] += 1
+
+    def __exit__(self, *error: object) -> None:
+        inside = self._inside
+        with compiled_calls.mutex:
+            compiled_calls.end()
+            for option in self._options:
+                inside[option] -= 1
+                if not inside[option]:
+                    setattr(torch._dynamo.config, option, self._before[option])
+            inside[_ALL] -= 1
+            if not inside[_ALL]:
+                for owner, name, value, _ in _replacements():
+                    setattr(owner, name, value)
+
+
+@functools.cache
+def _replacements() -> tuple[tuple[Any, str, Any, Any], ...]:
+    """Returns (class or module, name, its value in torch, the value inside `_Guards`)."""
+    from torch._dynamo import convert_frame
+    from torch._dynamo.variables.misc import RandomVariable
+    from torch._functorch import autograd_function
+
+    name = "is_supported_random_obj"
+    found: list[tuple[Any, str, Any, Any]] = [
+        (RandomVariable, name, vars(RandomVariable)[name], staticmethod(lambda _: False))
+    ]
+    check = convert_frame.exceeds_recompile_limit
+    found.append((convert_frame, "exceeds_recompile_limit", check, _own_limit_only(check)))
+    helper, name = getattr(autograd_function, "DynamoAutogradFunctionTraceHelper", None), "fwd_trace_helper"
+    if helper is not None:
+        found.append((helper, name, vars(helper)[name], staticmethod(_trace_helper(getattr(helper, name)))))
+    return (*found,)
+
+
+def _own_limit_only(exceeds: Callable) -> Callable:
+    """Returns Dynamo's check of its limits without that of the process; counts how often it refuses."""
+
+    def check(*args: Any) -> tuple[bool, str]:
+        with torch._dynamo.config.patch(accumulated_recompile_limit=sys.maxsize):
+            found: tuple[bool, str] = exceeds(*args)
+        _refusals[0] += found[0]
+        return found
+
+    return check
+
+
+_refusals = [0]
+
+
+def times_refused() -> int:
+    """Returns how often Dynamo refused, in a call of a model, to compile a function once more."""
+    return _refusals[0]
+
+
+def returns_no_argument(forward: Callable) -> Callable:
+    """Marks the ``forward`` of an ``autograd.Function``: none of its results is an argument."""
+    setattr(forward, _RETURNS_NO_ARGUMENT, True)
+    return forward
+
+
+def _trace_helper(of_torch: Callable) -> Callable:
+    """Returns what Dynamo traces for the ``forward`` of an ``autograd.Function``."""
+
+    def helper(forward: Callable) -> Callable:
+        if not hasattr(forward, _RETURNS_NO_ARGUMENT):
+            return of_torch(forward)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with torch.no_grad():
+                return forward(*args, **kwargs)
+
+        return call
+
+    return helper
+
+
+_RETURNS_NO_ARGUMENT = "ampgraph_returns_no_argument"
+# Without it, hooks that modules gain or lose later are not seen.
+_ALL = "<all>"
+_OPTIONS = ["skip_nnmodule_hook_guards"]
+if VERSION < (2, 13):
+    _OPTIONS.append("skip_tensor_guards_with_matching_dict_tags")
+guards, guards_of_whole = _Guards(*_OPTIONS), _Guards(*_OPTIONS, "optimize_ddp")
