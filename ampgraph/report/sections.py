@@ -146,7 +146,7 @@ def casts_section(
             _times(c.module, once),
             "parameter" if c.is_parameter else "activation",
             ", ".join(c.users),
-            c.dst_reason if c.is_parameter else f"{c.dst_reason}; it is {c.src_reason}",
+            c.dst_reason if c.is_parameter else f"{c.dst_reason}; tensor: {c.src_reason}",
         )
         for c in casts
     ]
