@@ -280,12 +280,15 @@ class Reads:
         self.asks_for_layout |= self.asks_for_offset or (self._may_copy and any(_written(program)))
 
 
-@functools.lru_cache(maxsize=4096)
 def _is_of_user(cls: type) -> bool:
     """Whether a class of modules is a layer of torch's or no class of torch's and ours at all."""
-    root, _, rest = cls.__module__.partition(".")
-    if cls is nn.Module:  # torch.export makes such
-        return False
+    return cls is not nn.Module and _is_place_of_user(cls.__module__)  # torch.export makes nn.Module
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_place_of_user(name: str) -> bool:
+    """The cache holds names: torch.export makes classes for each capture, which must be able to go."""
+    root, _, rest = name.partition(".")
     return rest.startswith("nn.") if root == "torch" else root != "ampgraph"
 
 
