@@ -1,4 +1,4 @@
-# make demo | test | test-exhaustive | test-all | test-distributed | lint | typecheck | docs | results | gpu-compile-check | bytes-cuda | host-cuda | check | clean
+# make demo | test | test-exhaustive | | test-distributed | lint | typecheck | docs | results | gpu-compile-check | bytes-cuda | host-cuda | check | clean
 #
 # Everything happens in $(VENV), made on first use from $(CONSTRAINTS) and remade when that or
 # pyproject.toml changes. PIP_FLAGS goes to every pip install, to name another package index, say.
@@ -15,7 +15,7 @@ GPU_TORCH ?= torch==2.14.1 torchvision==0.29.1
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) -c $(CONSTRAINTS)
 
-.PHONY: demo test test-exhaustive test-all test-distributed lint typecheck docs results gpu-compile-check bytes-cuda host-cuda check clean
+.PHONY: demo test test-exhaustive test-distributed lint typecheck docs results gpu-compile-check bytes-cuda host-cuda check clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python tools/demo.py
@@ -26,10 +26,6 @@ test: $(VENV)/.dev
 # The long tables: every model of the zoo, more random modules; and a model compiled to C++.
 test-exhaustive: $(VENV)/.dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m exhaustive $(PYTEST_FLAGS)
-
-# Both at once: one start and one collection, and the tests of one model share its capture.
-test-all: $(VENV)/.dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not distributed" $(PYTEST_FLAGS)
 
 # Four processes each, so one test at a time.
 test-distributed: $(VENV)/.dev
@@ -85,7 +81,7 @@ gpu-compile-check: $(GPU_VENV)/.made
 bytes-cuda: $(GPU_VENV)/.models
 	$(GPU_VENV)/bin/python tools/bench_bytes_cuda.py --records out/bytes-cuda.json --output docs/results/bytes-cuda.md
 
-check: lint typecheck docs test-all test-distributed
+check: lint typecheck docs test test-exhaustive test-distributed
 
 clean:
 	rm -rf $(VENV) $(GPU_VENV) build out *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
