@@ -1,4 +1,4 @@
-"""Bytes of the backward of a labelling whose ops run one by one, and those that its forward saves."""
+"""Bytes of the backward of a labelling whose ops run one by one."""
 
 from __future__ import annotations
 
@@ -27,8 +27,6 @@ class EagerBackward:
 
     Attributes:
         moved: Elements that the backward moves, by the node whose label is their dtype, or by the dtype.
-        saved: Elements saved, by the root of their memory, by whose label is their dtype, and by the owner of
-            a parameter: a parameter is saved only in another dtype than its own.
         widened: The owner of a sum, the owner of an operand that it may widen, and the operand's elements.
         uses: How many gradients each tensor gets from the ops that read it.
     """
@@ -36,7 +34,6 @@ class EagerBackward:
     def __init__(self, problem: Problem, kernels: FusedKernels) -> None:
         self.problem, self.kernels = problem, kernels
         self.moved: dict[Node | Precision, int] = defaultdict(int)
-        self.saved: dict[tuple[Node, Node | Precision, Node | None], int] = defaultdict(int)
         self.widened: list[tuple[Node, Node, int]] = []
         self.uses: Counter[Node] = Counter()
         for node, fact in problem.facts.items():
@@ -54,8 +51,8 @@ class EagerBackward:
             fact = problem.facts[tensor]
             self.moved[fact.dtype_source] += ACCUMULATES * fact.elements * (count - 1)
 
-    def of(self, labels: Labels, demands: Demands, shared: bool) -> tuple[int, int]:
-        """Returns the bytes of the backward, and those saved for it.
+    def of(self, labels: Labels, demands: Demands, shared: bool) -> int:
+        """Returns the bytes of the backward.
 
         Args:
             labels: The labelling.
@@ -66,12 +63,7 @@ class EagerBackward:
         for owner, source, count in self.widened:
             if labels[owner] is FP32 and labels[source] is LOW:
                 moved += CAST_BYTES * count
-        saved: dict[tuple[Node, Precision], int] = {}
-        for (root, read, owned), count in self.saved.items():
-            label = read if isinstance(read, Precision) else labels[read]
-            if owned is None or label is not labels[owned]:
-                saved[root, label] = max(saved.get((root, label), 0), count)
-        return moved, sum(WIDTHS[label] * count for (_, label), count in saved.items())
+        return moved
 
     def _add_sum(self, fact: NodeFacts, trained: list[Operand]) -> None:
         """Adds the backward of a sum: nothing; reduces for broadcast operands, casts for widened ones."""
@@ -93,10 +85,6 @@ class EagerBackward:
         for operand in fact.operands:
             source, read = self.problem.facts[operand.tensor], self.problem.width_read(node, operand)
             self.moved[read] += source.elements * (needs_values + kernels.has_gradient[operand.tensor])
-            owned = source.dtype_source if source.is_parameter else None
-            if needs_values and read is not owned:
-                key = kernels.roots[operand.tensor], read, owned
-                self.saved[key] = max(self.saved[key], source.elements)
 
     def _of_casts(self, labels: Labels, demands: Demands, shared: bool) -> int:
         """Returns the bytes of the backward of casts, which also changes how many gradients are summed."""

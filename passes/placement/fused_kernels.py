@@ -155,8 +155,8 @@ class FusedKernels:
             return
         if kind is Kind.ITEM:
             self._levels[node] = self._levels[inputs[0]]
-            if self.kinds[inputs[0]] is Kind.VIEW:  # a part of a split
-                self.kinds[node], self.roots[node] = Kind.VIEW, self.roots[inputs[0]]
+            if self.kinds[inputs[0]] is Kind.VIEW:  # a part of a split, or one of several views
+                self.kinds[node], self.roots[node] = Kind.VIEW, self.roots[_viewed(node)]
             return
         self._join(node, [self.roots[n] for n in inputs])
 
@@ -241,6 +241,13 @@ class FusedKernels:
             divisor = node.args[1]
             return isinstance(divisor, Node) and self.has_gradient[divisor]
         return name not in fusion.LINEAR
+
+
+def _viewed(item: Node) -> Node:
+    """Returns what an item of several views is a view of: ``broadcast_tensors`` takes a list."""
+    whole, index = item.args
+    given = whole.args[0]  # type: ignore[union-attr]
+    return given[index] if isinstance(given, (list, tuple)) else whole  # type: ignore[index,return-value]
 
 
 def _elements(node: Node) -> int:

@@ -4,8 +4,8 @@ Both are estimates that compare labellings of one graph. A gradient has the dtyp
 a fused kernel are free. Bytes count for tensors in memory: operands and results of library kernels, values
 that another kernel reads, and values that the backward reads.
 
-Most bytes are a width times elements that no label changes. `EagerBackward` and `FusedStep` find these once,
-by the node whose label sets the width, so that each labelling only adds them up.
+Most bytes are a width times elements that no label changes. `EagerBackward`, `EagerSaved` and `FusedStep`
+find these once, by the node whose label sets the width, so that each labelling only adds them up.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from ..analysis.problem import Problem
 from ..analysis.softmax import Softmax
 from .cost_model import Demands, Labels, cost_of_casts, demands
 from .eager_backward import EagerBackward
+from .eager_saved import EagerSaved
 from .fused_kernels import FusedKernels
 from .fused_step import FusedStep, Step
 from .labelling import Placement
@@ -75,7 +76,7 @@ class StepCost:
         if (placement, shared) not in self._eager_of:
             labels, casts = placement.labels, self.demands(placement)
             cost = cost_of_casts(self.problem, labels, casts, shared)
-            backward, saved = self._eager_backward.of(labels, casts, shared)
+            backward, saved = self._eager_backward.of(labels, casts, shared), self._eager_saved.of(labels)
             self._eager_of[placement, shared] = replace(cost, backward=backward, saved=saved)
         return self._eager_of[placement, shared]
 
@@ -90,6 +91,10 @@ class StepCost:
     @cached_property
     def _eager_backward(self) -> EagerBackward:
         return EagerBackward(self.problem, self.kernels)
+
+    @cached_property
+    def _eager_saved(self) -> EagerSaved:
+        return EagerSaved(self.problem, self.kernels)
 
     @cached_property
     def _fused_step(self) -> FusedStep:
