@@ -441,3 +441,14 @@ def test_values_are_dropped_as_both_graphs_go(monkeypatch: pytest.MonkeyPatch) -
     assert max(counts) <= 6  # of 320; a weight and its cast, a value and the one before, on both sides
     assert sum(isinstance(o, Tensor) for o in gc.get_objects()) <= before
     assert len(found.rows) == len(counts)
+
+
+def test_a_model_without_floating_point_values() -> None:
+    class Signs(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return (x > 0).sum(-1)
+
+    x = torch.ones(2, 3)
+    amp = converted(Signs(), x)
+    title = ampgraph.compare(amp, (x,)).table().splitlines()[0]
+    assert title.endswith(" beside float32: no floating-point values.")

@@ -7,6 +7,7 @@ import re
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -244,6 +245,12 @@ def test_missing_renderer_says_what_to_install(
     with pytest.raises(AmpGraphError, match="pip install pygraphviz"):
         ampgraph.draw(amp, tmp_path / "model.svg")
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("path", [None, 3])
+def test_a_path_is_the_name_of_a_file(amp: ampgraph.AmpModule, path: Any) -> None:
+    with pytest.raises(AmpGraphError, match=f"draw: path is {path}; expected the name of a file"):
+        ampgraph.draw(amp, path)
 
 
 def test_a_path_needs_a_suffix(amp: ampgraph.AmpModule, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from os import PathLike
 from pathlib import Path
 
 from torch.fx import GraphModule
@@ -69,6 +70,8 @@ def draw(
         AmpGraphError: The suffix is missing or not available here, a pattern matches nothing, or the graph
             does not exist. No file is written.
     """
+    if not isinstance(path, (str, PathLike)):
+        raise AmpGraphError(f"draw: path is {path!r}; expected the name of a file, 'model.svg'.")
     path = Path(path)
     suffix = format_suffix(path)
     source = annotated(amp, graph)

@@ -296,7 +296,7 @@ class NumericComparison:
             parts.append(f"loss {self.loss[0]:.6g} in float32" + converted)
         if self.scale != 1:
             parts.append(f"gradients times {self.scale:g}")
-        return "; ".join(parts) + "."
+        return "; ".join(parts or ["no floating-point values"]) + "."
 
     def _counts(self, direction: str) -> str:
         rows = self._ops_of(direction)
