@@ -307,7 +307,7 @@ def test_step_tells_of_an_optimizer_of_another_model_once() -> None:
             amp.scaler.update()
     messages = [m for m in messages if "amp.scaler.step" in m]
     assert len(messages) == 1
-    assert "none of the 2 parameters of this SGD belongs to this model" in messages[0]
+    assert "none of the 2 parameters of this SGD belongs to this model." in messages[0]
 
 
 # -- Hugging Face's Trainer ----------------------------------------------------------------------------

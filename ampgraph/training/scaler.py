@@ -205,7 +205,8 @@ class LossScaler(ScaleNumbers):
         if not any(map(self._slots.is_of_model, parameters)):
             warn_user(
                 f"amp.scaler.{method}: none of the {len(parameters)} parameters of this "
-                f"{type(optimizer).__name__} belongs to this model; is it the optimizer of another model?"
+                f"{type(optimizer).__name__} belongs to this model. Inputs of the model and copies of its "
+                "parameters may be stepped so; else it is the optimizer of another model."
             )
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
