@@ -77,8 +77,9 @@ def _replacements() -> tuple[tuple[Any, str, Any, Any], ...]:
     found: list[tuple[Any, str, Any, Any]] = [
         (RandomVariable, name, vars(RandomVariable)[name], staticmethod(lambda _: False))
     ]
-    check = convert_frame.exceeds_recompile_limit
-    found.append((convert_frame, "exceeds_recompile_limit", check, _own_limit_only(check)))
+    name = "exceeds_recompile_limit"
+    if (exceeds := vars(convert_frame).get(name)) is not None:
+        found.append((convert_frame, name, exceeds, _own_limit_only(exceeds)))
     helper, name = getattr(autograd_function, "DynamoAutogradFunctionTraceHelper", None), "fwd_trace_helper"
     if helper is not None:
         found.append((helper, name, vars(helper)[name], staticmethod(_trace_helper(getattr(helper, name)))))
