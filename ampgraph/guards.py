@@ -31,8 +31,8 @@ def fp16_guard() -> Iterator[None]:
     """Runs the guarded code in the policy's low dtype (Paddle's ``fp16_guard``).
 
     Works as a context manager and as a decorator, nests (the innermost guard wins), and has no
-    effect outside a converted model. Ops that have no low-precision kernel, and ops with a constant
-    that the low dtype cannot hold, stay in float32.
+    effect outside a converted model. Each ``with`` takes a new guard. Ops that have no low-precision
+    kernel, and ops with a constant that the low dtype cannot hold, stay in float32.
 
     Example:
         >>> with ampgraph.fp16_guard():

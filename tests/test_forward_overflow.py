@@ -96,6 +96,17 @@ def test_the_next_step_names_the_node(capture, fused, backend, looks, caplog):
 
 
 @pytest.mark.parametrize("capture", CAPTURES)
+def test_a_value_that_was_given_is_not_called_a_result(capture, caplog):
+    loop = Loop(capture)
+    loop.step(1)
+    with caplog.at_level(logging.WARNING, "ampgraph"):
+        loop.step(float("nan"))
+        loop.step(float("nan"))
+    name = "x" if capture == "ahead of time" else "l_x_"
+    assert f"step 3: the forward was given a value that is not finite, {name}; no loss scale" in caplog.text
+
+
+@pytest.mark.parametrize("capture", CAPTURES)
 def test_looking_changes_nothing(capture, monkeypatch):
     states = []
     for is_looking in (True, False):

@@ -195,10 +195,18 @@ class OverflowLog:
 
 # A loss scale is seldom useful below.
 _LEAST = 1.0
+_GIVEN = ("placeholder", "get_attr")  # inputs, and parameters and buffers
 _ADVICE = "ampgraph.check_numerics(amp, args, loss=...) names the node and finds rules that fix it"
 
 
 def _log(overflow: Overflow, is_whole: bool) -> None:
+    if overflow.node and overflow.op in _GIVEN:
+        log.warning(
+            "step %d: the forward was given a value that is not finite, %s; no loss scale helps such a step",
+            overflow.step,
+            overflow.node,
+        )
+        return
     if overflow.node:
         log.warning(
             "step %d: the forward is not finite at any loss scale, first in %s; "
