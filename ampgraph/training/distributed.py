@@ -14,6 +14,9 @@ from torch.utils._pytree import tree_leaves
 from .._compat import active_data_parallel
 from ..errors import CaptureError, PolicyError
 
+# How many modules an error names.
+NAMED = 3
+
 
 def is_distributed() -> bool:
     """Whether this process belongs to a group of several ranks."""
@@ -69,7 +72,7 @@ def check_wrappers(model: nn.Module, just_in_time: bool) -> None:
             "or convert it "
             "in place: ampgraph.convert_blocks(model, 'module')."
         )
-    if just_in_time and _has_sharded_modules(model):
+    if just_in_time and _sharded_modules(model):
         return  # their hooks gather the parameters before code of theirs is captured
     if error := sharded_error(model):
         raise error
@@ -86,8 +89,8 @@ def sharded_error(model: nn.Module, *values: Any) -> CaptureError | None:
     tensors = itertools.chain(model.named_parameters(), model.named_buffers())
     spread = next(((path, t) for path, t in tensors if is_spread(t)), None)
     if spread is not None:
-        if _has_sharded_modules(model):
-            return CaptureError(f"{name}: {_SHARDED}")
+        if sharded := _sharded_modules(model):
+            return CaptureError(f"{name}: {_advice(sharded)}")
         return CaptureError(f"{name}: {spread[0]!r} is {_described(spread[1])}. {_PARALLEL}")
     return spread_error(name, values)
 
@@ -100,10 +103,23 @@ def spread_error(name: str, values: Any) -> CaptureError | None:
     return CaptureError(f"{name}: an argument or a value in forward is {_described(spread)}. {_PARALLEL}")
 
 
-def _has_sharded_modules(model: nn.Module) -> bool:
+def _sharded_modules(model: nn.Module) -> list[str]:
+    """Returns the paths of the modules that ``fully_shard`` wraps, ``""`` for the model itself."""
     from torch.distributed.fsdp import FSDPModule
 
-    return any(isinstance(module, FSDPModule) for module in model.modules())
+    return [path for path, module in model.named_modules() if isinstance(module, FSDPModule)]
+
+
+def _advice(sharded: list[str]) -> str:
+    """Returns what to do with a module that ``fully_shard`` wraps, or wraps modules of."""
+    inside = [path for path in sharded if path]
+    named = f" inside it, {', '.join(map(repr, inside[:NAMED]))}{', ..' if len(inside) > NAMED else ''}"
+    return (
+        "its parameters are DTensors that fully_shard has made, and one graph of it does not call the "
+        f"modules that gather them. Convert the modules that fully_shard wraps{named if inside else ''}, each by "
+        "itself: ampgraph.convert_blocks(model, 'layers.*'). Parameters that parallelize_module has split, "
+        "too, stay DTensors when they are gathered; ampgraph decides no dtypes for them."
+    )
 
 
 def _described(tensor: Any) -> str:
@@ -111,12 +127,6 @@ def _described(tensor: Any) -> str:
     return f"a DTensor with the placements ({placements})"
 
 
-_SHARDED = (
-    "its parameters are DTensors that fully_shard has made, and a graph of the whole model does not call the "
-    "modules that gather them. Convert the modules that fully_shard wraps: "
-    "ampgraph.convert_blocks(model, 'layers.*'). Parameters that parallelize_module has split, too, stay "
-    "DTensors when they are gathered; ampgraph decides no dtypes for them."
-)
 _PARALLEL = (
     "ampgraph decides no dtypes for DTensors, the tensors of tensor, sequence and loss parallelism "
     "(parallelize_module). Convert only modules without DTensors (ampgraph.convert_blocks), or use "
