@@ -73,6 +73,11 @@ CASES: dict[str, Callable[[Model, Tensor, Tensor], Tensor]] = {
     "dropout": lambda m, x, y: F.dropout(x, 0.5),
     "dropout in evaluation": lambda m, x, y: F.dropout(x, 0.5, training=False),
     "dropout of nothing": lambda m, x, y: F.dropout(x, 0.0),
+    "max": lambda m, x, y: x.max(-1).values,
+    "sort": lambda m, x, y: x.sort(-1).values,
+    "topk": lambda m, x, y: x.topk(2).values,
+    "expanded": lambda m, x, y: x.mean(0, keepdim=True).expand_as(y) * y,
+    "l1_loss": lambda m, x, y: F.l1_loss(x, y),
     "mse_loss": lambda m, x, y: F.mse_loss(x, y),
     "half of a tensor": lambda m, x, y: torch.tanh(x.chunk(2, 1)[0]) * y.chunk(2, 1)[1].sin(),
 }

@@ -451,3 +451,24 @@ def test_the_plan_does_not_depend_on_process_or_hash_seed() -> None:
     assert all(process.returncode == 0 for process in running)
     assert json.loads(reports[0])["O1"] != json.loads(reports[0])["O2"]
     assert reports[0] == reports[1] == reports[2]
+
+
+class CountsCalls(nn.Module):
+    """Counts calls on its weight, as hooks of opacus do; one read of a value ends a capture ahead of time."""
+
+    def __init__(self, reads: bool) -> None:
+        super().__init__()
+        self.fc, self.reads = nn.Linear(4, 4), reads
+        self.fc.weight.calls = 0
+
+    def forward(self, x):
+        self.fc.weight.calls += 1
+        return self.fc(x) * (x.sum().item() if self.reads else 1.0)
+
+
+@pytest.mark.filterwarnings("ignore:.*captured just in time instead")
+@pytest.mark.parametrize("reads", [False, True])
+def test_a_capture_leaves_attributes_of_parameters_as_they_were(reads):
+    model = CountsCalls(reads)
+    ampgraph.convert(model, (torch.ones(2, 4),), dtype=torch.bfloat16)
+    assert model.fc.weight.calls == 0

@@ -71,7 +71,7 @@ def loop_without_scaler():
         (custom_backward, custom_backward, "a capture ahead of time loses the backward of Straight"),
         (nothing_captured, nothing_captured, "captured no graph"),
         (break_inside_a_guard, Broken.forward, "runs outside the captured graph"),
-        (foreign_optimizer, foreign_optimizer, "is it the optimizer of another"),
+        (foreign_optimizer, foreign_optimizer, "it is the optimizer of another"),
         (loop_without_scaler, loop_without_scaler, "the scale never adapts"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),

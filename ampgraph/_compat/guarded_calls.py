@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import threading
 from collections import Counter
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -39,6 +40,7 @@ class _Guards:
 
     def __enter__(self) -> None:
         config, inside = torch._dynamo.config, self._inside
+        _here.calls = getattr(_here, "calls", 0) + 1
         with compiled_calls.mutex:
             replaced = _replacements()  # first: it raises if a torch has other names
             compiled_calls.begin()
@@ -54,6 +56,7 @@ class _Guards:
 
     def __exit__(self, *error: object) -> None:
         inside = self._inside
+        _here.calls -= 1
         with compiled_calls.mutex:
             compiled_calls.end()
             for option in self._options:
@@ -90,20 +93,22 @@ def _own_limit_only(exceeds: Callable) -> Callable:
     """Returns Dynamo's check of its limits without that of the process; counts how often it refuses."""
 
     def check(*args: Any) -> tuple[bool, str]:
+        if not getattr(_here, "calls", 0):  # another thread is in a call
+            return exceeds(*args)  # type: ignore[no-any-return]
         with torch._dynamo.config.patch(accumulated_recompile_limit=sys.maxsize):
             found: tuple[bool, str] = exceeds(*args)
-        _refusals[0] += found[0]
+        _here.refused = times_refused() + found[0]
         return found
 
     return check
 
 
-_refusals = [0]
+_here = threading.local()
 
 
 def times_refused() -> int:
-    """Returns how often Dynamo refused, in a call of a model, to compile a function once more."""
-    return _refusals[0]
+    """Returns how often Dynamo refused to compile a function once more, in calls of models in this thread."""
+    return getattr(_here, "refused", 0)
 
 
 def returns_no_argument(forward: Callable) -> Callable:

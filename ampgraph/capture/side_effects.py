@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Iterator
-from operator import is_
+from operator import is_, is_not
 from typing import Any, NamedTuple
 
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from ..proxy.all_parameters import all_parameters
 from ..proxy.module_parts import OF_EVERY_MODULE
 from ..proxy.module_proxy import source_of
 from .containers import is_plain
@@ -63,13 +64,27 @@ def without_new_state(model: nn.Module) -> Iterator[None]:
     before = [(table, set(table)) for module in sources for table in _tables(module)]
     empty = [(module, {k: v for k, v in vars(module).items() if v is None}) for module in sources]
     try:
-        yield
+        with tensor_attributes_restored(model):
+            yield
     finally:
         for table, names in before:
             for name in table.keys() - names - OF_EVERY_MODULE:
                 del table[name]
         for module, attributes in empty:  # a submodule in place of None leaves the attributes
             vars(module).update({k: v for k, v in attributes.items() if not hasattr(module, k)})
+
+
+@contextlib.contextmanager
+def tensor_attributes_restored(model: nn.Module) -> Iterator[None]:
+    """Sets the attributes of parameters and buffers back: hooks count the calls of a layer there."""
+    before = [(vars(tensor), {**vars(tensor)}) for tensor in (*all_parameters(model), *model.buffers())]
+    try:
+        yield
+    finally:
+        for held, attributes in before:
+            if held.keys() != attributes.keys() or any(map(is_not, held.values(), attributes.values())):
+                held.clear()
+                held.update(attributes)
 
 
 def _tables(module: nn.Module) -> Iterator[dict]:

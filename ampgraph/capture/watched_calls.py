@@ -74,13 +74,15 @@ class WatchedCalls(TorchFunctionMode):
             if func in VALUE_READERS and is_asked_by_model(sys._getframe(1), func):
                 self.failed.append(f"{resolve_name(func)}{users_line(frames())}")
             raise
-        if isinstance(result, FakeTensor) or (isinstance(result, (tuple, list)) and _has_tensors(result)):
+        if _computes(result):
             read = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
             self._kept.note(func, result, read)
             self._lost.note_read(read)
         return self._lost.watched(result) if is_watched and func == _GRAD_FN else result
 
 
-def _has_tensors(result: tuple | list) -> bool:
-    """Whether a function returned tensors, and no sizes or strides."""
-    return any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(result))
+def _computes(result: Any) -> bool:
+    """Whether a function returned tensors, or nothing (``y[i] = w``), and no sizes or strides."""
+    if isinstance(result, (tuple, list)):
+        return any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(result))
+    return result is None or isinstance(result, FakeTensor)

@@ -21,8 +21,9 @@ NOTHING = _names(
     upsample_bilinear2d upsample_bicubic2d upsample_trilinear3d _upsample_bilinear2d_aa mean sum cumsum roll
     flip rot90 slice_scatter select_scatter diagonal_scatter copy repeat tile repeat_interleave pixel_shuffle
     pixel_unshuffle channel_shuffle im2col col2im unfold embedding index index_select where masked_fill
-    masked_scatter scatter scatter_add index_add index_put index_copy expand_copy positive real imag floor
-    ceil round trunc frac sign triu tril diag diag_embed trace fill zero sort topk median mode
+    masked_scatter scatter scatter_add index_put index_copy expand_copy positive real imag floor
+    ceil round trunc frac sign triu tril diag diag_embed trace fill zero sort topk feature_dropout
+    feature_alpha_dropout
     """
 )
 
@@ -51,11 +52,17 @@ MULTILINEAR = PRODUCTS | _names(
 WITH_SUMMAND = _names("addmm addbmm baddbmm addmv addr addcmul")
 
 # A tensor of its own, of the size and dtype of its first operand, in place of that operand: dropouts a mask.
-DROPOUTS = _names("dropout alpha_dropout feature_dropout feature_alpha_dropout")
-OWN = DROPOUTS | {"cross_entropy_loss"}
+DROPOUTS = _names("dropout alpha_dropout")
+OWN = DROPOUTS | _names("cross_entropy_loss l1_loss")
 
-# Indices of 8 bytes for each element of the result, beside its operands.
-POOLS = _names("max_pool1d max_pool2d max_pool3d adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d")
+# Indices of 8 bytes for each element of the result.
+WITH_INDICES = _names(
+    """
+    max_pool1d max_pool2d max_pool3d adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d sort topk
+    """
+)
+# The same, and nothing else, where they return indices.
+INDICES_ALONE = _names("max min median mode kthvalue")
 
 # Their integers and masks.
 INDEXED = _names(

@@ -111,6 +111,14 @@ class ModuleProxy(nn.Module):
             self.__dict__["_bound_proxy"] = bound_proxy(source, self)
         return rebound(value, self.__dict__["_bound_proxy"], self)
 
+    def _get_name(self) -> str:
+        """The source's: Hugging Face's Trainer shifts the labels of models with certain names."""
+        name: str = self.source._get_name()
+        return name
+
+    def __repr__(self) -> str:
+        return type(self).__name__ + super().__repr__().removeprefix(self._get_name())
+
     def __dir__(self) -> list[str]:
         return sorted({*super().__dir__(), *dir(self.source)})
 

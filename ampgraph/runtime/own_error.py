@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from ..capture.side_effects import tensor_attributes_restored
 from ..proxy.all_parameters import all_parameters
 from .capture_lock import lock_of
 from .low_storage import LowStorage
@@ -19,7 +20,8 @@ from .low_storage import LowStorage
 def own_error(source: nn.Module, stored: LowStorage, args: tuple, kwargs: dict[str, Any]) -> Exception | None:
     """Runs a copy of the source once and returns its error or None; the random state does not change.
 
-    A source that cannot be copied runs itself; then only its buffers are put back.
+    A source that cannot be copied runs itself; then only its buffers, and attributes of its tensors, are put
+    back.
 
     For a bad shape, for example, the error at the user's line says more than an error of the capture.
     """
@@ -34,11 +36,10 @@ def own_error(source: nn.Module, stored: LowStorage, args: tuple, kwargs: dict[s
 
 def _replica(source: nn.Module) -> nn.Module:
     """Returns a copy with the same memory for parameters; the source itself if it cannot be copied."""
-    memo = {
-        id(p): nn.Parameter(p.detach(), p.requires_grad)
-        for p in source.parameters()
-        if type(p) is nn.Parameter
-    }
+    own = [p for p in source.parameters() if type(p) is nn.Parameter]
+    memo = {id(p): nn.Parameter(p.detach(), p.requires_grad) for p in own}
+    for parameter in own:
+        vars(memo[id(parameter)]).update(vars(parameter))
     with contextlib.suppress(Exception):  # locks, streams, process groups, tensors with a grad_fn
         return copy.deepcopy(source, memo)
     return source
@@ -54,7 +55,7 @@ def _copied(tensor: Tensor) -> Tensor:
 def _unchanged(source: nn.Module) -> Iterator[None]:
     buffers = [(buffer, buffer.detach().clone()) for buffer in source.buffers()]
     devices = {t.device for t in (*all_parameters(source), *source.buffers()) if t.device.type == "cuda"}
-    with torch.random.fork_rng(devices=list(devices)):
+    with torch.random.fork_rng(devices=list(devices)), tensor_attributes_restored(source):
         try:
             yield
         finally:

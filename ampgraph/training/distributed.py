@@ -115,8 +115,8 @@ def _advice(sharded: list[str]) -> str:
     inside = [path for path in sharded if path]
     named = f" inside it, {', '.join(map(repr, inside[:NAMED]))}{', ..' if len(inside) > NAMED else ''}"
     return (
-        "its parameters are DTensors that fully_shard has made, and one graph of it does not call the "
-        f"modules that gather them. Convert the modules that fully_shard wraps{named if inside else ''}, each by "
+        "its parameters are DTensors that fully_shard has made, and one graph of it does not call the modules"
+        f" that gather them. Convert the modules that fully_shard wraps{named if inside else ''}, each by "
         "itself: ampgraph.convert_blocks(model, 'layers.*'). Parameters that parallelize_module has split, "
         "too, stay DTensors when they are gathered; ampgraph decides no dtypes for them."
     )

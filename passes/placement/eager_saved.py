@@ -73,12 +73,13 @@ class EagerSaved:
             return saved.tensor, saved.elements  # a cast of the view
         if fact.is_parameter:
             return root, 0  # it is there anyway
-        return root, max(saved.elements, self.kernels.sizes[root])
+        return root, self.kernels.sizes[root] or saved.elements
 
     def _add(self, node: Node, fact: NodeFacts, name: str) -> None:
+        returns_indices = name in tables.INDICES_ALONE and isinstance(node.meta["val"], (tuple, list))
         if name in tables.OWN:
             self._add_own(node, fact, name)
-        elif name not in tables.NOTHING and name not in tables.RESULT:
+        elif not returns_indices and name not in tables.NOTHING and name not in tables.RESULT:
             for operand in fact.operands:
                 if self._is_saved(node, fact, operand, name):
                     self._add_operand(node, operand)
@@ -86,7 +87,7 @@ class EagerSaved:
             self._saved[_Saved(node, None, fact.dtype_source, fact.elements)] = None
         if name in tables.INDEXED:
             self._add_indices(node)
-        if name in tables.POOLS:
+        if returns_indices or name in tables.WITH_INDICES:
             self._other_bytes[node] = BYTES_OF_INDEX * fact.elements
 
     def _add_own(self, node: Node, fact: NodeFacts, name: str) -> None:
@@ -132,4 +133,6 @@ def _is_summand(node: Node, operand: Operand, name: str) -> bool:
 
 
 def _bytes(tensor: torch.Tensor) -> int:
-    return element_count(tensor) * tensor.element_size()
+    """Returns the bytes of a tensor's memory, which an expanded tensor has less of."""
+    stored = tensor.untyped_storage().nbytes() if tensor.layout == torch.strided else None
+    return stored if isinstance(stored, int) else element_count(tensor) * tensor.element_size()
