@@ -81,3 +81,18 @@ def test_a_model_that_is_gone_is_freed(args, breaks, backend) -> None:
     del source, amp, optimizer
     gc.collect()
     assert [each() for each in gone] == [None] * 4
+
+
+@pytest.mark.parametrize("tool", ["check_numerics", "compare", "calibrate", "watch"])
+def test_tools_free_a_model_captured_just_in_time(tool) -> None:
+    source = Net()
+    amp = ampgraph.convert(source, dtype=torch.float16)
+    if tool == "watch":
+        with ampgraph.watch(amp):
+            amp(X)
+    else:
+        getattr(ampgraph, tool)(amp, [(X,)] if tool == "calibrate" else (X,))
+    gone = [weakref.ref(each) for each in (source, amp, source.a.weight)]
+    del source, amp
+    gc.collect()
+    assert [each() for each in gone] == [None] * 3

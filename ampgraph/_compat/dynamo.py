@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import time
+import weakref
 from collections.abc import Callable
 from functools import partial
 from types import FunctionType, MethodType
@@ -43,10 +44,50 @@ def compiled_by_dynamo(
     torch 2.11 also omits the guards on parameters if a module's dict did not change, and ``requires_grad_()``
     does not change it. A model that ran frozen once then never gets gradients. torch 2.13 detects the change.
 
+    Dynamo keeps each backend for good, and what it returned as long as the model lives. So it gets functions
+    that hold nothing: what is returned here holds a backend that is a function, and all it returned.
+
     Inside ``DistributedDataParallel`` Dynamo splits graphs by its buckets, so that compiled backwards return
     gradients early; with ``keeps_whole`` it does not.
     """
     ignore_contexts_of_dynamo()
+    held = _Held(backend) if isinstance(backend, FunctionType) else None
+    compiled = _compiled_for(model, held.for_dynamo() if held else backend, keeps_whole, **given)
+    compiled.held = held  # type: ignore[attr-defined]
+    return compiled
+
+
+class _Held:
+    """A backend, and what it returned.
+
+    Args:
+        backend: The backend.
+    """
+
+    def __init__(self, backend: Callable) -> None:
+        self._backend = backend
+        self._compiled: list[Callable] = []
+
+    def for_dynamo(self) -> Callable:
+        """Returns the backend as a function that holds neither it nor its results."""
+        this = weakref.ref(self)
+
+        def backend(graph_module: GraphModule, inputs: list, **options: Any) -> Callable:
+            held = _alive(this)
+            held._compiled.append(held._backend(graph_module, inputs, **options))
+            number = len(held._compiled) - 1
+            return lambda *args: _alive(this)._compiled[number](*args)
+
+        return backend
+
+
+def _alive(reference: weakref.ref[_Held]) -> _Held:
+    held = reference()
+    assert held is not None  # what holds it runs
+    return held
+
+
+def _compiled_for(model: Module, backend: str | Callable, keeps_whole: bool, **given: Any) -> Callable:
     if any(isinstance(module, RNNBase) for module in model.modules()):
         if VERSION < (2, 13):  # Dynamo traces the op there, and no fake tensor can run it
             torch._dynamo.disallow_in_graph(torch._VF._pad_packed_sequence)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import nn
 
 from .._compat import compiled_by_dynamo, is_backend_error, is_dynamo_error, tracing_lock
 from ..errors import AmpGraphError, did_you_mean, warn_user
@@ -50,10 +49,9 @@ class CompiledSource:
         self._source, self._options, self._graphs, self._scaler = source, options, graphs, scaler
         self._stored, self._name = stored, options.named(type(source).__name__)
         self._told_uncaptured = self._told_settings = False
-        self._compiled: list[Callable] = []
-        self.run: Callable = self._compiled_form()
+        self.run: Callable = self._compiled()
 
-    def _compiled_form(self) -> Callable:
+    def _compiled(self) -> Callable:
         from .dynamo_backend import make_backend
 
         keep_errors_out_of_log()
@@ -63,28 +61,11 @@ class CompiledSource:
         backend = make_backend(
             self._options, modules, graphs.add, self._scaler, graphs.shadows, graphs.guard_scope
         )
-        self._backend = graphs.watch.noting(backend)
+        backend = graphs.watch.noting(backend)
         # Its backward gives gradients one by one in any case.
         keeps_whole = self._options.backend == "eager"
-        compile_source = functools.partial(compiled_by_dynamo, self._source, self._for_dynamo(), keeps_whole)
+        compile_source = functools.partial(compiled_by_dynamo, self._source, backend, keeps_whole)
         return CompiledByHooks(self._source, compile_source, graphs, self._name)
-
-    def _for_dynamo(self) -> Callable:
-        """Returns the backend for Dynamo, which keeps it for good, and its results while the model lives.
-
-        So neither may hold the model. This object holds what does, and nothing else calls the compiled form.
-        """
-        this = weakref.ref(self)
-
-        def backend(graph_module: fx.GraphModule, inputs: list, **options: Any) -> Callable:
-            return _of_owner(this)._compiled_weakly(graph_module, inputs, **options)
-
-        return backend
-
-    def _compiled_weakly(self, graph_module: fx.GraphModule, inputs: list, **options: Any) -> Callable:
-        self._compiled.append(self._backend(graph_module, inputs, **options))
-        this, number = weakref.ref(self), len(self._compiled) - 1
-        return lambda *args: _of_owner(this)._compiled[number](*args)
 
     def __call__(self, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Runs a call of the model."""
@@ -135,7 +116,7 @@ class CompiledSource:
         """Compiles for other methods of the model's classes; a capture replaces some while it lasts."""
         with self._graphs.lock.alone(), tracing_lock():
             if not self._graphs.has_same_classes():
-                self.run = self._compiled_form()
+                self.run = self._compiled()
 
     def _warn_if_not_captured(self) -> None:
         if self._graphs:
@@ -165,9 +146,3 @@ class CompiledSource:
             warn_user(f"{self._name}: rule {pattern!r} matches no op of its {len(graphs)} graphs.{near}")
         warn_of_idle(self._name, graphs, policy, modules)
         warn_of_absent_ops(self._name, [graph_module for graph_module, _ in graphs], policy)
-
-
-def _of_owner(reference: weakref.ref[CompiledSource]) -> CompiledSource:
-    owner = reference()
-    assert owner is not None  # it calls the compiled form
-    return owner
