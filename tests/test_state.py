@@ -472,3 +472,10 @@ def test_a_capture_leaves_attributes_of_parameters_as_they_were(reads):
     model = CountsCalls(reads)
     ampgraph.convert(model, (torch.ones(2, 4),), dtype=torch.bfloat16)
     assert model.fc.weight.calls == 0
+
+
+def test_a_converted_model_has_the_name_of_its_source():
+    """Hugging Face's Trainer shifts the labels of models whose ``_get_name()`` it knows."""
+    amp = ampgraph.convert(CountsCalls(False), dtype=torch.bfloat16)
+    assert amp._get_name() == "CountsCalls"
+    assert repr(amp).startswith("AmpModule(")
