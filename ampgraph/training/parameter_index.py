@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -24,7 +25,7 @@ class ParameterIndex:
         names: The parameters' names, by slot.
     """
 
-    _by_parameter: WeakIdKeyDictionary
+    _by_parameter: dict[int, tuple[weakref.ref[Tensor], int]]
     _met: WeakIdKeyDictionary
     _subclasses: dict[int, tuple[Tensor, int]]
 
@@ -39,33 +40,36 @@ class ParameterIndex:
 
     def refresh(self) -> None:
         """Looks up the parameter objects that the model has now."""
-        self._by_parameter, self._subclasses = WeakIdKeyDictionary(), {}
+        self._by_parameter, self._subclasses = {}, {}
         for name, parameter in nn.Module.named_parameters(self._model, remove_duplicate=False):
             if (slot := self._by_name.get(without_wrappers(name))) is None:
                 continue
             if may_be_swapped(parameter):
                 self._subclasses[id(parameter)] = parameter, slot
             else:
-                self._by_parameter[parameter] = slot
+                self._by_parameter[id(parameter)] = weakref.ref(parameter), slot
 
     def __getstate__(self) -> dict[str, Any]:
         # Weak references are neither copied nor pickled.
         return {**vars(self), "_by_parameter": None, "_met": None, "_subclasses": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        weak = {"_by_parameter": WeakIdKeyDictionary(), "_met": WeakIdKeyDictionary()}
-        vars(self).update(state, _subclasses={}, **weak)
+        vars(self).update(state, _by_parameter={}, _met=WeakIdKeyDictionary(), _subclasses={})
 
     def items(self) -> Iterator[tuple[Tensor, int]]:
         """Yields each parameter that has a slot, with its slot."""
-        yield from self._by_parameter.items()
+        for reference, slot in [*self._by_parameter.values()]:
+            if (parameter := reference()) is not None:
+                yield parameter, slot
         yield from self._subclasses.values()
 
     def known(self, parameter: Tensor) -> int | None:
         """Returns the slot of a parameter from an earlier look-up; None for any other tensor."""
-        if (found := self._subclasses.get(id(parameter))) is not None:
-            return found[1]
-        return self._by_parameter.get(parameter)
+        key = id(parameter)
+        if (known := self._by_parameter.get(key)) is not None and known[0]() is parameter:
+            return known[1]
+        found = self._subclasses.get(key)
+        return None if found is None else found[1]
 
     def is_of_model(self, parameter: Tensor) -> bool:
         """Whether the model has the parameter now, also one that came later and has no slot."""
