@@ -1,4 +1,4 @@
-# make demo | test | test-exhaustive | | test-distributed | lint | typecheck | docs | results | gpu-compile-check | bytes-cuda | host-cuda | check | clean
+# make demo | test | test-exhaustive | test-distributed | lint | typecheck | docs | results | gpu-compile-check | bytes-cuda | host-cuda | check | clean
 #
 # Everything happens in $(VENV), made on first use from $(CONSTRAINTS) and remade when that or
 # pyproject.toml changes. PIP_FLAGS goes to every pip install, to name another package index, say.

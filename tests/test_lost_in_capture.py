@@ -605,6 +605,45 @@ def test_views_that_require_gradients_are_inputs():
     assert y.grad is not None
 
 
+SCALED = ampgraph.Policy(dtype=torch.float16, loss_scale=ampgraph.StaticLossScale(64.0))
+
+
+class ReadsBase(nn.Module):
+    """Reads a tensor of which its input is a view."""
+
+    def __init__(self, base):
+        super().__init__()
+        self.fc, self.held = nn.Linear(8, 8), [base]
+
+    def forward(self, x):
+        return self.fc(x).sum() * self.held[0].sum()
+
+
+class WritesOutside(ReadsBase):
+    """Writes a tensor outside of the model into a result."""
+
+    def forward(self, x):
+        y = self.fc(x).clone()
+        y[:, 0] = self.held[0][0, 0]
+        y[0] = self.held[0][:, 0]
+        return y.sum()
+
+
+@pytest.mark.parametrize("model", [ReadsBase, WritesOutside])
+def test_gradients_of_what_inputs_are_views_of(model):
+    base = torch.randn(8, 3, requires_grad=True)
+    x = base.t() if model is ReadsBase else torch.randn(3, 8)
+    source = model(base)
+    with pytest.warns(UserWarning, match=r"loses the gradient of a tensor .*captured just in time instead"):
+        amp = ampgraph.convert(source, (x,), policy=SCALED)
+    found = []
+    for call in (source, amp):
+        base.grad = None
+        call(x).backward(retain_graph=True)
+        found.append(base.grad)
+    torch.testing.assert_close(found[1], found[0], rtol=0.05, atol=0.05)
+
+
 class AttrDict(dict):
     __getattr__ = dict.__getitem__
 

@@ -95,11 +95,8 @@ def noting_lost_backwards(
         for name in _TENSOR_HOOKS:
             stack.enter_context(_patched(torch.Tensor, name, hooked))
         stack.enter_context(_patched(saved_tensors_hooks, "__enter__", entered))
-        own = [*all_parameters(model), *model.buffers(), *tree_leaves(inputs)]
-        bases = [
-            tensor._base for tensor in own if isinstance(tensor, torch.Tensor)
-        ]  # torch.export asks for them
-        yield LostBackwards(found, note, set(map(id, (*own, *bases))))
+        own = (*all_parameters(model), *model.buffers(), *tree_leaves(inputs))
+        yield LostBackwards(found, note, set(map(id, own)))
 
 
 def _is_models(function: type) -> bool:
@@ -113,7 +110,7 @@ class LostBackwards:
     Args:
         found: The parts so far.
         note: Adds one, with its place.
-        own: The ids of the model's parameters, buffers and inputs, and of what these are views of.
+        own: The ids of the model's parameters, buffers and inputs.
     """
 
     def __init__(self, found: list[str], note: Callable[[str], None], own: set[int]) -> None:

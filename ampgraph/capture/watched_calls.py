@@ -74,15 +74,20 @@ class WatchedCalls(TorchFunctionMode):
             if func in VALUE_READERS and is_asked_by_model(sys._getframe(1), func):
                 self.failed.append(f"{resolve_name(func)}{users_line(frames())}")
             raise
-        if _computes(result):
+        if _computes(func, result):
             read = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
             self._kept.note(func, result, read)
             self._lost.note_read(read)
         return self._lost.watched(result) if is_watched and func == _GRAD_FN else result
 
 
-def _computes(result: Any) -> bool:
-    """Whether a function returned tensors, or nothing (``y[i] = w``), and no sizes or strides."""
+def _computes(function: Any, result: Any) -> bool:
+    """Whether a function returned tensors, or nothing (``y[i] = w``), and no sizes or strides.
+
+    ``torch.export`` asks for attributes of inputs, and of what these are views of.
+    """
     if isinstance(result, (tuple, list)):
         return any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(result))
-    return result is None or isinstance(result, FakeTensor)
+    if result is None:
+        return getattr(function, "__name__", "") != "__get__"
+    return isinstance(result, FakeTensor)

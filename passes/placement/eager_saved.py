@@ -120,7 +120,8 @@ class EagerSaved:
             found = [t for t in tensors(source) if not (t.is_floating_point() or t.is_complex())]
             if found and source.op != "get_attr":
                 root = self.kernels.roots[source]
-                self._other_bytes[root] = sum(_bytes(tensor) for tensor in found)
+                stored = sum(_bytes(tensor) for tensor in found)
+                self._other_bytes[root] = max(self._other_bytes.get(root, 0), stored)
 
 
 def _drops(node: Node) -> bool:
