@@ -30,6 +30,11 @@ class Signed(nn.Linear):
         return Straight.apply(super().forward(x))
 
 
+class Method(nn.Linear):
+    def loss(self, x):
+        return (x @ self.weight).sum()
+
+
 class Broken(nn.Linear):
     def forward(self, x):
         with ampgraph.fp32_guard():  # here
@@ -55,6 +60,15 @@ def foreign_optimizer():
     amp.scaler.attach(torch.optim.SGD(nn.Linear(4, 4).parameters()))  # here
 
 
+def loop_over_a_method():
+    amp = ampgraph.convert(Method(4, 4), (X,), dtype=torch.float16)
+    optimizer = torch.optim.SGD(amp.parameters())
+    amp.scaler.attach(optimizer)
+    for _ in range(2):
+        amp.loss(X).backward()
+        optimizer.step()  # here
+
+
 def loop_without_scaler():
     amp = ampgraph.convert(nn.Linear(4, 4), (X,), dtype=torch.float16)
     for _ in range(3):
@@ -72,6 +86,7 @@ def loop_without_scaler():
         (nothing_captured, nothing_captured, "captured no graph"),
         (break_inside_a_guard, Broken.forward, "runs outside the captured graph"),
         (foreign_optimizer, foreign_optimizer, "it is the optimizer of another"),
+        (loop_over_a_method, loop_over_a_method, "the converted model was not called with gradients"),
         (loop_without_scaler, loop_without_scaler, "the scale never adapts"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),

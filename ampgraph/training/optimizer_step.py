@@ -101,7 +101,7 @@ def step_unless_bad(
         closure. A step that raises may be called again.
     """
     for scaler in scalers:
-        scaler.guard.begin(optimizer)
+        scaler.guard.begin(optimizer, is_alone=len(scalers) == 1)
     try:
         return _step(scalers, optimizer, take, args, kwargs)
     except BaseException:

@@ -198,13 +198,13 @@ class StepGuard:
         """Whether the optimizer has stepped since the last update."""
         return any(s is outermost(optimizer) for s in self._stepped)
 
-    def begin(self, optimizer: Optimizer) -> None:
-        """Records that an optimizer is about to step."""
+    def begin(self, optimizer: Optimizer, is_alone: bool = False) -> None:
+        """Records that an optimizer is about to step; ``is_alone``: for no other model."""
         self._stepped.append(outermost(optimizer))
         # The model was called since the last round: other optimizers step after this one.
         if self._is_comeback() and self._is_called and self._takes_turns(self._stepped[0]):
             self._resting.discard(self._stepped[0])
-        self._flags.watch.asked()
+        self._flags.watch.asked(is_alone)
 
     def before_call(self) -> None:
         """Finds steps that the loop has left out; the model is called now with gradients."""

@@ -1,4 +1,4 @@
-"""Warns about a training loop that does not use the loss scaler, or that scales the loss twice."""
+"""Warns about a training loop without the loss scaler or without the graph, or that scales the loss twice."""
 
 from __future__ import annotations
 
@@ -46,10 +46,19 @@ class UnscaledStepWarning:
         self._strangers: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._told: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
-    def asked(self) -> None:
-        """Records that the loop asked the scaler."""
+    def asked(self, is_alone: bool) -> None:
+        """Records that the loop asks the scaler; warns if it trains this model alone, and without a call."""
         self._was_asked = True
         self._values = None
+        if self._is_listening or self._has_told or not is_alone:
+            return
+        if any(p.grad is not None for p in all_parameters(self._model)):
+            self._tell(
+                f"{type(self._model).__name__} has gradients, and the converted model was not called with "
+                "gradients: convert captures forward alone. Other methods that call layers (amp.loss(x)), "
+                "and modules that the loop calls, run in the source's dtypes; ampgraph.convert_blocks "
+                "converts modules in place."
+            )
 
     def check(self) -> None:
         """Called before the model runs with gradients."""
