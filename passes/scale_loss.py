@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -49,7 +49,7 @@ class ScaleLoss(Pass):
         graph, slots = graph_module.graph, dict(self.slots)
         outputs = differentiable_outputs(graph)
         reached = reached_by_gradients(graph, outputs)
-        parameters, inputs = self._parameters(graph, reached), self._inputs(graph, reached)
+        parameters, inputs = _parameters(graph, slots, reached), self._inputs(graph, slots, reached)
         if not outputs or not (parameters or inputs):
             return False
         scale, inverse, probe = self._state_nodes(graph)
@@ -68,13 +68,7 @@ class ScaleLoss(Pass):
             _wrap(graph, scale_gradients, (scale,), [node], graph.output_node())
         return True
 
-    def _parameters(self, graph: Graph, reached: Container[Node]) -> list[Node]:
-        slots = dict(self.slots)
-        found = [n for n in graph.nodes if n.name in slots and n in reached]
-        return sorted(found, key=lambda node: slots[node.name])
-
-    def _inputs(self, graph: Graph, reached: Container[Node]) -> list[Node]:
-        slots = dict(self.slots)
+    def _inputs(self, graph: Graph, slots: Mapping[str, int], reached: Container[Node]) -> list[Node]:
         found = [n for n in graph.find_nodes(op="placeholder") if n.name not in slots and n in reached]
         return [n for n in found if is_differentiable(n) and not self._is_added(n)]
 
@@ -94,6 +88,12 @@ class ScaleLoss(Pass):
                 nodes[2] = graph.call_function(torch.ops.aten.index_select.default, (nodes[2], 0, part))
                 set_mark(nodes[2], BoundaryMark("unscale"))
             return nodes
+
+
+def _parameters(graph: Graph, slots: Mapping[str, int], reached: Container[Node]) -> list[Node]:
+    """Returns the parameters that a gradient reaches, by slot."""
+    found = [n for n in graph.nodes if n.name in slots and n in reached]
+    return sorted(found, key=lambda node: slots[node.name])
 
 
 def _swaps(node: Node) -> bool:

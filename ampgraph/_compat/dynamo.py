@@ -44,8 +44,8 @@ def compiled_by_dynamo(
     torch 2.11 also omits the guards on parameters if a module's dict did not change, and ``requires_grad_()``
     does not change it. A model that ran frozen once then never gets gradients. torch 2.13 detects the change.
 
-    Dynamo keeps each backend for good, and what it returned as long as the model lives. So it gets functions
-    that hold nothing: what is returned here holds a backend that is a function, and all it returned.
+    Dynamo keeps each backend for good, and the results of a backend as long as the model lives. So Dynamo
+    gets functions with weak references. The returned callable holds the backend and its results.
 
     Inside ``DistributedDataParallel`` Dynamo splits graphs by its buckets, so that compiled backwards return
     gradients early; with ``keeps_whole`` it does not.
@@ -53,7 +53,7 @@ def compiled_by_dynamo(
     ignore_contexts_of_dynamo()
     held = _Held(backend) if isinstance(backend, FunctionType) else None
     compiled = _compiled_for(model, held.for_dynamo() if held else backend, keeps_whole, **given)
-    compiled.held = held  # type: ignore[attr-defined]
+    compiled.held = held  # type: ignore[attr-defined]  # the only strong reference to it
     return compiled
 
 

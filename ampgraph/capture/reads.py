@@ -287,7 +287,10 @@ def _is_of_user(cls: type) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def _is_place_of_user(name: str) -> bool:
-    """The cache holds names: torch.export makes classes for each capture, which must be able to go."""
+    """Whether a Python module, by name, is one of torch's layers or neither torch's nor ampgraph's.
+
+    No cache holds classes: torch.export makes some for each capture, and these must be freed.
+    """
     root, _, rest = name.partition(".")
     return rest.startswith("nn.") if root == "torch" else root != "ampgraph"
 

@@ -51,9 +51,9 @@ MULTILINEAR = PRODUCTS | _names(
 )
 WITH_SUMMAND = _names("addmm addbmm baddbmm addmv addr addcmul")
 
-# A tensor of its own, of the size and dtype of its first operand, in place of that operand: dropouts a mask.
+# A tensor that the op makes for the backward (a mask, log-probabilities), as large as the first operand.
 DROPOUTS = _names("dropout alpha_dropout")
-OWN = DROPOUTS | _names("cross_entropy_loss l1_loss")
+INNER = DROPOUTS | _names("cross_entropy_loss l1_loss")
 
 # Indices of 8 bytes for each element of the result.
 WITH_INDICES = _names(

@@ -25,16 +25,16 @@ class _Saved(NamedTuple):
     """A tensor that an op saves.
 
     Attributes:
-        tensor: What it reads or returns; None for a tensor of its own.
-        owner: The op, for a tensor of its own.
+        node: The node that makes the tensor.
         dtype: Whose label is the dtype, or the dtype.
         elements: Its elements.
+        is_inner: Whether the op makes it for the backward alone, as a dropout makes its mask.
     """
 
-    tensor: Node | None
-    owner: Node | None
+    node: Node
     dtype: Node | Precision
     elements: int
+    is_inner: bool = False
 
 
 class EagerSaved:
@@ -65,37 +65,37 @@ class EagerSaved:
 
     def _memory(self, saved: _Saved, label: Precision, labels: Labels) -> tuple[Hashable, int]:
         """Returns what names the memory of a saved tensor, and its elements; a view keeps all of it."""
-        if saved.tensor is None:
-            return ("own", saved.owner), saved.elements
-        root = self.kernels.roots[saved.tensor]
+        if saved.is_inner:
+            return ("inner", saved.node), saved.elements
+        root = self.kernels.roots[saved.node]
         fact = self.problem.facts[root]
         if labels.get(fact.dtype_source) not in (label, None):
-            return saved.tensor, saved.elements  # a cast of the view
+            return saved.node, saved.elements  # a cast of the view
         if fact.is_parameter:
             return root, 0  # it is there anyway
         return root, self.kernels.sizes[root] or saved.elements
 
     def _add(self, node: Node, fact: NodeFacts, name: str) -> None:
         returns_indices = name in tables.INDICES_ALONE and isinstance(node.meta["val"], (tuple, list))
-        if name in tables.OWN:
-            self._add_own(node, fact, name)
+        if name in tables.INNER:
+            self._add_inner(node, fact, name)
         elif not returns_indices and name not in tables.NOTHING and name not in tables.RESULT:
             for operand in fact.operands:
                 if self._is_saved(node, fact, operand, name):
                     self._add_operand(node, operand)
         if name in tables.RESULT or name in tables.BOTH:
-            self._saved[_Saved(node, None, fact.dtype_source, fact.elements)] = None
+            self._saved[_Saved(node, fact.dtype_source, fact.elements)] = None
         if name in tables.INDEXED:
             self._add_indices(node)
         if returns_indices or name in tables.WITH_INDICES:
             self._other_bytes[node] = BYTES_OF_INDEX * fact.elements
 
-    def _add_own(self, node: Node, fact: NodeFacts, name: str) -> None:
+    def _add_inner(self, node: Node, fact: NodeFacts, name: str) -> None:
         first = next(iter(fact.operands), None)
         if first is None or (name in tables.DROPOUTS and not _drops(node)):
             return
         elements = self.problem.facts[first.tensor].elements
-        self._saved[_Saved(None, node, self.problem.width_read(node, first), elements)] = None
+        self._saved[_Saved(node, self.problem.width_read(node, first), elements, is_inner=True)] = None
 
     def _is_saved(self, node: Node, fact: NodeFacts, operand: Operand, name: str) -> bool:
         if name in fusion_tables.QUOTIENTS:
@@ -113,7 +113,7 @@ class EagerSaved:
     def _add_operand(self, node: Node, operand: Operand) -> None:
         read = self.problem.width_read(node, operand)
         elements = self.problem.facts[operand.tensor].elements
-        self._saved[_Saved(operand.tensor, None, read, elements)] = None
+        self._saved[_Saved(operand.tensor, read, elements)] = None
 
     def _add_indices(self, node: Node) -> None:
         for source in node.all_input_nodes:
