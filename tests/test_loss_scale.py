@@ -8,10 +8,13 @@ import pickle
 
 import pytest
 import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
 from torch import nn
 
 import ampgraph
 from ampgraph import DynamicLossScale, NoLossScale, Policy, PolicyError, StaticLossScale
+from ampgraph.policy.loss_scale import adapted, adapted_by_kernel, first_counters
 from ampgraph.training.gradient_boundary import scale_gradients, unscale_gradients
 from ampgraph.training.scaler import LossScaler
 
@@ -165,6 +168,35 @@ def test_trajectory_is_that_of_grad_scaler(kind) -> None:
     assert {i for i, (_, _, skipped) in enumerate(expected) if skipped} == BAD_STEPS
     for ours, other in zip(amp.parameters(), reference.parameters(), strict=True):
         assert torch.equal(ours, other)
+
+
+@given(
+    start=st.floats(1.0, 2.0**24, width=32),
+    growth=st.floats(1.0009765625, 8.0, width=32),
+    backoff=st.floats(0.0009765625, 0.9990234375, width=32),
+    interval=st.integers(1, 3),
+    steps=st.lists(st.booleans(), min_size=1, max_size=12),
+)
+@example(start=110000.0, growth=1.1, backoff=0.3, interval=2, steps=[True, False, False, True])
+def test_both_rules_are_grad_scalers_to_the_bit(start, growth, backoff, interval, steps) -> None:
+    config = DynamicLossScale(start, growth, backoff, interval)
+    theirs = torch.tensor([start]), torch.zeros(1, dtype=torch.int32)
+    ours = {
+        rule: (torch.tensor(start), torch.tensor(first_counters(config), dtype=torch.int32))
+        for rule in (adapted, adapted_by_kernel)
+    }
+    for is_bad in steps:
+        found = torch.tensor(float(is_bad))
+        torch._amp_update_scale_(*theirs, found, growth, backoff, interval)
+        theirs[0].clamp_(config.floor, config.ceiling)
+        for rule, (scale, counters) in ours.items():
+            before = scale.clone(), counters.clone()
+            ours[rule] = new, good = rule(config, scale, counters, found)
+            assert (new, good[0]) == (theirs[0], theirs[1]), rule
+            assert new.dtype == torch.float32
+            assert good.dtype == torch.int32
+            assert scale == before[0]
+            assert torch.equal(counters, before[1])
 
 
 def test_200_bad_steps_stop_at_the_floor_and_good_ones_at_the_ceiling() -> None:

@@ -98,7 +98,7 @@ from .modes import (
     running_node,
     without_wrappers,
 )
-from .optimizers import has_step_hooks, note_step, takes_found_inf
+from .optimizers import has_step_hooks, note_step, takes_found_inf, update_scale
 from .parameter_data import data_of, times_asked, times_asked_in_all, watch_data
 from .quiet import (
     errors_raised_not_logged,
@@ -228,6 +228,7 @@ __all__ = [
     "times_refused",
     "traced_nodes_forgotten",
     "tracing_lock",
+    "update_scale",
     "waited",
     "watch_data",
     "whole_grad_regions",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 
@@ -18,3 +20,21 @@ def takes_found_inf(optimizer: Optimizer) -> bool:
 def note_step(optimizer: Optimizer) -> None:
     """Tells schedulers that the optimizer had its turn; they warn of one whose step was left out."""
     optimizer._opt_called = True  # type: ignore[attr-defined]
+
+
+def update_scale(
+    scale: Tensor, counters: Tensor, found: Tensor, growth: float, backoff: float, interval: int
+) -> tuple[Tensor, Tensor]:
+    """Returns the next scale and the next counters by the kernel of ``torch.amp.GradScaler``.
+
+    Args:
+        scale: The scale, 0-dim float32.
+        counters: The first one counts the good steps in a row, int32; the kernel does not know the others.
+        found: 1 if gradients of the step were not finite, else 0; 0-dim float32.
+        growth: The factor after ``interval`` good steps.
+        backoff: The factor after a bad step.
+        interval: The number of good steps.
+    """
+    scale, counters = scale.clone(), counters.clone()
+    torch._amp_update_scale_(scale, counters[0], found, growth, backoff, interval)
+    return scale, counters

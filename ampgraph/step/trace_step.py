@@ -30,7 +30,7 @@ from ..module import AmpModule
 from ..policy.loss_scale import DynamicLossScale, adapted
 from ..training.gradient_boundary import non_finite, traced_for_a_compiler
 from ..training.optimizer_step import makes_buffers, parameters_of
-from ..training.overflow import bad_outputs
+from ..training.overflow import largest
 from ..training.scale_state import CHECKED
 from ..training.weight_gradient import low_weight_gradients
 from .effects import RefusedOutside, without_effects, without_saved_tensor_hooks
@@ -237,7 +237,7 @@ class _Tracer:
                 kept = self._update(gradients, found, rates)
         results = self._results(result)
         if flags is not None and found is not None:
-            results += self._scaled(flags, found, bad_outputs(model.outputs, found), scale)
+            results += self._scaled(flags, found, largest(model.outputs, found), scale)
         return [*results, *kept]
 
     def _results(self, result: Any) -> list[Tensor]:
@@ -329,13 +329,13 @@ class _Tracer:
         elif known:
             torch._foreach_copy_([copy for copy, _ in known], [master for _, master in known])
 
-    def _scaled(self, flags: Tensor, found: Tensor, bad: Tensor, scale: Sequence[Tensor]) -> list[Tensor]:
+    def _scaled(self, flags: Tensor, found: Tensor, outputs: Tensor, scale: Sequence[Tensor]) -> list[Tensor]:
         """Returns what `LossScaler.take_step` takes."""
         config, (now, inverse, counters) = self.amp.scaler.config, scale
         if isinstance(config, DynamicLossScale):
-            now, counters = adapted(config, now, counters, found > 0)
+            now, counters = adapted(config, now, counters, found)
             inverse = now.reciprocal()
-        return [flags, found, bad, now, inverse, counters]
+        return [flags, found, outputs, now, inverse, counters]
 
 
 def _trained(optimizer: Optimizer) -> list[Tensor]:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from .._compat import Content, current_backward, has_content, run_by_autograd
+from .._compat import Content, current_backward, has_content, is_batched, run_by_autograd
 
 
 class CheckedGradients:
@@ -27,7 +27,7 @@ class CheckedGradients:
         self._last: tuple[int | None, dict[int, Content | None]] = (None, {})
 
     def note(self, slots: Iterable[int], gradients: Iterable[Tensor]) -> None:
-        """Records gradients that leave a boundary now."""
+        """Records gradients that leave a boundary now; no vmap has made them."""
         backward = current_backward()
         if backward is None:
             return
@@ -70,7 +70,7 @@ class CheckedGradients:
                 return
             pairs = zip(leaves, gradients, strict=True)
             given = [(slot_of(leaf), g) for leaf, g in pairs if leaf is not None and g is not None]
-            found = [(slot, g) for slot, g in given if slot is not None]
+            found = [(slot, g) for slot, g in given if slot is not None and not is_batched(g)]
             checked.note([slot for slot, _ in found], [g for _, g in found])
 
         return note

@@ -17,6 +17,7 @@ divides by the same number, even if the scaler has changed the scale since.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -96,13 +97,14 @@ class UnscaleGradients(Function):
         given = [g for g in grads if g is not None]
         if not given:
             return None, None, None, *grads
+        by_vmap = _is_batched(given)
         with _role("unscale"):
-            true = unscaled(given, ctx.inverse, ctx.fuses)
+            true = unscaled(given, ctx.inverse, ctx.fuses or by_vmap)
         slots = [int(s) for s, g in zip(ctx.slots.split(), grads, strict=True) if g is not None]
         results = iter(true)
         flags = None
         # Only torch.autograd.grad takes batches of gradients, and it does not add to the probe.
-        if not _is_batched(given):
+        if not by_vmap:
             with _role("finite check"):
                 flags = non_finite(true, slots, ctx.size, ctx.fuses)
             if ctx.checked is not None:
@@ -158,12 +160,14 @@ def scaled(grad: Tensor, scale: Tensor) -> Tensor:
     return (grad * scale).to(grad.dtype)
 
 
-def unscaled(grads: list[Tensor], inverse: Tensor, fuses: bool = False) -> Sequence[Tensor]:
-    """Returns gradients that leave the graph, unscaled; ``fuses`` as for `non_finite`."""
+def unscaled(grads: list[Tensor], inverse: Tensor, one_by_one: bool) -> Sequence[Tensor]:
+    """Returns gradients that leave the graph, unscaled.
+
+    Neither AOTAutograd nor vmap has a kernel for many; a compiler fuses a single product with the check.
+    """
     if _counts_once():
         return _Times.apply(inverse, *grads)
-    # Neither AOTAutograd nor vmap has such a kernel. A compiler fuses a single product with the check.
-    if fuses or any(g.is_sparse for g in grads) or _is_batched(grads):
+    if one_by_one or any(g.is_sparse for g in grads):
         return [g * inverse for g in grads]
     return torch._foreach_mul(grads, inverse)
 
@@ -183,11 +187,12 @@ def non_finite(tensors: Sequence[Tensor], slots: Sequence[int], size: int, fuses
     if not given:
         return torch.zeros(size, device=tensors[0].device)
     values, slots = [t for t, _ in given], [slot for _, slot in given]
-    flags = (~_peaks(values, fuses).detach().isfinite()).to(torch.float32)
+    # Not below infinity: infinity and NaN.
+    flags = (~(_peaks(values, fuses).detach() < math.inf)).to(torch.float32)
     # Slices and no index, which would have to travel to the device.
     pieces, first, end = [], 0, 0
     for slot, count, length in _runs(slots):
-        of_run = flags[first : first + length * count]
+        of_run = flags if length * count == len(values) else flags[first : first + length * count]
         pieces += [flags.new_zeros(slot - end)] if slot > end else []
         pieces.append(of_run if count == 1 else of_run.amax(0, keepdim=True))
         first, end = first + length * count, slot + length
@@ -222,6 +227,9 @@ def _is_batched(tensors: Sequence[Tensor]) -> bool:
 
 def _runs(slots: Sequence[int]) -> Iterator[tuple[int, int, int]]:
     """Yields (first slot, how often each occurs, how many slots): neighbours that occur once make one run."""
+    if len(set(slots)) == len(slots) == slots[-1] - slots[0] + 1:
+        yield slots[0], 1, len(slots)
+        return
     counts = [(slot, len(list(same))) for slot, same in itertools.groupby(slots)]
     start = 0
     for i, (slot, count) in enumerate(counts):

@@ -11,7 +11,7 @@ backward reads changed gradients and marks them again, because they were zeroed 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from torch import Tensor
 from .._compat import Content, after_backward
 from .distributed import is_distributed, local
 from .gradient_boundary import non_finite
-from .parameter_index import ParameterIndex
+from .parameter_index import ParameterIndex, Slotted
 from .scale_state import ScaleState
 from .unscaled_step_warning import UnscaledStepWarning
 from .untaken_gradients import UntakenGradients, has_hooks
@@ -68,14 +68,14 @@ class GradientFlags:
             # The forward looked up gathered parameters; their shards hold the gradients.
             self._slots.refresh()
         checked = self._state.checked.take()
-        self.untaken.note_backward(flags, self._state.scale, checked)
+        parameters = [(p, slot) for p, slot in self._slots.items() if p.grad is not None]
+        gradients: Slotted = [(p.grad, slot) for p, slot in parameters]  # type: ignore[misc]
+        self.untaken.note_backward(flags, self._state.scale, set(checked), gradients)
         if is_distributed():
             return
         changed: list[tuple[Tensor, int]] = []
-        for parameter, slot in self._slots.items():
-            gradient, content = parameter.grad, checked.get(slot)
-            if gradient is None:
-                continue
+        for (parameter, slot), (gradient, _) in zip(parameters, gradients, strict=True):
+            content = checked.get(slot)
             if content is not None and _is_taken_over(parameter, gradient, content):
                 _mark(gradient, flags, slot)
             elif _marked(gradient, slot) is not None and not _is_unchanged(gradient):
@@ -85,7 +85,7 @@ class GradientFlags:
             for gradient, slot in changed:
                 _mark(gradient, fresh, slot)
 
-    def of(self, parameters: Iterable[Tensor], reported: Tensor | None = None) -> Tensor | None:
+    def of(self, parameters: Slotted, reported: Tensor | None = None) -> Tensor | None:
         """Returns a vector, positive in the slots of gradients that are not finite; None without gradients.
 
         A parameter without a slot counts in the last slot.
@@ -94,14 +94,13 @@ class GradientFlags:
             parameters: The parameters.
             reported: What the last backward reported of gradients that were changed since; it counts too.
         """
-        parameters = [p for p in parameters if p.grad is not None]
-        if not parameters:
+        gradients = [(p.grad, slot) for p, slot in parameters if p.grad is not None]
+        if not gradients:
             return None
         size = len(self._slots.names) + 1
         known: dict[int, tuple[Tensor, list[int]]] = {}
         unknown: list[tuple[Tensor, int]] = []
-        for parameter, slot in zip(parameters, self._slots.of(parameters), strict=True):
-            gradient: Tensor = parameter.grad  # type: ignore[assignment]
+        for gradient, slot in gradients:
             flags = _marked(gradient, slot)
             if flags is not None and flags.shape[0] == size:
                 known.setdefault(id(flags), (flags, []))[1].append(slot)  # type: ignore[arg-type]
@@ -114,9 +113,9 @@ class GradientFlags:
             vectors.append(reported)
         return torch.stack(vectors).amax(0) if len(vectors) > 1 else vectors[0]
 
-    def any_value(self, parameters: Iterable[Tensor]) -> Tensor:
+    def any_value(self, parameters: Slotted) -> Tensor:
         """Returns whether a gradient has a value other than zero; reads all of them."""
-        gradients = [local(p.grad) for p in parameters if p.grad is not None]
+        gradients = [local(p.grad) for p, _ in parameters if p.grad is not None]
         values = [g._values() if g.is_sparse else g for g in gradients]
         device = self._state.scale.device
         with torch.no_grad():
@@ -163,8 +162,11 @@ def _mark(gradient: Tensor, flags: Tensor, slot: int) -> None:
 
 def _marked(gradient: Tensor, slot: int | None) -> Tensor | None:
     """Returns the flags of a marked gradient if its memory and its parameter are the same."""
-    mark = getattr(gradient, MARK, None)
-    return None if mark is None or mark[1:3] != (slot, gradient.data_ptr()) else mark[0]
+    mark: tuple | None = getattr(gradient, MARK, None)
+    if mark is None or mark[1] != slot or mark[2] != gradient.data_ptr():
+        return None
+    flags: Tensor = mark[0]
+    return flags
 
 
 def _is_unchanged(gradient: Tensor) -> bool:

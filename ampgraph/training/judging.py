@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from .agreement import agree
 from .distributed import is_distributed
+from .parameter_index import Slotted
 from .step_guard import Agreement, StepGuard, Verdict
 
 # Marks a gradient with the last agreement that was about it, and with its version then.
@@ -34,12 +35,12 @@ class Share(NamedTuple):
 
     Attributes:
         guard: The model's guard.
-        parameters: The parameters of the optimizer that belong to the model.
+        parameters: The parameters of the optimizer that belong to the model, with their slots.
         numbers: The model's loss scale.
     """
 
     guard: StepGuard
-    parameters: list[Tensor]
+    parameters: Slotted
     numbers: Numbers
 
 
@@ -122,24 +123,24 @@ def _reduced(
     return found
 
 
-def _with_others(optimizer: Optimizer, asked: list[Share]) -> list[tuple[StepGuard, list[Tensor]]]:
+def _with_others(optimizer: Optimizer, asked: list[Share]) -> list[tuple[StepGuard, Slotted]]:
     """Adds the gradients of optimizers that step later in this round and that no agreement was about."""
     wide = [(guard, list(parameters)) for guard, parameters, _ in asked]
-    known = {id(p) for _, parameters in wide for p in parameters}
+    known = {id(p) for _, parameters in wide for p, _ in parameters}
     others = {id(o): o for share in asked for o in share.guard.others(optimizer)}
     for other in others.values():
         rest = [p for group in other.param_groups for p in group["params"]]
         rest = [p for p in rest if p.grad is not None and id(p) not in known and not _was_judged(p.grad)]
         for guard, parameters in wide:
-            slots = guard.slots.of(rest)
-            parameters += [p for p, slot in zip(rest, slots, strict=True) if slot is not None]
-            rest = [p for p, slot in zip(rest, slots, strict=True) if slot is None]
-        wide[0][1].extend(rest)
+            found = guard.slots.slotted(rest)
+            parameters += [(p, slot) for p, slot in found if slot is not None]
+            rest = [p for p, slot in found if slot is None]
+        wide[0][1].extend((p, None) for p in rest)
     return wide
 
 
-def _is_about(agreement: Agreement, guard: StepGuard, parameters: Iterable[Tensor]) -> bool:
-    gradients = [p.grad for p in parameters if p.grad is not None]
+def _is_about(agreement: Agreement, guard: StepGuard, parameters: Slotted) -> bool:
+    gradients = [p.grad for p, _ in parameters if p.grad is not None]
     marks = [getattr(gradient, MARK, None) for gradient in gradients]
     pairs = zip(gradients, marks, strict=True)
     is_same = all(mark is not None and mark == (agreement, g._version) for g, mark in pairs)
@@ -151,7 +152,7 @@ def _was_judged(gradient: Tensor) -> bool:
     return mark is not None and mark[1] == gradient._version
 
 
-def _mark(agreement: Agreement, parameters: Iterable[Tensor]) -> None:
-    for parameter in parameters:
+def _mark(agreement: Agreement, parameters: Slotted) -> None:
+    for parameter, _ in parameters:
         if parameter.grad is not None:
             setattr(parameter.grad, MARK, (agreement, parameter.grad._version))

@@ -15,6 +15,7 @@ from .._compat import note_step, takes_found_inf
 from ..own_files import TORCH
 from .judging import Numbers, Share, verdicts
 from .nested_optimizers import Inside, is_inside
+from .parameter_index import Slotted
 from .step_guard import StepGuard, Verdict
 from .step_undo import Undo
 from .step_wrappers import tell_wrapper
@@ -202,18 +203,16 @@ def _verdicts(scalers: Sequence[S], optimizer: Optimizer) -> list[tuple[S, Verdi
     return [(scaler, verdict) for scaler, verdict in zip(scalers, found, strict=True) if verdict is not None]
 
 
-def shares(scalers: Sequence[S], optimizer: Optimizer) -> Iterator[tuple[S, list[Tensor]]]:
+def shares(scalers: Sequence[S], optimizer: Optimizer) -> Iterator[tuple[S, Slotted]]:
     """Yields the parameters of each scaler's model; parameters of no model go to the first scaler.
 
     Parameters that two models share count for both, because either scale may have been too high.
     """
     parameters = parameters_of(optimizer)
-    slots = [scaler.guard.slots.of(parameters) for scaler in scalers]
-    for index, scaler in enumerate(scalers):
-        mine = [slots[index][i] is not None for i in range(len(parameters))]
-        if index == 0:
-            mine = [is_mine or all(s[i] is None for s in slots) for i, is_mine in enumerate(mine)]
-        yield scaler, [p for p, is_mine in zip(parameters, mine, strict=True) if is_mine]
+    found = [scaler.guard.slots.slotted(parameters) for scaler in scalers]
+    owned = {id(p) for slotted in found for p, slot in slotted if slot is not None}
+    for index, (scaler, slotted) in enumerate(zip(scalers, found, strict=True)):
+        yield scaler, [(p, s) for p, s in slotted if s is not None or (index == 0 and id(p) not in owned)]
 
 
 def _any_bad(found: list[tuple[Scaler, Verdict]]) -> Tensor | None:

@@ -7,6 +7,7 @@ step run a second time, node by node (`OverflowLog.looks`). The node that is fou
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -22,8 +23,10 @@ log = logging.getLogger("ampgraph")
 INPUTS = "<inputs>"
 # Of each output; it stays in memory until the next call.
 MOST_BYTES = 2**20
-# What a tensor says of the forward; 1: it was not finite; `SEEN` plus n: the n-th sight tells where.
-UNKNOWN, FINITE, SEEN = -1.0, 0.0, 2.0
+# What a number says of the forward, besides its largest output; `SEEN` minus n: the n-th sight tells where.
+UNKNOWN, SEEN = -1.0, -2.0
+# Steps that wait until one is picked on the device.
+MOST_NOTES = 16
 
 
 class Sight(NamedTuple):
@@ -76,6 +79,17 @@ def overflow_of(numbers: Sequence[Any]) -> Overflow:
     return Overflow(step, tuple(parameters), scale, rank=rank[0] if rank else None)
 
 
+class _Note(NamedTuple):
+    """A step, on the device; see `OverflowLog.note`."""
+
+    step: Tensor
+    flags: Tensor
+    scale: Tensor
+    outputs: Tensor
+    key: Tensor | None
+    found: Tensor
+
+
 class OverflowLog:
     """Keeps the last overflow; its flags stay on the device until they are read.
 
@@ -89,7 +103,7 @@ class OverflowLog:
 
     def __init__(self, names: list[str], peers: Peers):
         self._names, self._peers = names, peers
-        self._pending: tuple[Tensor, ...] | None = None
+        self._notes: list[_Note] = []
         self._last: Overflow | None = None
         self._outputs: list[Tensor] = []
         self._has_all, self._calls = True, 0
@@ -126,7 +140,7 @@ class OverflowLog:
         key: Tensor | None = None,
         outputs: Tensor | None = None,
     ) -> None:
-        """Records a step if ``found`` is positive.
+        """Records a step; the last one whose ``found`` is positive counts.
 
         Args:
             step: The number of the step.
@@ -134,38 +148,37 @@ class OverflowLog:
             scale: The loss scale of the step.
             found: Whether any rank has such a gradient.
             key: What the ranks agreed on; None without other ranks.
-            outputs: Whether the model's outputs were not finite, 1 or 0, of a step that ran as one graph;
-                None: it is asked here.
+            outputs: `largest` of the outputs, of a step that ran as one graph; None: it is asked here.
         """
         self._is_noted, self._is_whole = True, outputs is not None
         step = step.to(found) if isinstance(step, Tensor) else torch.full_like(found, step)
-        key = torch.zeros_like(found, dtype=torch.int64) if key is None else key
         outputs = self._of_forward(found) if outputs is None else outputs
-        new = step, flags, scale, outputs, key, found
-        if self._pending is not None:
-            new = tuple(torch.where(found > 0, n, old) for n, old in zip(new, self._pending, strict=True))  # type: ignore[assignment]
-        self._pending = new
+        self._notes.append(_Note(step, flags, scale, outputs, key, found))
+        # The next run of a graph may write to its outputs.
+        if self._is_whole or len(self._notes) > MOST_NOTES:
+            self._notes = [_picked(self._notes)]
 
     def last(self) -> Overflow | None:
         """Returns the last overflow, and logs it if it is new; waits for the device."""
-        if self._pending is None:
+        if not self._notes:
             return self._last
-        (step, flags, scale, outputs, key, found), self._pending = self._pending, None
+        (step, flags, scale, outputs, key, found), self._notes = _picked(self._notes), []
         if not float(found) > 0:
             return self._last
         count = len(self._names)
         slots = [i for i, flag in enumerate(flags.tolist()) if flag > 0 and i < count]
         parameters = [self._names[slot] for slot in reversed(slots)]
         rank = None
-        if int(key) > 0:
+        if key is not None and int(key) > 0:
             origin = origin_of(int(key))
             rank, first = origin.rank, self._peers.name_at(origin)
             parameters = [p for p in (first,) if p is not None] + [p for p in parameters if p != first]
         named = tuple(parameters) or (INPUTS,)
         forward = float(outputs)
-        sight = self._sights[int(forward - SEEN)] if forward >= SEEN else ()
-        self._last = Overflow(int(step), named, float(scale), forward > FINITE, rank, *sight)
-        if forward != FINITE and not self._is_whole:
+        sight = self._sights[int(SEEN - forward)] if forward <= SEEN else ()
+        is_bad = forward <= SEEN or not math.isfinite(forward)
+        self._last = Overflow(int(step), named, float(scale), is_bad, rank, *sight)
+        if (is_bad or forward == UNKNOWN) and not self._is_whole:
             self._look()
         _log(self._last, self._is_whole)
         return self._last
@@ -173,10 +186,11 @@ class OverflowLog:
     def _of_forward(self, like: Tensor) -> Tensor:
         """Returns what is known of this round's forward, on the device of ``like``."""
         if self._seen is not None:
-            return torch.full_like(like, SEEN + self._seen)
-        bad = bad_outputs(self._outputs, like)
-        is_known = self._has_all and all(t.device == like.device for t in self._outputs)
-        return bad if is_known else torch.where(bad > 0, bad, UNKNOWN)
+            return torch.full_like(like, SEEN - self._seen)
+        near = [t for t in self._outputs if t.device == like.device]
+        found = largest(near, like)
+        is_known = self._has_all and len(near) == len(self._outputs)
+        return found if is_known else torch.where(found < math.inf, UNKNOWN, found)
 
     def _look(self) -> None:
         """Lets the calls of the next round look."""
@@ -235,9 +249,25 @@ def _log(overflow: Overflow, is_whole: bool) -> None:
     )
 
 
-def bad_outputs(outputs: list[Tensor], like: Tensor) -> Tensor:
-    """Returns whether outputs are not all finite, 1 or 0, on the device of ``like``."""
-    floats = [t for t in outputs if t.is_floating_point() and t.device == like.device]
-    if not floats:
+def _picked(notes: list[_Note]) -> _Note:
+    """Returns a copy of the last note with an overflow, of the first one without any; waits for nothing."""
+    found = torch.stack([note.found for note in notes])
+    order = torch.arange(1, len(notes) + 1, device=found.device)
+    last = ((found > 0) * order).argmax().view(1)
+    return _Note(*(_at(last, column) for column in zip(*notes, strict=True)))
+
+
+def _at(index: Tensor, column: tuple[Tensor | None, ...]) -> Any:
+    given = [t for t in column if t is not None]
+    return torch.stack(given).index_select(0, index).squeeze(0) if len(given) == len(column) else None
+
+
+def largest(outputs: list[Tensor], like: Tensor) -> Tensor:
+    """Returns the largest absolute value of outputs, infinity or NaN if there is one; 0-dim, as ``like``."""
+    given = [t for t in outputs if t.is_floating_point() and t.numel()]
+    if not given:
         return torch.zeros_like(like)
-    return torch.stack([~t.isfinite().all() for t in floats]).any().to(like.dtype)
+    peaks = [torch.linalg.vector_norm(t, math.inf) for t in given]
+    # A finite value may be beyond the range of `like`.
+    peaks = [(p * 0.0 if p.dtype == torch.float64 else p).to(like.dtype) for p in peaks]
+    return peaks[0] if len(peaks) == 1 else torch.stack(peaks).amax()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -12,6 +12,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 from .._compat import may_be_swapped, without_wrappers
 from ..proxy.all_parameters import all_parameters
 from .distributed import is_distributed
+
+# Parameters with their slots; None for a tensor that is no parameter of the model.
+Slotted = list[tuple[Tensor, int | None]]
 
 
 class ParameterIndex:
@@ -84,9 +87,17 @@ class ParameterIndex:
             self._met[leaf] = self.of([leaf])[0]
         return self._met[leaf]
 
+    def slotted(self, parameters: Sequence[Tensor]) -> Slotted:
+        """Returns the tensors with their slots."""
+        return list(zip(parameters, self.of(parameters), strict=True))
+
     def of(self, parameters: Iterable[Tensor]) -> list[int | None]:
         """Returns the slot of each tensor; None for a tensor that is not a parameter of the model."""
         parameters = list(parameters)
+        by_parameter = self._by_parameter
+        found = [by_parameter.get(id(p)) for p in parameters]
+        if all(k is not None and k[0]() is p for k, p in zip(found, parameters, strict=True)):
+            return [k[1] for k in found]  # type: ignore[index]
         slots = [self.known(p) for p in parameters]
         if None not in slots:
             return slots

@@ -13,7 +13,7 @@ from ..policy.loss_scale import (
     LossScale,
     NoLossScale,
     StaticLossScale,
-    adapted,
+    adapted_by_kernel,
     first_counters,
     first_scale,
 )
@@ -84,12 +84,12 @@ class ScaleNumbers:
         """The counters of `DynamicLossScale`, see `first_counters`."""
         return self._counters
 
-    def _adapted(self, bad: Tensor, counts: bool | Tensor) -> tuple[Tensor, Tensor]:
+    def _adapted(self, found: Tensor, counts: bool | Tensor) -> tuple[Tensor, Tensor]:
         """Returns the next scale and counters; those of now after a round that does not count."""
         now = self.state.scale, self._counters
         if counts is False:
             return now
-        scale, counters = adapted(self.config, *now, bad)  # type: ignore[arg-type]
+        scale, counters = adapted_by_kernel(self.config, *now, found)  # type: ignore[arg-type]
         if counts is True:
             return scale, counters
         return torch.where(counts, scale, now[0]), torch.where(counts, counters, now[1])

@@ -19,7 +19,7 @@ from ..errors import LoopError, PolicyError, warn_user
 from ..policy.loss_scale import (
     DynamicLossScale,
     LossScale,
-    adapted,
+    adapted_by_kernel,
     checked_state,
     in_range,
     new_scale_of,
@@ -227,11 +227,10 @@ class LossScaler(ScaleNumbers):
         self.guard.count_unstepped()
         if new_scale is not None:
             self.state.set(in_range(self.config, new_scale_of(new_scale, self.state.scale)))
-        elif isinstance(self.config, DynamicLossScale) and self.guard.has_judged:
-            bad = self.guard.found > 0
-            scale, counters = self._adapted(bad, self.guard.counts)
+        elif isinstance(self.config, DynamicLossScale) and self.guard.found is not None:
+            scale, counters = self._adapted(self.guard.found, self.guard.counts)
             if self._was_lowered is not None:
-                is_known, self._was_lowered = bad & self._was_lowered, None
+                is_known, self._was_lowered = (self.guard.found > 0) & self._was_lowered, None
                 scale = torch.where(is_known, self.state.scale, scale)
                 counters = torch.where(is_known, self._counters, counters)
             self.state.set(scale)
@@ -253,7 +252,7 @@ class LossScaler(ScaleNumbers):
             self.guard.overflows.note(self.guard.steps + 1, flags * found, scale, found)
             if not isinstance(self.config, DynamicLossScale):
                 continue
-            lower, counters = adapted(self.config, self.state.scale, self._counters, is_bad)
+            lower, counters = adapted_by_kernel(self.config, self.state.scale, self._counters, found)
             self.state.set(torch.where(is_bad, lower, self.state.scale))
             self._counters = torch.where(is_bad, counters, self._counters)
             self._was_lowered = is_bad if self._was_lowered is None else is_bad | self._was_lowered
@@ -307,7 +306,7 @@ class LossScaler(ScaleNumbers):
         Args:
             flags: Positive in the slots of gradients that were not finite.
             found: Whether there were any, 1 or 0.
-            outputs: Whether the model's outputs were not finite, 1 or 0.
+            outputs: The largest absolute value of the model's outputs, infinity or NaN if there is one.
             scale: The scale of the next step.
             inverse: Its inverse.
             counters: The counters of the next step.
@@ -384,6 +383,7 @@ class LossScaler(ScaleNumbers):
         """Moves the state to the model's device; a model without values has it on the CPU."""
         if device in (self.state.scale.device, torch.device("meta")):
             return
+        self.guard.overflows.last()  # of steps on the old device
         self.state.move(device)
         self._counters = self._counters.to(device)
         self._was_lowered = None

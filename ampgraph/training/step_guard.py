@@ -18,7 +18,7 @@ from .distributed import active_wrapper
 from .gradient_flags import GradientFlags
 from .nested_optimizers import outermost
 from .overflow import OverflowLog
-from .parameter_index import ParameterIndex
+from .parameter_index import ParameterIndex, Slotted
 from .scale_state import ScaleState
 from .untaken_gradients import Backward, LeftOut
 
@@ -77,8 +77,7 @@ class StepGuard:
     A round ends with an update of the scale. It contains at most one step of each optimizer.
 
     Attributes:
-        found: Whether a gradient of this round was not finite, 0-dim float32.
-        has_judged: Whether this round had any gradient.
+        found: Whether a gradient of this round was not finite, 0-dim float32; None before there was any.
         counts: Whether a backward made the gradients of this round.
         steps: Rounds with gradients of a backward so far.
         agreement: The last agreement of this round.
@@ -111,8 +110,7 @@ class StepGuard:
 
     def reset(self) -> None:
         """Begins a round; what was found so far is forgotten."""
-        self.found = torch.zeros((), dtype=torch.float32, device=self._state.scale.device)
-        self.has_judged = False
+        self.found: Tensor | None = None
         self.counts: bool | Tensor = False
         self.agreement: Agreement | None = None
         self._stepped: list[Optimizer] = []
@@ -228,7 +226,7 @@ class StepGuard:
 
     # -- verdicts --------------------------------------------------------------------------------
 
-    def check_order(self, optimizer: Optimizer, parameters: list[Tensor]) -> None:
+    def check_order(self, optimizer: Optimizer, parameters: Slotted) -> None:
         """Checks that the loop may ask for a check of this optimizer's gradients now.
 
         Raises:
@@ -242,21 +240,21 @@ class StepGuard:
         if self._early(optimizer, parameters):
             raise LoopError("unscale_ was already called for this optimizer since the last update.")
 
-    def keep(self, optimizer: Optimizer, parameters: list[Tensor], verdict: Verdict | None) -> None:
+    def keep(self, optimizer: Optimizer, parameters: Slotted, verdict: Verdict | None) -> None:
         """Keeps the verdict on gradients for the step; later changes before it do not count."""
         early = _Early(optimizer, verdict, self._flags.untaken.backwards_of(parameters))
         self._unscaled = [e for e in self._unscaled if e.optimizer is not optimizer] + [early]
 
-    def kept(self, optimizer: Optimizer, parameters: list[Tensor]) -> tuple[Verdict | None] | None:
+    def kept(self, optimizer: Optimizer, parameters: Slotted) -> tuple[Verdict | None] | None:
         """Returns what `keep` was given, in a tuple; None if nothing was."""
         early = self._early(optimizer, parameters)
         return None if early is None else (early.verdict,)
 
-    def take(self, optimizer: Optimizer, parameters: list[Tensor]) -> None:
+    def take(self, optimizer: Optimizer, parameters: Slotted) -> None:
         """Notes that an optimizer takes the gradients, or leaves them out on a verdict."""
         self._flags.untaken.take(optimizer, parameters)
 
-    def _early(self, optimizer: Optimizer, parameters: list[Tensor]) -> _Early | None:
+    def _early(self, optimizer: Optimizer, parameters: Slotted) -> _Early | None:
         """Returns what `judge_early` found; of an attached optimizer, only until the next backward."""
         early = next((e for e in self._unscaled if e.optimizer is optimizer), None)
         if early is None or not self.is_attached(optimizer):
@@ -264,7 +262,7 @@ class StepGuard:
         is_last = early.backwards == self._flags.untaken.backwards_of(parameters)
         return early if is_last else None
 
-    def look(self, parameters: list[Tensor], with_reports: bool = True) -> Verdict | None:
+    def look(self, parameters: Slotted, with_reports: bool = True) -> Verdict | None:
         """Returns the verdict on what this rank holds; None if there are no gradients.
 
         Args:
@@ -276,11 +274,11 @@ class StepGuard:
         flags = self._flags.of(parameters, reported)
         if flags is None:
             return None
-        is_bad_here = (flags > 0).any()
+        found = flags.amax().sign()
         counts = self._flags.has_new_backward() or self.counts
         if counts is False:
-            counts = self._flags.any_value(parameters) | is_bad_here
-        return Verdict(flags, is_bad_here.to(torch.float32), counts, reported)
+            counts = self._flags.any_value(parameters) | (found > 0)
+        return Verdict(flags, found, counts, reported)
 
     def key(self, verdict: Verdict | None) -> Tensor:
         """Returns the message of this rank to the others."""
@@ -309,8 +307,7 @@ class StepGuard:
         """Counts a verdict for the scale."""
         before, self.counts = self.counts, self.counts | verdict.counts
         self.steps = self.steps + (self.counts ^ before)
-        self.has_judged = True
-        self.found = torch.maximum(self.found, verdict.found)
+        self.found = verdict.found if self.found is None else torch.maximum(self.found, verdict.found)
 
     def count_unstepped(self) -> None:
         """Counts the verdicts of `judge_early` whose steps the loop skipped."""

@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -22,7 +21,7 @@ from torch.optim import Optimizer
 
 from .._compat import is_in_backward
 from .distributed import is_distributed, is_spread
-from .parameter_index import ParameterIndex
+from .parameter_index import ParameterIndex, Slotted
 
 SEEN = "_amp_backward"
 _numbers = itertools.count()
@@ -42,11 +41,11 @@ class Backward:
         self.flags, self.scale, self.is_taken = flags, scale, False
 
 
-@dataclass
-class _Entry:
+class _Entry(NamedTuple):
+    """The backward of a gradient, and the gradient's version when that backward ended."""
+
     backward: Backward
     version: int
-    is_taken: bool = False
 
 
 class LeftOut(NamedTuple):
@@ -93,7 +92,7 @@ class UntakenGradients:
 
     def forget(self) -> None:
         """Forgets all backwards."""
-        self._entries: dict[int, _Entry] = {}
+        self._entries: dict[int, _Entry] = {}  # by slot
         # FSDP2 keeps gradients of micro-batches until it reduces them, after the last backward perhaps.
         self._kept_elsewhere: dict[int, Backward] = {}
         self._taken_inside: set[int] = set()  # by optimizers inside the backward that runs now
@@ -114,49 +113,47 @@ class UntakenGradients:
 
     # -- what comes and goes ---------------------------------------------------------------------
 
-    def note_backward(self, flags: Tensor, scale: Tensor, reached: Iterable[int]) -> None:
+    def note_backward(self, flags: Tensor, scale: Tensor, reached: set[int], gradients: Slotted) -> None:
         """Notes a backward that ends now.
 
         Args:
             flags: What it reported.
             scale: The scale, where no call of the model was noted.
             reached: The slots that it has reached.
+            gradients: All gradients of the model.
         """
-        slots = set(reached)
         self.look(inside=True)
-        for part in self._earlier(slots):
+        for part in self._earlier(reached):
             flags = flags.maximum(part)
         new = Backward(flags, scale if self.scale is None else self.scale)
-        for parameter, slot in self._slots.items():
-            if slot in slots and (gradient := parameter.grad) is not None:
-                setattr(gradient, self._seen, new)
-                self._entries[slot] = _Entry(new, gradient._version)
-                slots.discard(slot)
+        noted = {slot: gradient for gradient, slot in gradients if slot in reached}
+        for slot, gradient in noted.items():
+            setattr(gradient, self._seen, new)
+            self._entries[slot] = _Entry(new, gradient._version)
         if is_distributed():
-            self._kept_elsewhere.update(dict.fromkeys(slots - self._taken_inside, new))
+            self._kept_elsewhere.update(dict.fromkeys(reached - noted.keys() - self._taken_inside, new))
         self._taken_inside = set()
         self._is_unseen = True
 
-    def take(self, optimizer: Optimizer, parameters: Iterable[Tensor]) -> None:
+    def take(self, optimizer: Optimizer, parameters: Slotted) -> None:
         """Notes that an optimizer got the verdict on the gradients."""
         self._missed.pop(optimizer, None)
-        slots = {slot for slot in self._slots.of(parameters) if slot is not None}
-        for slot in slots:
-            self._kept_elsewhere.pop(slot, None)
-            if (entry := self._entries.get(slot)) is not None:
-                entry.is_taken = entry.backward.is_taken = True
+        slots = {slot for _, slot in parameters if slot is not None}
+        for slot in slots & self._entries.keys():
+            self._entries.pop(slot).backward.is_taken = True
+        for slot in slots & self._kept_elsewhere.keys():
+            del self._kept_elsewhere[slot]
         if is_in_backward():
             self._taken_inside |= slots
-        self._is_unseen = self._is_unseen and not all(entry.is_taken for entry in self._entries.values())
+        self._is_unseen = self._is_unseen and bool(self._entries)
 
-    def backwards_of(self, parameters: Iterable[Tensor]) -> set[Backward]:
-        """Returns the last backwards of these parameters' gradients."""
-        entries = [self._entries.get(slot) for slot in self._slots.of(parameters) if slot is not None]
-        return {entry.backward for entry in entries if entry is not None}
+    def backwards_of(self, parameters: Slotted) -> set[Backward]:
+        """Returns the last backwards of these parameters' gradients that no step has taken."""
+        return {self._entries[slot].backward for _, slot in parameters if slot in self._entries}
 
     def has_any(self) -> bool:
         """Whether there may be gradients that no step has taken."""
-        return bool(self._kept_elsewhere) or not all(entry.is_taken for entry in self._entries.values())
+        return bool(self._kept_elsewhere or self._entries)
 
     def has_due(self, parameters: Sequence[Tensor]) -> bool:
         """Whether the gradient of one of these is of a backward here and no step has taken it."""
@@ -166,8 +163,7 @@ class UntakenGradients:
     def _is_due(self, parameter: Tensor, slot: int) -> bool:
         if slot in self._kept_elsewhere:
             return True
-        entry = self._entries.get(slot)
-        if entry is None or entry.is_taken or parameter.grad is None:
+        if slot not in self._entries or parameter.grad is None:
             return False
         return is_distributed() or not self._is_gone(parameter, slot)
 
@@ -188,7 +184,7 @@ class UntakenGradients:
         }
         for slot in gone:
             del self._entries[slot]
-        self._note({slot: entry.backward for slot, entry in gone.items() if not entry.is_taken})
+        self._note({slot: entry.backward for slot, entry in gone.items()})
 
     def look_before_call(self) -> None:
         """Does so before the first call of the model after a backward, and finds what was zeroed in place."""
@@ -207,22 +203,22 @@ class UntakenGradients:
         for backward in set(lost.values()):
             backward.flags = backward.flags * (1.0 - share)
         for gradient, slot in written:
-            self._entries[slot].version = gradient._version
+            self._entries[slot] = _Entry(lost[slot], gradient._version)
 
-    def flags_of(self, parameters: Iterable[Tensor]) -> Tensor | None:
+    def flags_of(self, parameters: Slotted) -> Tensor | None:
         """Returns what the last backward reported of gradients in whose place others are now.
 
         Between processes that of all gradients: what a process reads there is what others made of it.
         """
-        parameters = [p for p in parameters if p.grad is not None]
         found: dict[Backward, list[int]] = {}
-        for parameter, slot in zip(parameters, self._slots.of(parameters), strict=True):
-            if slot is not None and (kept := self._kept_elsewhere.get(slot)) is not None:
-                found.setdefault(kept, []).append(slot)
-            if slot is None or (entry := self._entries.get(slot)) is None or entry.is_taken:
+        is_apart = is_distributed()
+        for parameter, slot in parameters:
+            if slot is None or parameter.grad is None:
                 continue
-            if is_distributed() or self._is_gone(parameter, slot):
-                found.setdefault(entry.backward, []).append(slot)
+            if is_apart and slot in self._kept_elsewhere:
+                found.setdefault(self._kept_elsewhere[slot], []).append(slot)
+            if slot in self._entries and (is_apart or self._is_gone(parameter, slot)):
+                found.setdefault(self._entries[slot].backward, []).append(slot)
         vectors = [backward.flags * self._mask(slots) for backward, slots in found.items()]
         return torch.stack(vectors).amax(0) if vectors else None
 
@@ -232,7 +228,7 @@ class UntakenGradients:
 
     def _earlier(self, reached: set[int]) -> list[Tensor]:
         """Returns what is left of the flags of gradients that the backward was added to."""
-        sums = {slot: e.backward for slot, e in self._entries.items() if slot in reached and not e.is_taken}
+        sums = {slot: entry.backward for slot, entry in self._entries.items() if slot in reached}
         # No loop clips between a call and its backward; a write there was a zero.
         zeroed = {slot: sums.pop(slot) for _, slot in self._written(by_sum=True) if slot in sums}
         self._note(zeroed)
@@ -268,9 +264,9 @@ class UntakenGradients:
         Not those that hooks write to, nor any between processes, where wrappers do.
         """
         written: list[tuple[Tensor, int]] = []
-        for parameter, slot in self._slots.items() if not is_distributed() else ():
+        for parameter, slot in self._slots.items() if self._entries and not is_distributed() else ():
             entry, gradient = self._entries.get(slot), parameter.grad
-            if entry is None or entry.is_taken or gradient is None or has_hooks(parameter):
+            if entry is None or gradient is None or has_hooks(parameter):
                 continue
             if gradient._version not in (entry.version, entry.version + by_sum):
                 written.append((gradient, slot))
