@@ -111,7 +111,7 @@ from .ranks import RankStore, store_of_ranks, waited, without_wait
 from .replaced_attribute import replaced
 from .script_functions import scripts_not_optimized
 from .source_lines import cheap_source_lines
-from .storages import Content, current_backward, has_content, may_be_swapped
+from .storages import current_backward, has_content, leave_note, may_be_swapped, note_of
 from .tracing import compiled_calls, tracing_lock
 from .version import VERSION
 
@@ -125,7 +125,6 @@ __all__ = [
     "AppliedFunction",
     "BatchNorm",
     "BreakLog",
-    "Content",
     "FakeTensor",
     "FakeTensorMode",
     "HigherOrderOperator",
@@ -186,6 +185,7 @@ __all__ = [
     "keep_dynamo_out",
     "kernel_settings",
     "known_backends",
+    "leave_note",
     "mark_as_input",
     "may_be_swapped",
     "native_apply",
@@ -200,6 +200,7 @@ __all__ = [
     "no_saved_tensor_hooks",
     "no_selective_checkpoint",
     "node_number",
+    "note_of",
     "note_step",
     "optimizer_hooks",
     "outside_tracing",

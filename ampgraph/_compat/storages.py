@@ -1,5 +1,7 @@
 """Identifies the content of a gradient without keeping the gradient alive.
 
+The Python object of a storage lives as long as the storage, and keeps attributes.
+
 Tried on torch 2.11, 2.13, 2.14 and 2.15.
 """
 
@@ -7,34 +9,30 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-
-
-class Content:
-    """The content of a dense tensor at one moment: storage, position in the storage, and version.
-
-    No other storage gets the same address while this object exists.
-    """
-
-    __slots__ = ("_position", "_storage", "_version")
-
-    def __init__(self, tensor: Tensor):
-        self._storage = StorageWeakRef(tensor.untyped_storage())
-        self._version, self._position = tensor._version, tensor.data_ptr()
-
-    def is_of(self, tensor: Tensor) -> bool:
-        """Whether the tensor, which no vmap has made, has the same storage and was not written since."""
-        if not has_content(tensor) or tensor._version != self._version:
-            return False
-        if tensor.data_ptr() != self._position:
-            return False
-        return tensor.untyped_storage()._cdata == self._storage.cdata
 
 
 def has_content(tensor: Tensor) -> bool:
     """Whether the tensor, which no vmap has made, is plain and dense, with a version counter."""
     return type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.is_inference()
+
+
+def leave_note(tensor: Tensor, note: object) -> None:
+    """Leaves a note with the memory of a tensor that `has_content`; the note goes with the memory."""
+    tensor.untyped_storage()._amp_note = (note, tensor._version, tensor.data_ptr())  # type: ignore[attr-defined]
+
+
+def note_of(tensor: Tensor) -> object:
+    """Returns the note of a tensor's memory if the memory was not written since; else None.
+
+    No vmap has made the tensor.
+    """
+    if not has_content(tensor):
+        return None
+    left: tuple[object, int, int] | None = getattr(tensor.untyped_storage(), "_amp_note", None)
+    if left is None or left[1] != tensor._version or left[2] != tensor.data_ptr():
+        return None
+    return left[0]
 
 
 def may_be_swapped(parameter: Tensor) -> bool:

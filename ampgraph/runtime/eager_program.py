@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 from .._compat import flat_inputs, pytree_info
 from ..ops.bindings import call_of
 from ..passes.analysis.facts import is_cast
-from ..training.gradient_boundary import shadow_weights, shadow_weights_eagerly
+from ..training.gradient_boundary import EAGERLY
 
 _numbers = itertools.count()
 _LITERALS = (int, float, bool, str, type(None))
@@ -212,8 +212,7 @@ class EagerCode:
         function, args = call_of(node.target, node.args, node.kwargs)
         arguments = [self._text(a) for a in args]
         arguments += [f"{name}={self._text(a)}" for name, a in node.kwargs.items()]
-        function = shadow_weights_eagerly if function is shadow_weights else function
-        return f"{self._bind(function)}({', '.join(arguments)})"
+        return f"{self._bind(EAGERLY.get(function, function))}({', '.join(arguments)})"
 
     def _text(self, value: Any) -> str:
         if isinstance(value, fx.Node):

@@ -20,7 +20,7 @@ from .._compat import calling_convention, inductor_modes, new_lock, with_own_cod
 from ..capture.unlift import WHOLE, hold
 from ..passes import Pass, ScaleLoss, run_passes
 from ..proxy.bound_proxy import over_dict_of
-from ..training.gradient_boundary import unscale_gradients
+from ..training.gradient_boundary import EAGERLY, unscale_gradients
 from .boundary import PART, castable, of_part
 from .eager_program import EagerCode, EagerProgram, is_writable
 from .graph_copies import copy_graph_module
@@ -115,7 +115,7 @@ class Family:
         with self._lock:
             found = self._find(passes, parts)
             if is_eager:
-                instead = {unscale_gradients: _of_whole(own)} if own else {}
+                instead = {EAGERLY[unscale_gradients]: _of_whole(own)} if own else {}
                 run: Callable = EagerProgram(found.eager_code, parts, otherwise, instead)
             else:
                 graph = over_dict_of(parts, found.cls)
@@ -183,7 +183,10 @@ def _of_whole(own: list[int]) -> Callable:
     def unscale(
         probe: torch.Tensor, inverse: torch.Tensor, slots: str, *tensors: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        return unscale_gradients(probe, inverse, in_probe(slots), *tensors)
+        outputs: tuple[torch.Tensor, ...] = EAGERLY[unscale_gradients](
+            probe, inverse, in_probe(slots), *tensors
+        )
+        return outputs
 
     return unscale
 

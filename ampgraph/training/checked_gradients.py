@@ -14,17 +14,18 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from .._compat import Content, current_backward, has_content, is_batched, run_by_autograd
+from .._compat import current_backward, has_content, is_batched, leave_note, note_of, run_by_autograd
 
 
 class CheckedGradients:
-    """The gradients that left boundaries, by slot; only those of the last backward that had any.
+    """The gradients that left boundaries; only those of the last backward that had any.
 
-    None is a gradient whose writes nothing counts.
+    Each leaves a note with its memory. Memory whose writes nothing counts has none.
     """
 
     def __init__(self) -> None:
-        self._last: tuple[int | None, dict[int, Content | None]] = (None, {})
+        self._last: tuple[int | None, set[int]] = (None, set())
+        self._note = object()
 
     def note(self, slots: Iterable[int], gradients: Iterable[Tensor]) -> None:
         """Records gradients that leave a boundary now; no vmap has made them."""
@@ -32,15 +33,21 @@ class CheckedGradients:
         if backward is None:
             return
         if self._last[0] != backward:
-            self._last = (backward, {})
-        found = self._last[1]
-        pairs = zip(slots, gradients, strict=True)
-        found.update((slot, Content(g) if has_content(g) else None) for slot, g in pairs)
+            self._last, self._note = (backward, set()), object()
+        reached, note = self._last[1], self._note
+        for slot, gradient in zip(slots, gradients, strict=True):
+            reached.add(slot)
+            if has_content(gradient):
+                leave_note(gradient, (note, slot))
 
-    def take(self) -> dict[int, Content | None]:
-        """Returns the gradients that left boundaries in the current backward."""
-        (backward, found), self._last = self._last, (None, {})
-        return found if backward is not None and backward == current_backward() else {}
+    def take(self) -> set[int]:
+        """Returns the slots of the gradients that left boundaries in the current backward."""
+        (backward, reached), self._last = self._last, (None, set())
+        return reached if backward is not None and backward == current_backward() else set()
+
+    def is_checked(self, gradient: Tensor, slot: int) -> bool:
+        """Whether a gradient left a boundary for this slot, in the backward of the last `take`."""
+        return note_of(gradient) == (self._note, slot)
 
     def follow(self, outputs: Any, probe: Tensor, slot_of: Callable[[Tensor], int | None]) -> None:
         """Records the gradients that a compiled graph's backward returns; its boundary runs no Python.

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -290,15 +290,6 @@ def shadow_weights(*tensors: Tensor) -> tuple[Tensor, ...]:
     return ShadowWeights.apply(copies, *parameters)
 
 
-def shadow_weights_eagerly(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Does what `shadow_weights` does, in less time; for code that no tracer sees."""
-    count = len(tensors) // 2
-    return _read_copies(tensors[:count], *tensors[count:])
-
-
-_read_copies = native_apply(ShadowWeights)
-
-
 def scale_gradients(scale: Tensor, *outputs: Tensor) -> tuple[Tensor, ...]:
     """The node at the graph's outputs; see `ScaleGradients`."""
     return ScaleGradients.apply(scale, *outputs)
@@ -307,3 +298,19 @@ def scale_gradients(scale: Tensor, *outputs: Tensor) -> tuple[Tensor, ...]:
 def unscale_gradients(probe: Tensor, inverse: Tensor, slots: str, *tensors: Tensor) -> tuple[Tensor, ...]:
     """The node at the graph's parameters and differentiable inputs; see `UnscaleGradients`."""
     return UnscaleGradients.apply(probe, inverse, slots, *tensors)
+
+
+_read_copies = native_apply(ShadowWeights)
+
+
+def _shadow_weights_eagerly(*tensors: Tensor) -> tuple[Tensor, ...]:
+    count = len(tensors) // 2
+    return _read_copies(tensors[:count], *tensors[count:])
+
+
+# What does the same as a node's function in less time, in code that no tracer sees.
+EAGERLY: dict[Callable, Callable] = {
+    shadow_weights: _shadow_weights_eagerly,
+    scale_gradients: native_apply(ScaleGradients),
+    unscale_gradients: native_apply(UnscaleGradients),
+}

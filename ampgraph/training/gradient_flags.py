@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .._compat import Content, after_backward
+from .._compat import after_backward
 from .distributed import is_distributed, local
 from .gradient_boundary import non_finite
 from .parameter_index import ParameterIndex, Slotted
@@ -67,16 +67,16 @@ class GradientFlags:
         if is_distributed():
             # The forward looked up gathered parameters; their shards hold the gradients.
             self._slots.refresh()
-        checked = self._state.checked.take()
+        checked, reached = self._state.checked, self._state.checked.take()
         parameters = [(p, slot) for p, slot in self._slots.items() if p.grad is not None]
         gradients: Slotted = [(p.grad, slot) for p, slot in parameters]  # type: ignore[misc]
-        self.untaken.note_backward(flags, self._state.scale, set(checked), gradients)
+        self.untaken.note_backward(flags, self._state.scale, reached, gradients)
         if is_distributed():
             return
         changed: list[tuple[Tensor, int]] = []
         for (parameter, slot), (gradient, _) in zip(parameters, gradients, strict=True):
-            content = checked.get(slot)
-            if content is not None and _is_taken_over(parameter, gradient, content):
+            is_taken_over = slot in reached and checked.is_checked(gradient, slot)
+            if is_taken_over and not gradient.requires_grad and not has_hooks(parameter):
                 _mark(gradient, flags, slot)
             elif _marked(gradient, slot) is not None and not _is_unchanged(gradient):
                 changed.append((gradient, slot))
@@ -149,11 +149,6 @@ class GradientFlags:
 
     def __getstate__(self) -> dict[str, object]:
         return {**vars(self), "_masks": {}}
-
-
-def _is_taken_over(parameter: Tensor, gradient: Tensor, content: Content) -> bool:
-    """Whether a gradient left a boundary and cannot have changed since."""
-    return content.is_of(gradient) and not gradient.requires_grad and not has_hooks(parameter)
 
 
 def _mark(gradient: Tensor, flags: Tensor, slot: int) -> None:

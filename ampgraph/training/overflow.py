@@ -258,8 +258,15 @@ def _picked(notes: list[_Note]) -> _Note:
 
 
 def _at(index: Tensor, column: tuple[Tensor | None, ...]) -> Any:
-    given = [t for t in column if t is not None]
-    return torch.stack(given).index_select(0, index).squeeze(0) if len(given) == len(column) else None
+    like = next((t for t in column if t is not None), None)
+    if like is None:
+        return None
+    # A step that the loop left out has no key.
+    return (
+        torch.stack([like.new_zeros(()) if t is None else t for t in column])
+        .index_select(0, index)
+        .squeeze(0)
+    )
 
 
 def largest(outputs: list[Tensor], like: Tensor) -> Tensor:

@@ -41,11 +41,8 @@ class Backward:
         self.flags, self.scale, self.is_taken = flags, scale, False
 
 
-class _Entry(NamedTuple):
-    """The backward of a gradient, and the gradient's version when that backward ended."""
-
-    backward: Backward
-    version: int
+# The backward of a gradient, and the gradient's version when that backward ended. The gradient has it, too.
+_Entry = tuple[Backward, int]
 
 
 class LeftOut(NamedTuple):
@@ -128,19 +125,22 @@ class UntakenGradients:
         new = Backward(flags, scale if self.scale is None else self.scale)
         noted = {slot: gradient for gradient, slot in gradients if slot in reached}
         for slot, gradient in noted.items():
-            setattr(gradient, self._seen, new)
-            self._entries[slot] = _Entry(new, gradient._version)
+            self._enter(slot, gradient, new)
         if is_distributed():
             self._kept_elsewhere.update(dict.fromkeys(reached - noted.keys() - self._taken_inside, new))
         self._taken_inside = set()
         self._is_unseen = True
+
+    def _enter(self, slot: int, gradient: Tensor, backward: Backward) -> None:
+        self._entries[slot] = entry = backward, gradient._version
+        setattr(gradient, self._seen, entry)
 
     def take(self, optimizer: Optimizer, parameters: Slotted) -> None:
         """Notes that an optimizer got the verdict on the gradients."""
         self._missed.pop(optimizer, None)
         slots = {slot for _, slot in parameters if slot is not None}
         for slot in slots & self._entries.keys():
-            self._entries.pop(slot).backward.is_taken = True
+            self._entries.pop(slot)[0].is_taken = True
         for slot in slots & self._kept_elsewhere.keys():
             del self._kept_elsewhere[slot]
         if is_in_backward():
@@ -149,7 +149,7 @@ class UntakenGradients:
 
     def backwards_of(self, parameters: Slotted) -> set[Backward]:
         """Returns the last backwards of these parameters' gradients that no step has taken."""
-        return {self._entries[slot].backward for _, slot in parameters if slot in self._entries}
+        return {self._entries[slot][0] for _, slot in parameters if slot in self._entries}
 
     def has_any(self) -> bool:
         """Whether there may be gradients that no step has taken."""
@@ -184,7 +184,7 @@ class UntakenGradients:
         }
         for slot in gone:
             del self._entries[slot]
-        self._note({slot: entry.backward for slot, entry in gone.items()})
+        self._note({slot: backward for slot, (backward, _) in gone.items()})
 
     def look_before_call(self) -> None:
         """Does so before the first call of the model after a backward, and finds what was zeroed in place."""
@@ -195,7 +195,7 @@ class UntakenGradients:
         written = self._written(by_sum=False)
         if not written:
             return
-        lost = {slot: self._entries[slot].backward for _, slot in written}
+        lost = {slot: self._entries[slot][0] for _, slot in written}
         share = torch.zeros_like(next(iter(lost.values())).flags)
         zero = [_is_zero(gradient).to(share.device, share.dtype) for gradient, _ in written]
         share[torch.tensor(list(lost), device=share.device)] = torch.stack(zero)
@@ -203,7 +203,7 @@ class UntakenGradients:
         for backward in set(lost.values()):
             backward.flags = backward.flags * (1.0 - share)
         for gradient, slot in written:
-            self._entries[slot] = _Entry(lost[slot], gradient._version)
+            self._enter(slot, gradient, lost[slot])
 
     def flags_of(self, parameters: Slotted) -> Tensor | None:
         """Returns what the last backward reported of gradients in whose place others are now.
@@ -218,17 +218,17 @@ class UntakenGradients:
             if is_apart and slot in self._kept_elsewhere:
                 found.setdefault(self._kept_elsewhere[slot], []).append(slot)
             if slot in self._entries and (is_apart or self._is_gone(parameter, slot)):
-                found.setdefault(self._entries[slot].backward, []).append(slot)
+                found.setdefault(self._entries[slot][0], []).append(slot)
         vectors = [backward.flags * self._mask(slots) for backward, slots in found.items()]
         return torch.stack(vectors).amax(0) if vectors else None
 
     def _is_gone(self, parameter: Tensor, slot: int) -> bool:
         entry = self._entries.get(slot)
-        return entry is not None and getattr(parameter.grad, self._seen, None) is not entry.backward
+        return entry is not None and getattr(parameter.grad, self._seen, None) is not entry
 
     def _earlier(self, reached: set[int]) -> list[Tensor]:
         """Returns what is left of the flags of gradients that the backward was added to."""
-        sums = {slot: entry.backward for slot, entry in self._entries.items() if slot in reached}
+        sums = {slot: backward for slot, (backward, _) in self._entries.items() if slot in reached}
         # No loop clips between a call and its backward; a write there was a zero.
         zeroed = {slot: sums.pop(slot) for _, slot in self._written(by_sum=True) if slot in sums}
         self._note(zeroed)
@@ -256,7 +256,7 @@ class UntakenGradients:
 
         The values that were not finite may be in the shards of other ranks.
         """
-        return is_spread(gradient) and gradient._version <= self._entries[slot].version + 1
+        return is_spread(gradient) and gradient._version <= self._entries[slot][1] + 1
 
     def _written(self, by_sum: bool) -> list[tuple[Tensor, int]]:
         """Returns the gradients, not taken yet, with a write since they were noted besides autograd's sum.
@@ -268,7 +268,7 @@ class UntakenGradients:
             entry, gradient = self._entries.get(slot), parameter.grad
             if entry is None or gradient is None or has_hooks(parameter):
                 continue
-            if gradient._version not in (entry.version, entry.version + by_sum):
+            if gradient._version not in (entry[1], entry[1] + by_sum):
                 written.append((gradient, slot))
         return written
 
