@@ -12,6 +12,7 @@ from torch import nn
 
 import ampgraph
 from ampgraph import DynamicLossScale, Policy
+from ampgraph.errors import LoopError
 
 pytestmark = pytest.mark.usefixtures("shared_captures")
 NUMBERS = {"init_scale": 64.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2}
@@ -115,3 +116,41 @@ def test_accelerate_accumulates(attached) -> None:
         scales.append(amp.scaler.get_scale())
     assert changed == [False, True, False, False, False, True, False, False]
     assert scales == [64.0, 64.0, 64.0, 32.0, 32.0, 32.0, 32.0, 16.0]
+
+
+def attacking_loop(model: nn.Module, optimizer: Any, scaler: Any) -> list[float]:
+    """An attack on the inputs overflows in some steps, and the loop throws its gradients of weights away."""
+    scales = []
+    for step in range(STEPS):
+        x = torch.ones(4, 8, requires_grad=True)
+        scaler.scale(model(x).square().mean() * (float("inf") if step in BAD else 1.0)).backward()
+        attacked = (x + 0.1 * x.grad.nan_to_num().sign()).detach()
+        optimizer.zero_grad()
+        scaler.scale(model(attacked).square().mean()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        scales.append(scaler.get_scale())
+    return scales
+
+
+def test_gradients_that_the_loop_throws_away_are_not_its_steps() -> None:
+    model = nn.Linear(8, 2)
+    reference = copy.deepcopy(model)
+    policy = Policy(dtype=torch.float16, loss_scale=DynamicLossScale(**NUMBERS))
+    amp = ampgraph.convert(model, (torch.randn(4, 8),), policy=policy)
+    theirs = torch.amp.GradScaler("cpu", **NUMBERS)
+    expected = attacking_loop(reference, torch.optim.SGD(reference.parameters(), lr=0.1), theirs)
+    assert attacking_loop(amp, torch.optim.SGD(amp.parameters(), lr=0.1), amp.scaler) == expected
+
+
+def test_a_grad_scaler_around_an_attached_fused_optimizer() -> None:
+    policy = Policy(dtype=torch.float16, loss_scale=DynamicLossScale(**NUMBERS))
+    amp = ampgraph.convert(nn.Linear(8, 2), (torch.randn(4, 8),), policy=policy)
+    optimizer = torch.optim.AdamW(amp.parameters(), lr=0.1, fused=True)
+    amp.scaler.attach(optimizer)
+    theirs, before = torch.amp.GradScaler("cpu", **NUMBERS), amp.weight.detach().clone()
+    with pytest.warns(UserWarning, match="with both, gradients overflow"):
+        theirs.scale(amp(torch.ones(4, 8)).sum()).backward()
+    with pytest.raises(LoopError, match=r"a torch\.amp\.GradScaler steps this AdamW"):
+        theirs.step(optimizer)
+    assert torch.equal(before, amp.weight)

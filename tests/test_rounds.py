@@ -102,6 +102,53 @@ def test_both_step_always_and_one_rests_now_and_then() -> None:
     assert loop.rounds() == before + 3
 
 
+# -- optimizers of the same parameters -----------------------------------------------------------------
+
+
+def scales_of(pick: Callable[[nn.Module, int], list[torch.optim.Optimizer]], bad: set[int]) -> list[float]:
+    """Returns the scale after each of eight backwards; ``pick`` attaches optimizers, and returns some."""
+    policy = Policy(dtype=torch.float16, loss_scale=DynamicLossScale(1024.0, growth_interval=3))
+    amp = ampgraph.convert(nn.Linear(8, 4), (torch.ones(2, 8),), policy=policy)
+    scales = []
+    for turn in range(8):
+        amp.zero_grad()
+        (amp(torch.ones(2, 8)).sum() * (INF if turn in bad else 1.0)).backward()
+        for optimizer in pick(amp, turn):
+            optimizer.step()
+        scales.append(amp.scaler.get_scale())
+    return scales
+
+
+EXPECTED = [512.0, 512.0, 512.0, 1024.0, 512.0, 256.0, 256.0, 256.0]
+
+
+@pytest.mark.parametrize("is_kept", [False, True])
+def test_a_new_optimizer_for_each_step(is_kept) -> None:
+    kept = []
+
+    def pick(amp: nn.Module, turn: int) -> list[torch.optim.Optimizer]:
+        kept[:] = [*(kept if is_kept else ()), torch.optim.SGD(amp.parameters(), lr=1e-3)]
+        amp.scaler.attach(kept[-1])
+        return kept[-1:]
+
+    assert scales_of(pick, {0, 4, 5}) == EXPECTED
+
+
+@pytest.mark.parametrize("number", [2, 3])
+@pytest.mark.parametrize("is_together", [False, True])
+def test_optimizers_of_the_same_parameters(number, is_together) -> None:
+    """One after the other, or all on the gradients of one backward: in both an update for each backward."""
+    optimizers: list[torch.optim.Optimizer] = []
+
+    def pick(amp: nn.Module, turn: int) -> list[torch.optim.Optimizer]:
+        if not optimizers:
+            optimizers.extend(torch.optim.SGD(amp.parameters(), lr=1e-3) for _ in range(number))
+            amp.scaler.attach(*optimizers)
+        return optimizers if is_together else [optimizers[turn % number]]
+
+    assert scales_of(pick, {0, 4, 5}) == EXPECTED
+
+
 # -- steps that raise ----------------------------------------------------------------------------------
 
 

@@ -126,3 +126,57 @@ def test_the_scheduler_of_a_trainer_sees_skipped_steps(fused, tmp_path) -> None:
     # A fused step is skipped on the device, and the scheduler goes on, as with GradScaler.
     seen = rounds if fused else rounds - 2
     assert trainer.lr_scheduler.get_last_lr()[0] == pytest.approx(1.0 - seen / rounds)
+
+
+class Several(torch.optim.Optimizer):
+    """Optimizers in a list, as OpenNMT has them."""
+
+    def __init__(self, optimizers: list[torch.optim.Optimizer]) -> None:
+        self.optimizers, self.state, self.defaults = optimizers, {}, {}
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return [group for one in self.optimizers for group in one.param_groups]
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for one in self.optimizers:
+            one.zero_grad(set_to_none)
+
+    def step(self, closure: Any = None) -> None:
+        for one in self.optimizers:
+            one.step()
+
+
+@pytest.mark.filterwarnings("error")
+def test_an_optimizer_that_holds_others_in_a_list() -> None:
+    amp = converted()
+    parts = amp.source[0], amp.source[2]
+    optimizer = Several([torch.optim.AdamW(part.parameters(), lr=1e-2) for part in parts])
+    amp.scaler.attach(optimizer)
+    skipped = []
+    for step in range(STEPS):
+        before = [p.detach().clone() for p in amp.parameters()]
+        optimizer.zero_grad()
+        loss_of(amp, step in BAD).backward()
+        optimizer.step()
+        skipped.append(all(map(torch.equal, before, amp.parameters())))
+    assert skipped == [step in BAD for step in range(STEPS)]
+
+
+@pytest.mark.filterwarnings("error")
+def test_parameters_that_are_results_of_others() -> None:
+    """As in MAML: torch warns of reads of ``.grad`` of results."""
+    amp = converted()
+    optimizer = torch.optim.SGD(amp.parameters(), lr=0.1)
+    amp.scaler.attach(optimizer)
+    x = torch.ones(4, 8)
+    for _ in range(2):
+        optimizer.zero_grad()
+        slow = dict(amp.named_parameters())
+        loss = torch.func.functional_call(amp, slow, (x,)).square().mean()
+        gradients = torch.autograd.grad(loss, list(slow.values()), create_graph=True)
+        fast = {name: p - 0.1 * g for (name, p), g in zip(slow.items(), gradients, strict=True)}
+        before = amp.source[0].weight.detach().clone()
+        torch.func.functional_call(amp, fast, (x,)).square().mean().backward()
+        optimizer.step()
+        assert not torch.equal(before, amp.source[0].weight)

@@ -23,7 +23,7 @@ from .dynamo import (
     keep_dynamo_out,
     known_backends,
     mark_as_input,
-    run_by_autograd,
+    never_compiled,
     with_own_code,
 )
 from .exporting import (
@@ -189,6 +189,7 @@ __all__ = [
     "mark_as_input",
     "may_be_swapped",
     "native_apply",
+    "never_compiled",
     "never_log_raised_errors",
     "new_lock",
     "next_node_number",
@@ -212,7 +213,6 @@ __all__ = [
     "replaced",
     "result_dtypes",
     "returns_no_argument",
-    "run_by_autograd",
     "running_node",
     "scripts_not_optimized",
     "set_calling_convention",

@@ -1,6 +1,6 @@
 """Private APIs of torch.compile and AOTAutograd. Tried on torch 2.11, 2.13, 2.14 and 2.15.
 
-`compiled_by_dynamo` as it is now: on 2.11, 2.13 and 2.14; `keep_dynamo_out` and `run_by_autograd`: on 2.13
+`compiled_by_dynamo` as it is now: on 2.11, 2.13 and 2.14; `keep_dynamo_out` and `never_compiled`: on 2.13
 alone. Where a function names its versions, these hold.
 """
 
@@ -237,11 +237,12 @@ def keep_dynamo_out(function: Callable) -> None:
     _skip(function, _FrameAction.DEFAULT)
 
 
-def run_by_autograd(function: _F) -> _F:
-    """Keeps Dynamo out of a backward function or hook, and of all that it calls; it may still inline it.
+def never_compiled(function: _F) -> _F:
+    """Keeps Dynamo out of a function that torch calls, and of all that it calls; it may still inline it.
 
-    Autograd calls such functions in the thread of ``torch.autograd.grad``. If a model that Dynamo captures
-    calls that in its forward, Dynamo would compile them as if they were parts of the model.
+    Autograd calls backward functions and hooks in the thread of ``torch.autograd.grad``. If a model that
+    Dynamo captures calls that in its forward, Dynamo would compile them as if they were parts of the model.
+    ``torch.compile`` around a training step would do so too, also with hooks of optimizers.
     """
     _skip(function, _FrameAction.SKIP)
     return function

@@ -16,10 +16,10 @@ from torch.utils._pytree import tree_leaves
 
 from .._compat import (
     is_any_autocast_enabled,
+    never_compiled,
     next_node_number,
     no_ambient_autocast,
     node_number,
-    run_by_autograd,
     running_node,
 )
 
@@ -39,7 +39,7 @@ def without_callers_autocast(function: Callable[..., Any], *args: Any) -> Any:
     return outputs
 
 
-@run_by_autograd
+@never_compiled
 def _hide(first: int, gradients: Iterable[Tensor | None]) -> None:
     """Hides autocast from the node that runs next, and from those behind it that are of the same call."""
     own = running_node()
@@ -58,7 +58,7 @@ def _hide(first: int, gradients: Iterable[Tensor | None]) -> None:
         _switch_off(gradients)
 
 
-@run_by_autograd
+@never_compiled
 def _switch_off(gradients: Iterable[Tensor | None]) -> None:
     """Switches autocast off for the node that runs next."""
     for device in {g.device.type for g in gradients if g is not None}:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from .._compat import current_backward, has_content, is_batched, leave_note, note_of, run_by_autograd
+from .._compat import current_backward, has_content, is_batched, leave_note, never_compiled, note_of
 
 
 class CheckedGradients:
@@ -67,7 +67,7 @@ class CheckedGradients:
     def _after(self, node_ref: weakref.ref, probe_ref: weakref.ref, slot_of: Callable) -> Callable:
         this = weakref.ref(self)
 
-        @run_by_autograd
+        @never_compiled
         def note(gradients: tuple[Tensor | None, ...], _: object) -> None:
             checked, node, probe = this(), node_ref(), probe_ref()
             if checked is None or node is None or probe is None:

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.fx import traceback as fx_traceback
 
-from .._compat import is_batched, native_apply, returns_no_argument, run_by_autograd
+from .._compat import is_batched, native_apply, never_compiled, returns_no_argument
 from ..guards import is_capturing
 from ..marks import BoundaryRole
 from .local_switch import LocalSwitch
@@ -66,7 +66,7 @@ class ScaleGradients(Function):
         return views
 
     @staticmethod
-    @run_by_autograd
+    @never_compiled
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         with _role("scale"):
             return None, *(None if g is None else scaled(g, ctx.scale) for g in grads)
@@ -92,7 +92,7 @@ class UnscaleGradients(Function):
         return views
 
     @staticmethod
-    @run_by_autograd
+    @never_compiled
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         given = [g for g in grads if g is not None]
         if not given:
@@ -127,7 +127,7 @@ class _Times(Function):
         return tuple((t * factor).to(t.dtype) for t in tensors)
 
     @staticmethod
-    @run_by_autograd
+    @never_compiled
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         return None, *_applied(_Once, ctx.factor, grads)
 
@@ -142,7 +142,7 @@ class _Once(Function):
         return tuple(t.view_as(t) for t in tensors)
 
     @staticmethod
-    @run_by_autograd
+    @never_compiled
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         return None, *_applied(_Times, ctx.factor, grads)
 
@@ -274,7 +274,7 @@ class ShadowWeights(Function):
         return views
 
     @staticmethod
-    @run_by_autograd
+    @never_compiled
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         # Autograd casts a gradient to the dtype of its input, faster than a call of `to` for each.
         return None, *grads

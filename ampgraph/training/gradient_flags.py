@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .._compat import after_backward
+from .._compat import after_backward, never_compiled
 from .distributed import is_distributed, local
 from .gradient_boundary import non_finite
 from .parameter_index import ParameterIndex, Slotted
@@ -58,7 +58,7 @@ class GradientFlags:
                 flags._state.note(reported)
                 flags._is_new = True
                 flags.watch.note_backward()
-                after_backward(lambda: flags.mark(reported))
+                after_backward(never_compiled(lambda: flags.mark(reported)))
 
         self._state.watch(backward_reached_probe)
 

@@ -8,10 +8,11 @@ from collections.abc import Iterator
 from torch.optim import Optimizer
 
 _INSIDE, _OUTER = "_amp_inside", "_amp_outer"
+_OF_TENSORS = ("state", "param_groups")
 
 
 def nested(optimizer: Optimizer) -> Iterator[Optimizer]:
-    """Yields the optimizer and the optimizers in its attributes, as in SAM and Lookahead."""
+    """Yields the optimizer and those in its attributes (SAM, Lookahead) and in lists and dicts of these."""
     seen: set[int] = set()
     waiting = [optimizer]
     while waiting:
@@ -20,7 +21,16 @@ def nested(optimizer: Optimizer) -> Iterator[Optimizer]:
             continue
         seen.add(id(one))
         yield one
-        waiting += [value for value in vars(one).values() if isinstance(value, Optimizer)]
+        waiting += _held(one)
+
+
+def _held(optimizer: Optimizer) -> Iterator[Optimizer]:
+    for name, value in vars(optimizer).items():
+        if isinstance(value, Optimizer):
+            yield value
+        elif name not in _OF_TENSORS and isinstance(value, (list, tuple, dict)):
+            items = value.values() if isinstance(value, dict) else value
+            yield from (item for item in items if isinstance(item, Optimizer))
 
 
 def put_inside(optimizer: Optimizer, outer: Optimizer) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from .._compat import run_by_autograd
+from .._compat import never_compiled
 
 
 class NormGradient(Function):
@@ -42,7 +42,7 @@ class NormGradient(Function):
         return result.detach(), low, inverse
 
     @staticmethod
-    @run_by_autograd
+    @never_compiled
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         weight, normalized, inverse = ctx.saved_tensors
         by_x, by_weight, by_bias = ctx.needs_input_grad[:3]

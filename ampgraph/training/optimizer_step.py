@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from torch.optim import LBFGS, SGD, Adagrad, Adam, Optimizer
 
-from .._compat import note_step, takes_found_inf
+from .._compat import apart_from_dynamo, note_step, takes_found_inf
+from ..errors import LoopError
 from ..own_files import TORCH
 from .judging import Numbers, Share, verdicts
 from .nested_optimizers import Inside, is_inside
@@ -81,8 +82,9 @@ def attached_step(
         return result
 
     # A bound method, with the marks of what it wraps: learning rate schedulers look for both.
-    step.__dict__.update(getattr(original, "__dict__", {}), __wrapped__=original)
-    return types.MethodType(step, optimizer)
+    apart = apart_from_dynamo(step)
+    apart.__dict__.update(getattr(original, "__dict__", {}), __wrapped__=original)
+    return types.MethodType(apart, optimizer)
 
 
 def step_unless_bad(
@@ -236,6 +238,11 @@ def _leave_out(optimizer: Optimizer) -> None:
 
 
 def _gated(optimizer: Optimizer, found: Tensor, take: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    if getattr(optimizer, "grad_scale", None) is not None:
+        raise LoopError(
+            f"a torch.amp.GradScaler steps this {type(optimizer).__name__}, which amp.scaler steps, too: the "
+            "gradients are unscaled already. Put amp.scaler in the place of the GradScaler."
+        )
     optimizer.grad_scale, optimizer.found_inf = None, found  # type: ignore[attr-defined]
     try:
         return take(*args, **kwargs)

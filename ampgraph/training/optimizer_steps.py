@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from .._compat import optimizer_hooks
+from .._compat import never_compiled, optimizer_hooks
 from .weak_registry import WeakRegistry
 
 
@@ -42,6 +42,7 @@ def has_other_hooks() -> bool:
     return any(hook is not _after_step for hook in optimizer_hooks())
 
 
+@never_compiled
 def _after_step(optimizer: Optimizer, args: tuple, kwargs: dict[str, Any]) -> None:
     tell_of_step(optimizer)
 

@@ -262,11 +262,8 @@ def _at(index: Tensor, column: tuple[Tensor | None, ...]) -> Any:
     if like is None:
         return None
     # A step that the loop left out has no key.
-    return (
-        torch.stack([like.new_zeros(()) if t is None else t for t in column])
-        .index_select(0, index)
-        .squeeze(0)
-    )
+    filled = [like.new_zeros(()) if t is None else t for t in column]
+    return torch.stack(filled).index_select(0, index).squeeze(0)
 
 
 def largest(outputs: list[Tensor], like: Tensor) -> Tensor:

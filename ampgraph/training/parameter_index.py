@@ -60,9 +60,9 @@ class ParameterIndex:
         vars(self).update(state, _by_parameter={}, _met=WeakIdKeyDictionary(), _subclasses={})
 
     def items(self) -> Iterator[tuple[Tensor, int]]:
-        """Yields each parameter that has a slot, with its slot."""
+        """Yields each parameter that has a slot, with its slot; not results in the place of some."""
         for reference, slot in [*self._by_parameter.values()]:
-            if (parameter := reference()) is not None:
+            if (parameter := reference()) is not None and parameter.is_leaf:
                 yield parameter, slot
         yield from self._subclasses.values()
 

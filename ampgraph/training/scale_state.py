@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._compat import run_by_autograd
+from .._compat import never_compiled
 from .checked_gradients import CheckedGradients
 
 # A boundary that runs in Python records its checked gradients in this attribute of the probe.
@@ -62,7 +62,7 @@ class ScaleState(nn.Module):
         object.__setattr__(self, "_tell", tell)
         if hook := self.__dict__.get("_hook"):
             hook.remove()
-        after = run_by_autograd(lambda probe: tell(_taken(probe)))
+        after = never_compiled(lambda probe: tell(_taken(probe)))
         hook = self.probe.register_post_accumulate_grad_hook(after)
         object.__setattr__(self, "_hook", hook)
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from .._compat import apart_from_dynamo
 from ..errors import LoopError, PolicyError, warn_user
 from ..policy.loss_scale import (
     DynamicLossScale,
@@ -129,6 +130,7 @@ class LossScaler(ScaleNumbers):
         """Returns its argument: the graph scales."""
         return outputs
 
+    @apart_from_dynamo
     def unscale_(self, optimizer: Optimizer) -> None:
         """Checks the gradients now, before they are clipped. They are already unscaled.
 
@@ -149,6 +151,7 @@ class LossScaler(ScaleNumbers):
                 scaler.update()  # another attached optimizer rests
         judge_early(optimizer, [Share(s.guard, part, s) for s, part in shares(scalers, optimizer)])
 
+    @apart_from_dynamo
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Steps the optimizer unless its gradients are not finite.
 
@@ -187,7 +190,6 @@ class LossScaler(ScaleNumbers):
             )
         if optimizer not in self._known:
             self._known.add(optimizer)
-            self.guard.note_optimizer(optimizer)
             self._warn_about_strangers(optimizer, "step")
         is_dynamic = isinstance(self.config, DynamicLossScale)
         if is_dynamic and self.guard.has_stepped(optimizer) and not self.guard.is_attached(optimizer):
@@ -209,6 +211,7 @@ class LossScaler(ScaleNumbers):
                 "parameters may be stepped so; else it is the optimizer of another model."
             )
 
+    @apart_from_dynamo
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Ends a round: grows the scale or backs off, and clears the recorded overflow.
 

@@ -114,6 +114,7 @@ class StepGuard:
         self.counts: bool | Tensor = False
         self.agreement: Agreement | None = None
         self._stepped: list[Optimizer] = []
+        self._taken: set[int] = set()
         self._unscaled: list[_Early] = []
 
     def __getstate__(self) -> dict[str, object]:
@@ -134,7 +135,7 @@ class StepGuard:
     def attach(self, optimizer: Optimizer) -> None:
         """Records an optimizer whose ``step`` asks the guard."""
 
-        self._attached.append(weakref.ref(optimizer))
+        self._attached = [ref for ref in self._attached if ref() is not None] + [weakref.ref(optimizer)]
         self.note_optimizer(optimizer)
 
     def note_optimizer(self, optimizer: Optimizer) -> None:
@@ -156,10 +157,16 @@ class StepGuard:
     def is_end_of_round(self) -> bool:
         """Whether every attached optimizer has stepped since the last update, except those that rest.
 
-        An optimizer rests after a round without it. Its next step is a round by itself.
+        An optimizer rests after a round without it. Its next step is a round by itself. One whose parameters
+        others have stepped is not waited for: its next step is of another backward.
         """
-        waited_for = [o for o in self._live() if o not in self._resting]
-        return self._is_comeback() or all(self.has_stepped(o) for o in waited_for)
+        waited_for = [o for o in self._live() if o not in self._resting and not self.has_stepped(o)]
+        return self._is_comeback() or all(map(self._is_covered, waited_for))
+
+    def _is_covered(self, optimizer: Optimizer) -> bool:
+        """Whether steps of this round were of all parameters of the optimizer that have gradients."""
+        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        return bool(parameters) and all(self.slots.known(p) in self._taken for p in parameters)
 
     def _live(self) -> list[Optimizer]:
         return [o for ref in self._attached if (o := ref()) is not None]
@@ -252,6 +259,7 @@ class StepGuard:
 
     def take(self, optimizer: Optimizer, parameters: Slotted) -> None:
         """Notes that an optimizer takes the gradients, or leaves them out on a verdict."""
+        self._taken.update(slot for _, slot in parameters if slot is not None)
         self._flags.untaken.take(optimizer, parameters)
 
     def _early(self, optimizer: Optimizer, parameters: Slotted) -> _Early | None:
@@ -276,9 +284,14 @@ class StepGuard:
             return None
         found = flags.amax().sign()
         counts = self._flags.has_new_backward() or self.counts
-        if counts is False:
+        if counts is False and not self._repeats(parameters):
             counts = self._flags.any_value(parameters) | (found > 0)
         return Verdict(flags, found, counts, reported)
+
+    def _repeats(self, parameters: Slotted) -> bool:
+        """Whether an attached optimizer steps on gradients that the last round has taken."""
+        is_attached = bool(self._stepped) and self.is_attached(self._stepped[-1])
+        return is_attached and self._flags.untaken.were_taken(parameters)
 
     def key(self, verdict: Verdict | None) -> Tensor:
         """Returns the message of this rank to the others."""

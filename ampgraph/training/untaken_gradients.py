@@ -155,6 +155,15 @@ class UntakenGradients:
         """Whether there may be gradients that no step has taken."""
         return bool(self._kept_elsewhere or self._entries)
 
+    def were_taken(self, parameters: Slotted) -> bool:
+        """Whether a step has taken all these gradients of backwards here, and nothing wrote to them since."""
+        if any(slot in self._entries for _, slot in parameters):
+            return False
+        gradients = [p.grad for p, _ in parameters if p.grad is not None]
+        entries = [getattr(gradient, self._seen, None) for gradient in gradients]
+        pairs = zip(gradients, entries, strict=True)
+        return all(e is not None and e[1] == g._version for g, e in pairs)
+
     def has_due(self, parameters: Sequence[Tensor]) -> bool:
         """Whether the gradient of one of these is of a backward here and no step has taken it."""
         slots = zip(parameters, self._slots.of(parameters), strict=True)

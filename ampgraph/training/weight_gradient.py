@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from .._compat import run_by_autograd
+from .._compat import never_compiled
 from .local_switch import LocalSwitch
 
 _low = LocalSwitch()
@@ -48,7 +48,7 @@ class WeightGradient(Function):
         return result.detach().reshape(*rows.shape[:-1], result.shape[-1])
 
     @staticmethod
-    @run_by_autograd
+    @never_compiled
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
         if grad is None:
             return None, None, None, None, None, None, None
