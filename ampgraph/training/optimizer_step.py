@@ -68,7 +68,8 @@ def attached_step(
     """
     original = optimizer.step
 
-    def step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
+    @apart_from_dynamo
+    def guarded(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
         if is_inside(self):
             return original(*args, **kwargs)
         scalers = scalers_of(self, closure_of(args, kwargs) is not None)
@@ -81,10 +82,12 @@ def attached_step(
                 scaler.update()
         return result
 
+    def step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        return guarded(self, *args, **kwargs)
+
     # A bound method, with the marks of what it wraps: learning rate schedulers look for both.
-    apart = apart_from_dynamo(step)
-    apart.__dict__.update(getattr(original, "__dict__", {}), __wrapped__=original)
-    return types.MethodType(apart, optimizer)
+    step.__dict__.update(getattr(original, "__dict__", {}), __wrapped__=original)
+    return types.MethodType(step, optimizer)
 
 
 def step_unless_bad(
