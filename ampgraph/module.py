@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -359,6 +359,16 @@ class AmpModule(Converted):
         return CompiledSource(self.source, options, graphs, self.scaler, self._stored)
 
     # -- being a module --------------------------------------------------------------------------
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """Same as for the source; a graph whose plan the new values do not fit is captured again."""
+        result = super().load_state_dict(state_dict, *args, **kwargs)
+        self._graphs.note_loaded()
+        return result
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:  # a module around this one loads
+        super()._load_from_state_dict(*args, **kwargs)
+        self._graphs.note_loaded()
 
     def _apply(self, fn: Callable, recurse: bool = True) -> AmpModule:
         with without_swapping():

@@ -40,7 +40,6 @@ class _Guards:
 
     def __enter__(self) -> None:
         config, inside = torch._dynamo.config, self._inside
-        _here.calls = getattr(_here, "calls", 0) + 1
         with compiled_calls.mutex:
             replaced = _replacements()  # first: it raises if a torch has other names
             compiled_calls.begin()
@@ -53,6 +52,7 @@ class _Guards:
                 for owner, name, _, other in replaced:
                     setattr(owner, name, other)
             inside[_ALL] += 1
+        _here.calls = getattr(_here, "calls", 0) + 1  # last: `begin` waits, and may be interrupted
 
     def __exit__(self, *error: object) -> None:
         inside = self._inside

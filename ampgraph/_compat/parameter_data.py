@@ -1,48 +1,23 @@
 """Counts how often code may have written a parameter in a way that raises no version counter.
 
 A write through ``.data`` (``p.data.add_(p.grad, alpha=-lr)``, ``target.data.copy_(...)``) raises none, nor
-does a collective (``dist.broadcast(p, 0)``), and no dispatch of torch tells of them. So the first parameter
-that is watched replaces ``torch.nn.Parameter.data`` by a property that counts and then asks torch, and the
-collectives of ``ProcessGroup`` by functions that do the same (tried on torch 2.13). They stay.
+does a collective, and no dispatch of torch tells of them. So the first parameter that is watched replaces
+``torch.nn.Parameter.data`` by a property that counts and then asks torch (tried on torch 2.13), and
+`collectives` tells of the others. Both stay.
 """
 
 from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
+
+from .collectives import tell_of_collectives
 
 _DATA: Any = torch._C.TensorBase.data
-# Methods of ``ProcessGroup`` that write tensors; later versions of torch have more of them.
-_COLLECTIVES = (
-    "_allgather_base",
-    "_reduce_scatter_base",
-    "all_gather_single",
-    "all_gather_single_coalesced",
-    "all_to_all_single",
-    "allgather",
-    "allgather_coalesced",
-    "allgather_into_tensor_coalesced",
-    "allreduce",
-    "allreduce_coalesced",
-    "alltoall",
-    "alltoall_base",
-    "broadcast",
-    "gather",
-    "recv",
-    "recv_anysource",
-    "reduce",
-    "reduce_scatter",
-    "reduce_scatter_single",
-    "reduce_scatter_single_coalesced",
-    "reduce_scatter_tensor_coalesced",
-    "scatter",
-)
 _asked: dict[int, int] = {}
 _watched: dict[int, weakref.ref[Tensor]] = {}
 _in_all = [0]
@@ -110,19 +85,6 @@ def _delete(parameter: Tensor) -> None:
     _DATA.__delete__(parameter)
 
 
-def _counting(collective: Callable) -> Callable:
-    """Returns a collective that counts for the watched parameters among its tensors, read ones too."""
-
-    @torch.compiler.disable  # Dynamo would trace the search for parameters at a graph break
-    @functools.wraps(collective)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        result = collective(*args, **kwargs)
-        _note_memory([x for x in tree_leaves((args, kwargs)) if type(x) in (Tensor, torch.nn.Parameter)])
-        return result
-
-    return call
-
-
 def _note_memory(tensors: list[Tensor]) -> None:
     """Counts for each watched parameter that lies in the memory of one of the tensors."""
     found = [parameter for reference in [*_watched.values()] if (parameter := reference()) is not None]
@@ -139,8 +101,4 @@ def _note_memory(tensors: list[Tensor]) -> None:
 def _install() -> None:
     torch.compiler.allow_in_graph(_traced)
     torch.nn.Parameter.data = property(_get, _set, _delete, _DATA.__doc__)  # type: ignore[misc, assignment]
-    if torch.distributed.is_available():
-        group = torch.distributed.ProcessGroup
-        for name in _COLLECTIVES:
-            if hasattr(group, name):
-                setattr(group, name, _counting(getattr(group, name)))
+    tell_of_collectives(_note_memory)

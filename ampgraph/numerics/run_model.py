@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.fx import GraphModule
 from torch.utils._pytree import tree_map_only
 
@@ -27,6 +27,7 @@ from ..report.replan import Replanner
 from ..runtime.device import device_of
 from ..runtime.dynamo_backend import make_backend
 from ..runtime.run_graph import flat_inputs
+from ..runtime.unchanged_model import unchanged
 
 
 @dataclass(eq=False)
@@ -164,30 +165,6 @@ class ModelRunner:
         devices = [self.device] if self.device.type == "cuda" else []
         with torch.random.fork_rng(devices=devices), unchanged(self.amp.source):
             yield
-
-
-@contextmanager
-def unchanged(model: nn.Module) -> Iterator[None]:
-    """Puts back what runs inside do to a model: values of buffers, and attributes that modules set."""
-    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
-    spaces = [space for module in model.modules() for space in (vars(module), module._buffers)]
-    names = [(space, dict(space)) for space in spaces]
-    try:
-        yield
-    finally:
-        for space, before in names:
-            if not _same(space, before):
-                space.clear()
-                space.update(before)
-        with torch.no_grad():
-            for buffer, value in buffers:
-                # A write would count as a change of what autograd has saved.
-                if not torch.equal(buffer, value):
-                    buffer.copy_(value)
-
-
-def _same(space: Mapping[str, Any], before: Mapping[str, Any]) -> bool:
-    return list(space) == list(before) and all(space[name] is value for name, value in before.items())
 
 
 def _copied(tensor: Tensor) -> Tensor:

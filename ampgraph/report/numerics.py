@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 from ..errors import AmpGraphError
 from ..plan import Plan
+from ..runtime.unchanged_model import unchanged
 from . import graph_view as view
 from .converted import Converted
 from .tables import Column, table
@@ -38,8 +38,8 @@ def assert_close_to_fp32(
     """Asserts that a converted model gives what its float32 source gives, up to the low dtype's precision.
 
     Both run under ``torch.no_grad`` in the model's current mode, from the same random state; buffers (running
-    statistics) are as before afterwards. An output's error is the 2-norm of the difference over that of the
-    float32 output; outputs that are not floating point must be equal.
+    statistics) and attributes of modules are as before afterwards. An output's error is the 2-norm of the
+    difference over that of the float32 output; outputs that are not floating point must be equal.
 
     Args:
         amp: The converted model.
@@ -80,21 +80,11 @@ def _outputs(
     model: nn.Module, amp: Converted, args: tuple, kwargs: Mapping[str, Any] | None
 ) -> dict[str, Any]:
     args, kwargs = copy.deepcopy((args, dict(kwargs or {})))  # a model may write to its inputs
-    with torch.no_grad(), torch.random.fork_rng(), _same_buffers(amp.source):
+    with torch.no_grad(), torch.random.fork_rng(), unchanged(amp.source):
         torch.manual_seed(0)
         result = model(*args, **kwargs)
     leaves, _ = pytree.tree_flatten_with_path(result)
     return {pytree.keystr(path): leaf for path, leaf in leaves}
-
-
-@contextmanager
-def _same_buffers(model: nn.Module) -> Iterator[None]:
-    before = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
-    try:
-        yield
-    finally:
-        for name, buffer in model.named_buffers():
-            buffer.copy_(before[name])
 
 
 def _tolerance(amp: Converted, given: float | None) -> tuple[float, str]:

@@ -30,6 +30,7 @@ from .first_nonfinite import look_for
 from .graph_copies import copy_graph_module
 from .lowering import AotGraphs, compiled
 from .options import Options
+from .planned_values import PlannedValues
 from .python_state import PythonState
 from .shadow_weights import ShadowWeights
 from .written import Writes
@@ -66,6 +67,7 @@ class CapturedGraph:
         shadows: The model's shadow weights, if its policy keeps them.
         state: The Python state at capture; None for just-in-time graphs.
         writes: The caller's memory that the graph writes, if any.
+        values: The values of the model that the plan was made for; None for just-in-time graphs.
         aot: The graphs of AOTAutograd, on a backend that keeps them.
         lost: The parts of the model's backward that the graph lacks; gradients would be wrong.
         family: The graphs that run blocks which are alike; None for a model by itself.
@@ -84,6 +86,7 @@ class CapturedGraph:
     shadows: ShadowWeights | None = None
     state: PythonState | None = None
     writes: Writes | None = None
+    values: PlannedValues | None = None
     aot: AotGraphs = field(default_factory=AotGraphs)
     lost: tuple[str, ...] = ()
     family: Family | None = None
@@ -120,7 +123,7 @@ class CapturedGraph:
         return type(self.graph_module).forward
 
     def fits(self, args: tuple, kwargs: dict[str, Any], is_untouched: bool = False) -> bool:
-        """Whether the model is unchanged since the capture and the arguments share memory as at capture.
+        """Whether code and values that count are as at the capture, and the arguments share memory as there.
 
         Args:
             args: The positional arguments.
@@ -128,6 +131,8 @@ class CapturedGraph:
             is_untouched: Whether nothing was written to the dict of a module since the model fitted.
         """
         if self.state is not None and not self.state.fits(args, kwargs, is_untouched):
+            return False
+        if self.values is not None and not self.values.hold():
             return False
         return self.writes is None or self.writes.allows(args, kwargs)
 

@@ -169,6 +169,12 @@ class GraphCache:
         self._last = found
         return found
 
+    def note_loaded(self) -> None:
+        """Lets the next calls look at the values that plans depend on: a checkpoint was loaded."""
+        for captured in self:
+            if captured.values is not None:
+                captured.values.look_again()
+
     def is_in_place(self) -> bool:
         """Whether the model has the parameters that its low copies are of."""
         return self.shadows is not None and self.shadows.are_in_place()

@@ -19,6 +19,7 @@ from .captured_graph import CapturedGraph, Timing
 from .export_call import export_call
 from .low_storage import LowStorage
 from .options import Options
+from .planned_values import PlannedValues
 from .python_state import PythonState
 from .rule_targets import Targets, targets_of, warn_of_idle, warn_of_others
 from .shadow_weights import ShadowWeights
@@ -79,6 +80,8 @@ class GraphMaker:
             captured = self._rewrite(graph_module, constants, call.signature, timing, is_first)
             captured.sizes = sizes
         captured.state = PythonState(self._source, reads, call.args, call.kwargs)
+        graph_module = captured.graph_module
+        captured.values = PlannedValues(graph_module.graph, graph_module, captured.plan.low_dtype)
         is_compiled = self._options.backend != "eager"
         if is_compiled and (lost := lost_by_compilers(captured.graph_module)):
             warn_user(

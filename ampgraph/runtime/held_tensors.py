@@ -15,7 +15,7 @@ from .._compat import new_lock, times_asked_in_all, watch_data
 
 
 class Kinds:
-    """Names, sizes and dtypes of tensors, and which of them are one object.
+    """Names, sizes, dtypes and layouts of tensors, and which of them are one object.
 
     There is one object per value, so that kinds are compared by identity: Dynamo of torch 2.11 traces no
     ``__hash__`` of an object. Call `of`.
@@ -39,15 +39,15 @@ _lock = new_lock()  # the garbage collector may run code inside
 def _kind(value: Any) -> tuple[Any, ...]:
     if not isinstance(value, torch.Tensor) or is_lazy(value):
         return (type(value),)
-    return value.shape, value.dtype
+    return value.shape, value.dtype, value.layout
 
 
 class HeldTensors:
     """The parameters and buffers in the dicts of a model's modules.
 
     A graph reads them where they are, so it may read other objects later. But it is right only for the
-    sizes, dtypes and ties of its capture: ``model.half()``, a pruned weight, or an output layer that no
-    longer shares the weight of the embedding, need another graph.
+    sizes, dtypes, layouts and ties of its capture: ``model.half()``, a pruned weight, a matrix that became
+    sparse, or an output layer that no longer shares the weight of the embedding, need another graph.
 
     Args:
         slots: The dicts.

@@ -15,19 +15,20 @@ from ..capture.side_effects import tensor_attributes_restored
 from ..proxy.all_parameters import all_parameters
 from .capture_lock import lock_of
 from .low_storage import LowStorage
+from .unchanged_model import unchanged
 
 
 def own_error(source: nn.Module, stored: LowStorage, args: tuple, kwargs: dict[str, Any]) -> Exception | None:
     """Runs a copy of the source once and returns its error or None; the random state does not change.
 
-    A source that cannot be copied runs itself; then only its buffers, and attributes of its tensors, are put
-    back.
+    A source that cannot be copied runs itself; then its buffers, and attributes of its modules and tensors,
+    are put back.
 
     For a bad shape, for example, the error at the user's line says more than an error of the capture.
     """
     args, kwargs = tree_map_only(Tensor, _copied, (args, kwargs))
     try:
-        with lock_of(source).alone(), stored.as_float32(), _unchanged(source):
+        with lock_of(source).alone(), stored.as_float32(), _undisturbed(source):
             _replica(source)(*args, **kwargs)
     except Exception as error:
         return error
@@ -52,13 +53,11 @@ def _copied(tensor: Tensor) -> Tensor:
 
 
 @contextlib.contextmanager
-def _unchanged(source: nn.Module) -> Iterator[None]:
-    buffers = [(buffer, buffer.detach().clone()) for buffer in source.buffers()]
+def _undisturbed(source: nn.Module) -> Iterator[None]:
     devices = {t.device for t in (*all_parameters(source), *source.buffers()) if t.device.type == "cuda"}
-    with torch.random.fork_rng(devices=list(devices)), tensor_attributes_restored(source):
-        try:
-            yield
-        finally:
-            with torch.no_grad():
-                for buffer, before in buffers:
-                    buffer.copy_(before)
+    with (
+        torch.random.fork_rng(devices=list(devices)),
+        tensor_attributes_restored(source),
+        unchanged(source),
+    ):
+        yield

@@ -30,6 +30,7 @@ from .captured_graph import CapturedGraph, Timing
 from .family import Families, parts_of
 from .graph_copies import copy_graph
 from .options import Options
+from .planned_values import PlannedValues
 from .python_state import PythonState
 from .signature import Signature
 
@@ -196,6 +197,7 @@ def _for_block(
         family=family,
         parts=parts,
     )
+    made.values = PlannedValues(unplanned.graph, parts, plan.low_dtype)
     if captured.writes is not None:
         made.writes = captured.writes.of(parts, call.args, call.kwargs)
     return made

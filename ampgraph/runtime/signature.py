@@ -15,7 +15,7 @@ class Signature(NamedTuple):
     """A call's arguments without their values.
 
     Attributes:
-        kind: Structure, dtypes, devices, ranks and non-tensor values.
+        kind: Structure, dtypes, devices, ranks, layouts and non-tensor values.
         shapes: Sizes of the tensors, in pytree order.
     """
 
@@ -27,7 +27,8 @@ def signature_of(args: tuple, kwargs: dict[str, Any]) -> Signature:
     """Returns the signature of a call."""
     if not kwargs and all(type(a) is torch.Tensor for a in args):
         return Signature(
-            tuple([(a.dtype, a.device, a.dim()) for a in args]), tuple([tuple(a.shape) for a in args])
+            tuple([(a.dtype, a.device, a.dim(), a.layout) for a in args]),
+            tuple([tuple(a.shape) for a in args]),
         )
     leaves, spec = pytree.tree_flatten((args, kwargs))
     if not kwargs and all(isinstance(a, torch.Tensor) for a in args):
@@ -39,7 +40,7 @@ def signature_of(args: tuple, kwargs: dict[str, Any]) -> Signature:
 
 def _kind(tensor: torch.Tensor) -> Hashable:
     """Returns the kind of a tensor; no graph of plain tensors fits a DTensor."""
-    kind = tensor.dtype, tensor.device, tensor.dim()
+    kind = tensor.dtype, tensor.device, tensor.dim(), tensor.layout
     return (*kind, "DTensor") if is_spread(tensor) else kind
 
 
@@ -72,22 +73,24 @@ class Likeness:
             args = (*args, *kwargs.values())
         elif len(args) != self._count:
             return False
-        for value, (cls, seen, device, shape) in zip(args, self._values, strict=True):
+        for value, (cls, seen, device, shape, layout) in zip(args, self._values, strict=True):
             if type(value) is not cls:
                 return False
             if cls is torch.Tensor:
                 if value.dtype is not seen or value.device != device or value.shape != shape:
+                    return False
+                if value.layout is not layout:
                     return False
             elif value != seen:
                 return False
         return True
 
 
-def _seen(value: Any) -> tuple[Any, Any, Any, Any]:
-    """Returns type, dtype or value, device and sizes; None as the type of a value that never fits."""
+def _seen(value: Any) -> tuple[Any, Any, Any, Any, Any]:
+    """Returns type, dtype or value, device, sizes and layout; None as the type of a value that never fits."""
     if type(value) is torch.Tensor:
-        return torch.Tensor, value.dtype, value.device, value.shape
-    return (type(value), value, None, None) if type(value) in _CONSTANTS else (None, None, None, None)
+        return torch.Tensor, value.dtype, value.device, value.shape, value.layout
+    return (type(value) if type(value) in _CONSTANTS else None, value, None, None, None)
 
 
 def _constant(leaf: object) -> Hashable:

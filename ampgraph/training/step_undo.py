@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+from collections import deque
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -11,12 +14,17 @@ from torch.optim import Optimizer
 from ..errors import LoopError
 from .nested_optimizers import nested
 
+_KINDS = (bool, int, float, Tensor, list, tuple, deque)
+_TORCHS = ("param_groups", "state", "defaults")
+
 
 class Undo:
     """Copies everything that a step may change; calling the object restores it.
 
-    Tensors in lists are not copied: optimizers append tensors to lists and do not write them later (LBFGS
-    keeps a hundred directions).
+    That is parameters, state, settings of groups, and the optimizer's own numbers, tensors and lists.
+    Tensors in lists and tuples are not copied: optimizers append tensors to lists and do not write them later
+    (LBFGS keeps a hundred directions). In the state, a write to one is an error. Lists of the optimizer's own
+    may hold parameters and gradients, which are written.
     """
 
     def __init__(self, optimizer: Optimizer):
@@ -26,17 +34,19 @@ class Undo:
         self._values = [(p, p.detach().clone()) for p in parameters.values()]
         self._states = [{key: self._kept(value) for key, value in o.state.items()} for o in self._optimizers]
         self._groups = [[self._kept(_settings(g)) for g in o.param_groups] for o in self._optimizers]
-        self._numbers = [_numbers(o) for o in self._optimizers]
+        self._own = [{name: _copied(value) for name, value in _own(o)} for o in self._optimizers]
+        held = {id(v): v for own in self._own for v in own.values() if isinstance(v, Tensor)}
+        self._values += [(t, t.detach().clone()) for key, t in held.items() if key not in parameters]
 
     def __call__(self) -> None:
         """Restores everything.
 
         Raises:
-            LoopError: The optimizer wrote a tensor that it keeps in a list.
+            LoopError: The optimizer wrote a tensor in a list or tuple of its state.
         """
         with torch.no_grad():
-            for parameter, value in self._values:
-                parameter.copy_(value)
+            for tensor, value in self._values:
+                tensor.copy_(value)
         if any(tensor._version != version for tensor, version in self._listed):
             raise LoopError(
                 f"{type(self._optimizers[0]).__name__} changed tensors in a list of its state in place, so "
@@ -47,22 +57,29 @@ class Undo:
             optimizer.state.update(self._states[i])
             for group, settings in zip(optimizer.param_groups, self._groups[i], strict=True):
                 group.update(settings)
-            vars(optimizer).update(self._numbers[i])
+            vars(optimizer).update(self._own[i])
 
     def _kept(self, value: Any) -> Any:
         if isinstance(value, Tensor):
             return value.detach().clone()
         if isinstance(value, dict):
             return {key: self._kept(item) for key, item in value.items()}
-        if isinstance(value, list):
+        if isinstance(value, (list, tuple, deque)):
             self._listed += [(item, item._version) for item in value if isinstance(item, Tensor)]
-            return list(value)
-        return value
+        return _copied(value)
 
 
 def _settings(group: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in group.items() if name != "params"}
 
 
-def _numbers(optimizer: Optimizer) -> dict[str, Any]:
-    return {name: value for name, value in vars(optimizer).items() if isinstance(value, (bool, int, float))}
+def _copied(value: Any) -> Any:
+    """Returns a container with the same items; any other value itself."""
+    return copy.copy(value) if isinstance(value, (list, deque)) else value
+
+
+def _own(optimizer: Optimizer) -> Iterator[tuple[str, Any]]:
+    """Yields the attributes in which an optimizer may keep state besides `state` and its groups."""
+    for name, value in vars(optimizer).items():
+        if name not in _TORCHS and not name.startswith("_amp") and isinstance(value, _KINDS):
+            yield name, value

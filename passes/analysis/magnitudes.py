@@ -162,7 +162,7 @@ class Sizes:
         extent = None if self.facts[node].mutated else self.extents[node]
         if extent is None:
             return UNKNOWN
-        return Size(*extent) if self.extents.is_constant(node) else _of_trained(*extent)
+        return Size(*extent) if self.extents.is_constant(node) else of_trained(*extent)
 
 
 class TypicalSizes(Sizes):
@@ -228,11 +228,11 @@ def values_that_count(graph: Graph, root: Module, low_dtype: torch.dtype) -> lis
             found.append((node.name, extent, tops))
         else:
             peak = extents.peak(node)
-            found.append((node.name, _of_trained(*extent), peak if peak > most else 0.0))
+            found.append((node.name, of_trained(*extent), peak if peak > most else 0.0))
     return found
 
 
-def _of_trained(low: float, high: float) -> Size:
+def of_trained(low: float, high: float) -> Size:
     """Training moves a parameter: a few times its size today is taken for its bound."""
     room = max(4 * max(abs(low), abs(high)), 1.0)
     return Size(-room, room)

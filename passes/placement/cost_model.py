@@ -39,8 +39,6 @@ def label_of(problem: Problem, labels: Labels, tensor: Node) -> Precision:
 
 def required(problem: Problem, operand: Operand, label: Precision, anchor: Node | None) -> Precision | None:
     """Returns the label that a node with the label ``label`` needs of an operand; None: either is fine."""
-    if operand.rule is OperandRule.EITHER:
-        return None
     if operand.rule is OperandRule.SOURCE_DTYPE:
         return problem.source_precision(operand.tensor)
     if label is LOW or operand.rule is OperandRule.NODE_DTYPE:

@@ -134,8 +134,6 @@ class FusedKernels:
         while stack:
             through = stack.pop()
             for user in through.users:
-                if user not in self.kinds:
-                    continue
                 if self.kinds[user] is Kind.VIEW and self.roots[user] is tensor:
                     stack.append(user)
                 else:

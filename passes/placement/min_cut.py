@@ -195,8 +195,6 @@ class CutNetwork:
 
     def cut(self) -> Sides:
         """Returns the minimum cut with the largest source side, without choices."""
-        if not self._vertices:
-            return {}
         import networkx as nx
 
         graph = nx.DiGraph()
