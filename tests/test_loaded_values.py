@@ -80,3 +80,30 @@ def test_ordinary_weights_keep_the_plan(change: Callable[[Tensor], Tensor]) -> N
 
 def policy(level: str) -> Policy:
     return Policy(level=level, dtype=torch.float16)
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(16, 16)
+        self.register_buffer("scale", torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(x) * self.scale
+
+
+def test_a_buffer_that_the_loop_writes_keeps_the_plan() -> None:
+    amp = ampgraph.convert(Scaled(), (x := torch.randn(2, 16),), policy=policy("O2"))
+    for step in range(20):
+        amp.source.scale.fill_(0.9**step)
+        torch.testing.assert_close(amp(x), amp.source(x), atol=0.02, rtol=0.02)
+    assert len(amp.graph_modules) == 1
+
+
+def test_a_module_around_the_model_loads_it() -> None:
+    make, make_loaded = MODELS["bias"]
+    outer = nn.Sequential(ampgraph.convert(make(), (x := torch.randn(2, 16),), policy=policy("O2")))
+    loaded = nn.Sequential(make_loaded())
+    with torch.no_grad():
+        outer.load_state_dict(loaded.state_dict())
+        torch.testing.assert_close(outer(x), loaded(x), atol=0.02, rtol=0.02)

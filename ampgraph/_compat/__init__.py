@@ -27,6 +27,7 @@ from .dynamo import (
     with_own_code,
 )
 from .exporting import (
+    MODULE_CALL,
     no_copies_into_buffers,
     sizes_written_as_numbers,
     telling_no_export,
@@ -119,6 +120,7 @@ __all__ = [
     "ENTER_AUTOCAST",
     "EXIT_AUTOCAST",
     "INFERENCE_MODE_CALLS",
+    "MODULE_CALL",
     "SET_GRAD_ENABLED",
     "TRACED_TENSORS",
     "VERSION",

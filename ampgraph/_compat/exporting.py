@@ -14,6 +14,9 @@ from torch.fx.experimental import proxy_tensor
 
 from .replaced_attribute import replaced
 
+# The method of ``nn.Module`` that every call of a module runs.
+MODULE_CALL = "_call_impl"
+
 _ANSWER = "_answer_of_ampgraph"
 _TRACED_NODES = "_FAKE_TENSOR_ID_TO_PROXY_MAP_FOR_EXPORT"
 _HOOK = "register_buffer_assignment_hook"

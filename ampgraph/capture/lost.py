@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -19,7 +20,15 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointFunction
 
-from .._compat import AppliedFunction, FakeTensor, float32_forward, function_of, native_apply, replaced
+from .._compat import (
+    MODULE_CALL,
+    AppliedFunction,
+    FakeTensor,
+    float32_forward,
+    function_of,
+    native_apply,
+    replaced,
+)
 from ..guards import fp32_guard
 from ..own_files import is_users
 from ..proxy.all_parameters import all_parameters
@@ -49,8 +58,11 @@ def noting_lost_backwards(
         if module._backward_hooks or module._backward_pre_hooks
     ]
 
-    def note(what: str) -> None:
-        text = f"{what}{_place(names, model)}"
+    def place() -> str:
+        return _place(names, model)
+
+    def note(what: str, where: str | None = None) -> None:
+        text = f"{what}{place() if where is None else where}"
         if is_capturing() and torch.is_grad_enabled() and text not in found:
             found.append(text)
 
@@ -96,7 +108,16 @@ def noting_lost_backwards(
             stack.enter_context(_patched(torch.Tensor, name, hooked))
         stack.enter_context(_patched(saved_tensors_hooks, "__enter__", entered))
         own = (*all_parameters(model), *model.buffers(), *tree_leaves(inputs))
-        yield LostBackwards(found, note, set(map(id, own)))
+        lost = LostBackwards(found, note, place, set(map(id, own)))
+
+        def called(original: Callable, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            result = original(module, *args, **kwargs)
+            if module is model and is_capturing():
+                lost.note_returned(result)
+            return result
+
+        stack.enter_context(_patched(nn.Module, MODULE_CALL, called))
+        yield lost
 
 
 def _is_models(function: type) -> bool:
@@ -110,11 +131,15 @@ class LostBackwards:
     Args:
         found: The parts so far.
         note: Adds one, with its place.
+        place: Returns the place in the model's code.
         own: The ids of the model's parameters, buffers and inputs.
     """
 
-    def __init__(self, found: list[str], note: Callable[[str], None], own: set[int]) -> None:
-        self.found, self._note, self._own = found, note, own
+    def __init__(
+        self, found: list[str], note: Callable[..., None], place: Callable[[], str], own: set[int]
+    ) -> None:
+        self.found, self._note, self._place, self._own = found, note, place, own
+        self._leaves: list[tuple[weakref.ref[torch.Tensor], str]] = []
 
     def note_read(self, tensors: Iterable[torch.Tensor]) -> None:
         """Records tensors with gradients that are no parameters of the model: a graph has copies of those."""
@@ -123,10 +148,33 @@ class LostBackwards:
             if not is_of_graph and tensor.requires_grad:
                 self._note(f"the gradient of a tensor of the size {tuple(tensor.shape)} outside of the model")
 
-    def note_required(self, tensor: torch.Tensor, required: bool = True) -> None:
-        """Records that the model's code lets an input require gradients: the caller's tensor would not."""
-        if required and not tensor.requires_grad and is_users(_asking_file()):
+    def note_required(
+        self, tensor: torch.Tensor, requires_grad: bool = True, *, is_made: bool = False
+    ) -> None:
+        """Records that the model's code lets a tensor require gradients: the caller's tensor would not.
+
+        Args:
+            tensor: The tensor.
+            requires_grad: Whether it requires gradients from now on.
+            is_made: Whether forward has made it. It is lost only if forward returns it.
+        """
+        if not requires_grad or tensor.requires_grad or not is_users(_asking_file()):
+            return
+        if is_made:
+            self.note_made(tensor)
+        else:
             self._note("requires_grad_() of an input")
+
+    def note_made(self, leaf: torch.Tensor) -> None:
+        """Records a tensor without history that forward has made and that requires gradients."""
+        self._leaves.append((weakref.ref(leaf), self._place()))
+
+    def note_returned(self, result: Any) -> None:
+        """Records what the model returns: a graph returns no leaves of autograd."""
+        returned = set(map(id, tree_leaves(result)))
+        for reference, place in self._leaves:
+            if id(reference()) in returned - {id(None)}:
+                self._note("requires_grad_() of a tensor that forward returns", place)
 
     def watched(self, node: Any) -> Any:
         """Returns a ``grad_fn`` that the model's code reads in a form that records hooks on it."""

@@ -22,7 +22,8 @@ from .user_code import frames, is_asked_by_model
 _DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 _GRAD_FN = inspect.getattr_static(torch.Tensor, "grad_fn").__get__
 # Most calls read shapes, dtypes and devices: one look-up sorts these out.
-_WATCHED = STATE_READERS | VALUE_READERS | {torch.Tensor.requires_grad_, _DATA, SET_DATA, _GRAD_FN}
+_REQUIRES = {torch.Tensor.requires_grad_, torch.Tensor.requires_grad.__set__}  # type: ignore[attr-defined]
+_WATCHED = STATE_READERS | VALUE_READERS | _REQUIRES | {_DATA, SET_DATA, _GRAD_FN}
 
 
 class WatchedCalls(TorchFunctionMode):
@@ -63,8 +64,8 @@ class WatchedCalls(TorchFunctionMode):
                 return args[0].detach()
             if func in VALUE_READERS:
                 self._reads.note_values(tree_leaves((args, kwargs)))
-            elif func == torch.Tensor.requires_grad_ and not self._kept.has_made(args[0]):
-                self._lost.note_required(*args, **kwargs)
+            elif func in _REQUIRES:
+                self._lost.note_required(*args, **kwargs, is_made=self._kept.has_made(args[0]))
             self._reads.note_call(func)
             self._replaced.note_call(func, args)
         self._real_writes.note(func, args, kwargs)
@@ -78,6 +79,8 @@ class WatchedCalls(TorchFunctionMode):
             read = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
             self._kept.note(func, result, read)
             self._lost.note_read(read)
+            if kwargs.get("requires_grad"):
+                self._lost.note_made(result)
         return self._lost.watched(result) if is_watched and func == _GRAD_FN else result
 
 

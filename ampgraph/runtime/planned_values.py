@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
 from operator import attrgetter
-from typing import NamedTuple
 
 import torch
 from torch import fx, nn
@@ -12,20 +13,25 @@ from .._compat import OpOverload
 from ..ops.kernels import fp32_slots
 from ..passes.analysis.alias import written_memory
 from ..passes.analysis.arguments import argument_name, tensor_arguments
-from ..passes.analysis.magnitudes import COARSE, of_trained
+from ..passes.analysis.magnitudes import of_trained
 from ..passes.analysis.ranges import Extents
+
+# A buffer that was written more often is one that the loop writes. Each look waits for the device.
+_MOST_LOOKS = 8
+# A low dtype with a larger maximum has the range of float32.
+_WIDE = 1e38
 
 
 class PlannedValues:
     """What a plan of a graph depends on of the values of parameters, buffers and constants.
 
     A plan knows which of them the low dtype can hold: a mask of zeros, into which a checkpoint writes -1e9,
-    needs another plan. Buffers are looked at again at each call after a write. Parameters change at each
-    step, and a plan leaves them room for it; call `look_again` after they were loaded.
+    needs another plan. It leaves them the room that training takes. Buffers and constants are looked at
+    again after a write. Parameters are written at each step: call `look_again` after they were loaded.
 
     Args:
         graph: The graph.
-        root: What holds its attributes.
+        root: The module that holds its attributes.
         low_dtype: The low dtype.
     """
 
@@ -34,51 +40,48 @@ class PlannedValues:
         written = written_memory(graph)
         nodes = graph.find_nodes(op="get_attr")
         self._nodes = [n for n in nodes if n not in written and not _is_read_wide(n)]
-        tables = [attrgetter(str(n.target)) for n in self._nodes]
-        self._tables = [get for get in tables if _is_table(get(root))]
-        self._planned = self._values()
-        self._seen, self._holds = self._state(), True
+        self._planned = self._peaks(self._nodes)
+        getters = [(node, attrgetter(str(node.target))) for node in self._nodes]
+        self._tables = [(node, get) for node, get in getters if _is_table(get(root))]
+        self._seen = self._states()
+        self._looks: Counter[fx.Node] = Counter()
+        self._beyond: set[fx.Node] = set()
+        self._is_loaded = False
 
     def hold(self) -> bool:
-        """Whether the values are like those that the plan was made for. Runs at every call."""
-        now = self._state()
-        if now != self._seen:
-            pairs = zip(self._planned, self._values(), strict=True)
-            self._seen, self._holds = now, all(self._is_like(*pair) for pair in pairs)
-        return self._holds
+        """Whether the values are within the room that the plan leaves them. Runs at every call."""
+        now = self._states()
+        if self._is_loaded:
+            self._is_loaded, self._seen = False, now
+            self._look(self._nodes)
+        elif now != self._seen:
+            states = zip(self._tables, now, self._seen, strict=True)
+            changed = [node for (node, _), new, old in states if new != old]
+            self._seen = now
+            self._looks.update(changed)
+            self._look(node for node in changed if self._looks[node] <= _MOST_LOOKS)
+        return not self._beyond
 
     def look_again(self) -> None:
         """Makes the next `hold` look at all values."""
-        self._seen = []
+        self._is_loaded = True
 
-    def _state(self) -> list[object]:
-        return [None, *map(_state_of, (get(self._root) for get in self._tables))]
+    def _look(self, nodes: Iterable[fx.Node]) -> None:
+        for node, peak in self._peaks(nodes).items():
+            (self._beyond.discard if self._is_within(peak, self._planned[node]) else self._beyond.add)(node)
 
-    def _values(self) -> list[_Value]:
+    def _is_within(self, peak: float, planned: float) -> bool:
+        """Whether a plan for the second is right for the first; results count where the range is small."""
+        if planned <= self._limit < peak:
+            return False
+        return self._limit > _WIDE or peak <= of_trained(-planned, planned).high
+
+    def _peaks(self, nodes: Iterable[fx.Node]) -> dict[fx.Node, float]:
         extents = Extents(self._root)
-        return [
-            _Value(
-                extents[node],
-                extents.tops(node) if extents.peak(node) > COARSE else None,
-                extents.is_constant(node),
-            )
-            for node in self._nodes
-        ]
+        return {node: extents.peak(node) for node in nodes}
 
-    def _is_like(self, planned: _Value, now: _Value) -> bool:
-        """Whether a parameter is within the room that the plan leaves it, or a table is as it was."""
-        if now.is_table or planned.extent is None or now.extent is None:
-            return now == planned
-        peak, before = (max(map(abs, extent)) for extent in (now.extent, planned.extent))
-        return peak <= of_trained(*planned.extent).high and (peak > self._limit) <= (before > self._limit)
-
-
-class _Value(NamedTuple):
-    """What counts of one tensor; see `Extents`."""
-
-    extent: tuple[float, float] | None
-    tops: tuple[float, float] | None
-    is_table: bool
+    def _states(self) -> list[object]:
+        return [_state_of(get(self._root)) for _, get in self._tables]
 
 
 def _is_table(value: object) -> bool:
@@ -87,7 +90,7 @@ def _is_table(value: object) -> bool:
 
 
 def _state_of(table: torch.Tensor) -> object:
-    """Returns what changes with a write; for a table whose writes nothing counts, the table."""
+    """Returns what changes with a write; for a table whose writes nothing counts, the table's identity."""
     if table.is_inference():
         return id(table)
     return table._version, table.data_ptr() if table.layout is torch.strided else id(table)
