@@ -28,6 +28,7 @@ from .dynamo import (
 )
 from .exporting import (
     MODULE_CALL,
+    distributions_unchecked,
     no_copies_into_buffers,
     sizes_written_as_numbers,
     telling_no_export,
@@ -149,6 +150,7 @@ __all__ = [
     "current_backward",
     "data_of",
     "dict_versions",
+    "distributions_unchecked",
     "dtypes_of",
     "errors_raised_not_logged",
     "evaluate",

@@ -17,6 +17,7 @@ from torch.fx import traceback as fx_traceback
 
 from .._compat import (
     cheap_source_lines,
+    distributions_unchecked,
     errors_raised_not_logged,
     is_untraced_generator,
     no_ambient_autocast,
@@ -259,8 +260,12 @@ def _complete(program: ExportedProgram, model: nn.Module) -> None:
 
 @contextlib.contextmanager
 def _traced_as_it_runs() -> Iterator[None]:
-    """Lets a trace record sizes, buffers, inference modes and averages as a call has them."""
+    """Lets a trace record sizes, buffers, inference modes and averages as a call has them.
+
+    It leaves out the checks of distributions, as ``torch.compile`` does.
+    """
     with (
+        distributions_unchecked(is_capturing_here),
         sizes_written_as_numbers(is_capturing_here),
         no_copies_into_buffers(is_capturing_here),
         traced_as_no_grad(is_capturing_here),

@@ -1,0 +1,46 @@
+"""Models that draw from ``torch.distributions``, whose checks of arguments branch on values."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributions import Distribution, Normal, kl_divergence
+
+import ampgraph
+
+X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
+
+
+class Encoder(nn.Module):
+    """The encoder of a VAE: a draw, and its divergence from the prior."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean, self.scale = nn.Linear(8, 2), nn.Linear(8, 2)
+        self.register_buffer("zero", torch.zeros(2))
+        self.register_buffer("one", torch.ones(2))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        found = Normal(self.mean(x), nn.functional.softplus(self.scale(x)))
+        return found.rsample(), kl_divergence(found, Normal(self.zero, self.one)).sum(-1)
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+def test_a_distribution_is_captured_ahead_of_time(level) -> None:
+    model = Encoder()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        amp = ampgraph.convert(model, (X,), policy=level, dtype=torch.bfloat16)
+    assert len(amp.graph_modules) == 1
+    results = []
+    for one in (model, amp):
+        torch.manual_seed(0)
+        results.append(one(X))
+    tolerance = {"rtol": 0.0, "atol": 1e-6 if level == "O0" else 0.05}
+    torch.testing.assert_close([r.float() for r in results[1]], list(results[0]), **tolerance)
+    assert Distribution._validate_args
+    with pytest.raises(ValueError, match="scale"):
+        Normal(0.0, torch.tensor(-1.0))
