@@ -11,11 +11,11 @@ from tests.inductor_schedule import scheduled
 
 
 def unscale(gradients: list[torch.Tensor], inverse: torch.Tensor) -> list[torch.Tensor]:
-    return list(unscaled(gradients, inverse, fuses=True))
+    return list(unscaled(gradients, inverse, one_by_one=True))
 
 
 def unscale_and_check(gradients: list[torch.Tensor], inverse: torch.Tensor) -> list[torch.Tensor]:
-    true = unscaled(gradients, inverse, fuses=True)
+    true = unscaled(gradients, inverse, one_by_one=True)
     return [*true, non_finite(true, range(len(true)), len(true) + 1, fuses=True)]
 
 

@@ -5,7 +5,8 @@ A step of a converted model also runs as one graph, by ``ampgraph.compile_step``
     python tools/bench_host.py --output docs/results/host.md
 
 Small tensors, so that the time is that of Python and the dispatcher, as in a network that waits for launches.
-A step is a forward, a backward, and AdamW with ``fused=True``.
+A step is a forward, a backward, and AdamW with ``fused=True``. In float16 it has a loss scale, too: that of
+``torch.amp.GradScaler`` for autocast.
 """
 
 from __future__ import annotations
@@ -32,39 +33,47 @@ LOW = torch.bfloat16
 FLOOR = "low"  # the whole model in LOW: what the kernels take when nothing is cast
 WAYS = ("float32", "autocast", "O1", "O2", FLOOR)
 GRAPHS = {"O1": "O1, one graph", "O2": "O2, one graph"}
+SCALED = ("autocast", "O1", "O2")
 RATIOS = tuple((way, base) for base in ("autocast", "float32") for way in ("O1", "O2", FLOOR))
 
 
 class Way:
     """One way to run a model; all have models with the same weights."""
 
-    def __init__(self, name: str, make: Callable[[], nn.Module], x: Tensor, device: str) -> None:
+    def __init__(
+        self, name: str, make: Callable[[], nn.Module], x: Tensor, device: str, dtype: torch.dtype = LOW
+    ) -> None:
         torch.manual_seed(0)
-        self._device, self._is_autocast = device, name == "autocast"
+        self._device, self._dtype, self._is_autocast = device, dtype, name == "autocast"
         self._model, self._x = make().to(device), x.to(device)
         x = self._x
         if name in ("O1", "O2"):
-            self._model = ampgraph.convert(self._model, (x,), policy=name, dtype=LOW, backend="eager")
+            self._model = ampgraph.convert(self._model, (x,), policy=name, dtype=dtype, backend="eager")
         if name == FLOOR:
             self._model = copy.deepcopy(self._model).to(LOW)
             self._x = x.to(LOW) if x.is_floating_point() else x
         self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=1e-6, fused=True)
+        self._scaler = torch.amp.GradScaler(device, enabled=self._is_autocast and dtype is torch.float16)
+        if name in ("O1", "O2"):
+            self._model.scaler.attach(self._optimizer)
 
     def forward(self) -> Tensor:
         """Calls the model."""
         if not self._is_autocast:
             return self._model(self._x)
-        with torch.autocast(self._device, LOW):
+        with torch.autocast(self._device, self._dtype):
             return self._model(self._x)
 
     def backward(self) -> None:
         """Calls the model and goes back from a loss."""
-        self.forward().float().square().mean().backward()
+        loss = self.forward().float().square().mean()
+        self._scaler.scale(loss).backward()
 
     def step(self) -> None:
         """Takes a training step."""
         self.backward()
-        self._optimizer.step()
+        self._scaler.step(self._optimizer)
+        self._scaler.update()
         self._optimizer.zero_grad()
 
     def step_as_one_graph(self) -> Callable[[], object]:
@@ -140,6 +149,23 @@ def rows(titles: Sequence[str], device: str = "cpu") -> tuple[list[str], list[st
     return lines, graphs
 
 
+def scaled_rows(titles: Sequence[str], device: str = "cpu") -> list[str]:
+    """Measures steps in float16 with a loss scale."""
+    lines, ratios = [], {way: [] for way in SCALED[1:]}  # type: ignore[var-annotated]
+    for title in titles:
+        ways = {name: Way(name, *MODELS[title], device, torch.float16) for name in SCALED}
+        times = microseconds({name: way.step for name, way in ways.items()})
+        for way, found in ratios.items():
+            found.append(times[way] / times["autocast"])
+        cells = [f"{times[way]:,.0f}" for way in SCALED] + [f"{found[-1]:.2f}" for found in ratios.values()]
+        lines.append(f"| {title} | {' | '.join(cells)} |")
+        print(lines[-1], flush=True)
+    parts = [f"{way} / autocast {statistics.median(v):.2f} ({max(v):.2f})" for way, v in ratios.items()]
+    lines += ["", f"- median (largest): {', '.join(parts)}"]
+    print(lines[-1])
+    return lines
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--model", choices=MODELS, action="append", help="all by default")
@@ -154,13 +180,14 @@ def main() -> None:
         "With an empty batch, without gradients, a forward makes the same calls on tensors without elements. "
         "Its time is that of Python and the dispatcher alone; only casts of weights have elements.",
         *rows(options.model or list(MODELS)),
+        scaled_rows(options.model or list(MODELS)),
     )
     if options.output:
         options.output.write_text(text, encoding="utf-8")
 
 
-def page(title: str, source: str, remark: str, loops: list[str], graphs: list[str]) -> str:
-    """Returns the page with the lines of `rows`."""
+def page(title: str, source: str, remark: str, loops: list[str], graphs: list[str], scaled: list[str]) -> str:
+    """Returns the page with the lines of `rows` and `scaled_rows`."""
     columns = ["model", "what", *WAYS, *(f"{way} / {base}" for way, base in RATIOS)]
     lines = [
         f"# {title}",
@@ -184,6 +211,14 @@ def page(title: str, source: str, remark: str, loops: list[str], graphs: list[st
         f"{' | '.join(f'{way} / autocast' for way in GRAPHS.values())} |",
         "|" + " --- |" * (2 + 3 * len(GRAPHS)),
         *graphs,
+        "",
+        "## A step in float16 with a loss scale",
+        "",
+        "The plain loop. `autocast` has `torch.amp.GradScaler`; O1 and O2 have `amp.scaler`, attached.",
+        "",
+        f"| model | {' | '.join(SCALED)} | {' | '.join(f'{way} / autocast' for way in SCALED[1:])} |",
+        "|" + " --- |" * (2 * len(SCALED)),
+        *scaled,
     ]
     return "\n".join(lines) + "\n"
 

@@ -22,7 +22,7 @@ if __name__ == "__main__":
     gpu_stubs.restart_with_stubs()
 
 import torch
-from bench_host import page, rows
+from bench_host import page, rows, scaled_rows
 from provenance import written_by
 from small_models import MODELS
 
@@ -44,7 +44,8 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.backends.cuda.enable_cudnn_sdp(False)
     warnings.filterwarnings("ignore")
-    found = rows(options.model or NAMES, "cuda")
+    names = options.model or NAMES
+    found = *rows(names, "cuda"), scaled_rows(names, "cuda")
     text = page("Host time of a call for CUDA", written_by("make host-cuda"), REMARK, *found)
     if options.output:
         options.output.write_text(text, encoding="utf-8")

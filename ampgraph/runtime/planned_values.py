@@ -9,7 +9,7 @@ from operator import attrgetter
 import torch
 from torch import fx, nn
 
-from .._compat import OpOverload
+from .._compat import OpOverload, has_content, is_of_transform
 from ..ops.kernels import fp32_slots
 from ..passes.analysis.alias import written_memory
 from ..passes.analysis.arguments import argument_name, tensor_arguments
@@ -91,9 +91,9 @@ def _is_table(value: object) -> bool:
 
 def _state_of(table: torch.Tensor) -> object:
     """Returns what changes with a write; for a table whose writes nothing counts, the table's identity."""
-    if table.is_inference():
+    if not has_content(table) or is_of_transform(table):
         return id(table)
-    return table._version, table.data_ptr() if table.layout is torch.strided else id(table)
+    return table._version, table.data_ptr()
 
 
 def _is_read_wide(node: fx.Node) -> bool:
