@@ -164,7 +164,7 @@ def compiled(name: str) -> tuple[Count, Count]:
         with counted.paused():
             return graph_module(*args)
 
-    (taken,) = (step for kind in whole.step._kinds.values() for step in kind.steps)
+    (taken,) = (state for kind in whole.step._kinds.values() for state in kind.states)
     taken._run = run  # Dynamo refuses to run under a dispatch mode
     with counted:
         whole.step(*whole.args)
