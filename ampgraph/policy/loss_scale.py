@@ -152,7 +152,7 @@ def adapted_by_kernel(
 ) -> tuple[Tensor, Tensor]:
     """Does what `adapted` does, with torch's kernel for the rule of ``GradScaler``: fewer calls.
 
-    No trace sees it, because the kernel writes in place.
+    Not for a compiler, which would not fuse the kernel.
     """
     if (config.hysteresis, config.bad_steps_before_backoff) != (1, 1):
         return adapted(config, scale, counters, found)

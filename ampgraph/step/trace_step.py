@@ -27,7 +27,7 @@ from ..capture.ahead_of_time import capturing
 from ..capture.user_code import user_line
 from ..errors import AmpGraphError, NoStateError
 from ..module import AmpModule
-from ..policy.loss_scale import DynamicLossScale, adapted
+from ..policy.loss_scale import DynamicLossScale, adapted, adapted_by_kernel
 from ..training.gradient_boundary import non_finite, traced_for_a_compiler
 from ..training.optimizer_step import makes_buffers, parameters_of
 from ..training.overflow import largest
@@ -333,7 +333,8 @@ class _Tracer:
         """Returns what `LossScaler.take_step` takes."""
         config, (now, inverse, counters) = self.amp.scaler.config, scale
         if isinstance(config, DynamicLossScale):
-            now, counters = adapted(config, now, counters, found)
+            rule = adapted if self.traced.is_compiled else adapted_by_kernel
+            now, counters = rule(config, now, counters, found)
             inverse = now.reciprocal()
         return [flags, found, outputs, now, inverse, counters]
 

@@ -75,6 +75,7 @@ class WholeStep(State):
         self.graph_module = graph_module
         self._optimizer, self._spec, self._parts = optimizer, traced.spec, traced.parts
         self._plain, self._trained = traced.plain, traced.trained
+        self._is_compiled = traced.is_compiled
         self._rates = Rates(optimizer)
         shadows = amp._graphs.shadows
         # Those of now. A later graph of another mode may add copies, which this one does not write.
@@ -110,7 +111,7 @@ class WholeStep(State):
         if shadows is not None:
             shadows.note_fresh(self._fresh)
         if scaler.is_enabled():
-            scaler.take_step(*outputs[self._parts :][:SCALED])
+            scaler.take_step(outputs[self._parts :][:SCALED], may_change=self._is_compiled)
         results = [*outputs[: self._parts]]
         for position, value in self._plain.items():
             results.insert(position, value)

@@ -139,6 +139,7 @@ class OverflowLog:
         found: Tensor,
         key: Tensor | None = None,
         outputs: Tensor | None = None,
+        may_change: bool = False,
     ) -> None:
         """Records a step; the last one whose ``found`` is positive counts.
 
@@ -149,13 +150,13 @@ class OverflowLog:
             found: Whether any rank has such a gradient.
             key: What the ranks agreed on; None without other ranks.
             outputs: `largest` of the outputs, of a step that ran as one graph; None: it is asked here.
+            may_change: Whether the next step may write to these tensors, as a CUDA graph does.
         """
         self._is_noted, self._is_whole = True, outputs is not None
         step = step.to(found) if isinstance(step, Tensor) else torch.full_like(found, step)
         outputs = self._of_forward(found) if outputs is None else outputs
         self._notes.append(_Note(step, flags, scale, outputs, key, found))
-        # The next run of a graph may write to its outputs.
-        if self._is_whole or len(self._notes) > MOST_NOTES:
+        if may_change or len(self._notes) > MOST_NOTES:
             self._notes = [_picked(self._notes)]
 
     def last(self) -> Overflow | None:

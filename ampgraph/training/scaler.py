@@ -301,21 +301,19 @@ class LossScaler(ScaleNumbers):
         self.count_left_out()
         self.guard.note_call()
 
-    def take_step(
-        self, flags: Tensor, found: Tensor, outputs: Tensor, scale: Tensor, inverse: Tensor, counters: Tensor
-    ) -> None:
+    def take_step(self, results: Sequence[Tensor], may_change: bool) -> None:
         """Takes over the round of a step that ran as one graph.
 
         Args:
-            flags: Positive in the slots of gradients that were not finite.
-            found: Whether there were any, 1 or 0.
-            outputs: The largest absolute value of the model's outputs, infinity or NaN if there is one.
-            scale: The scale of the next step.
-            inverse: Its inverse.
-            counters: The counters of the next step.
+            results: The flags, positive in the slots of gradients that were not finite; whether there were
+                any, 1 or 0; the largest absolute value of the model's outputs, infinity or NaN if there is
+                one; scale, its inverse and the counters of the next step.
+            may_change: Whether the next step may write to these tensors.
         """
+        flags, found, outputs, scale, inverse, counters = results
         self.guard.steps += 1
-        self.guard.overflows.note(self.guard.steps, flags, self.state.scale, found, outputs=outputs)
+        note = self.guard.overflows.note
+        note(self.guard.steps, flags, self.state.scale, found, outputs=outputs, may_change=may_change)
         self.state.set(scale, inverse)
         self._counters = counters
         self.guard.end_round()
