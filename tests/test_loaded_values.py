@@ -57,12 +57,33 @@ def test_a_checkpoint_with_other_values_gets_another_plan(name: str, level: str)
         torch.testing.assert_close(amp(x), loaded(x), atol=0.02, rtol=0.02)
 
 
-def test_a_buffer_that_is_written_gets_another_plan() -> None:
+def write(model: Attention) -> None:
+    model.mask.copy_(mask(-1e9))
+
+
+def exchange(model: Attention) -> None:
+    model.mask = mask(-1e9)
+
+
+def exchange_data(model: Attention) -> None:
+    model.mask.data = mask(-1e9)
+
+
+def exchange_uncounted(model: Attention) -> None:
+    with torch.inference_mode():
+        model.mask = mask(-1e9)
+
+
+@pytest.mark.parametrize("change", [write, exchange, exchange_data, exchange_uncounted])
+def test_a_buffer_that_changes_gets_another_plan(change: Callable[[Attention], None]) -> None:
     model = Attention(mask(0.0)).eval()
     amp = ampgraph.convert(model, (x := torch.randn(2, SIZE, 16),), policy=policy("O2"))
     with torch.no_grad():
-        model.mask.copy_(mask(-1e9))
-        torch.testing.assert_close(amp(x), model(x), atol=0.02, rtol=0.02)
+        amp(x)
+        change(model)
+        for _ in range(2):
+            torch.testing.assert_close(amp(x), model(x), atol=0.02, rtol=0.02)
+    assert len(amp.graph_modules) == 2
 
 
 @pytest.mark.parametrize("change", [lambda p: p.mul_(1.5), lambda p: p.add_(0.01)])

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from operator import attrgetter
+from operator import attrgetter, is_
+from typing import Any
 
 import torch
 from torch import fx, nn
@@ -20,6 +21,7 @@ from ..passes.analysis.ranges import Extents
 _MOST_LOOKS = 8
 # A low dtype with a larger maximum has the range of float32.
 _WIDE = 1e38
+_version = attrgetter("_version")
 
 
 class PlannedValues:
@@ -41,26 +43,41 @@ class PlannedValues:
         nodes = graph.find_nodes(op="get_attr")
         self._nodes = [n for n in nodes if n not in written and not _is_read_wide(n)]
         self._planned = self._peaks(self._nodes)
-        getters = [(node, attrgetter(str(node.target))) for node in self._nodes]
-        self._tables = [(node, get) for node, get in getters if _is_table(get(root))]
-        self._seen = self._states()
+        self._tables = [node for node in self._nodes if _is_table(attrgetter(str(node.target))(root))]
+        self._places = [_place(root, str(node.target)) for node in self._tables]
         self._looks: Counter[fx.Node] = Counter()
         self._beyond: set[fx.Node] = set()
         self._is_loaded = False
+        self._objects = self._now()
+        self._counted = list(filter(_is_counted, self._objects))
+        self._seen = self._states()
 
     def hold(self) -> bool:
         """Whether the values are within the room that the plan leaves them. Runs at every call."""
-        now = self._states()
+        now = self._now()
+        if not all(map(is_, now, self._objects)) or self._states() != self._seen:
+            self._look(self._written(now))
         if self._is_loaded:
-            self._is_loaded, self._seen = False, now
+            self._is_loaded = False
             self._look(self._nodes)
-        elif now != self._seen:
-            states = zip(self._tables, now, self._seen, strict=True)
-            changed = [node for (node, _), new, old in states if new != old]
-            self._seen = now
-            self._looks.update(changed)
-            self._look(node for node in changed if self._looks[node] <= _MOST_LOOKS)
         return not self._beyond
+
+    def _written(self, now: list[Any]) -> list[fx.Node]:
+        """Takes over the tables of now; returns those that are others or were written, not too often."""
+        before = dict(zip(map(id, self._counted), zip(*self._seen, strict=True), strict=True))
+        self._objects, self._counted = now, list(filter(_is_counted, now))
+        self._seen = self._states()
+        after = dict(zip(map(id, self._counted), zip(*self._seen, strict=True), strict=True))
+        pairs = zip(self._tables, map(id, now), strict=True)
+        changed = [node for node, key in pairs if key not in after or before.get(key) != after[key]]
+        self._looks.update(changed)
+        return [node for node in changed if self._looks[node] <= _MOST_LOOKS]
+
+    def _now(self) -> list[Any]:
+        return [held.get(name) for held, name in self._places]
+
+    def _states(self) -> tuple[list[int], list[int]]:
+        return [*map(_version, self._counted)], [*map(torch.Tensor.data_ptr, self._counted)]
 
     def look_again(self) -> None:
         """Makes the next `hold` look at all values."""
@@ -80,20 +97,22 @@ class PlannedValues:
         extents = Extents(self._root)
         return {node: extents.peak(node) for node in nodes}
 
-    def _states(self) -> list[object]:
-        return [_state_of(get(self._root)) for _, get in self._tables]
-
 
 def _is_table(value: object) -> bool:
     is_tensor = isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter)
     return is_tensor and value.is_floating_point()  # type: ignore[attr-defined]
 
 
-def _state_of(table: torch.Tensor) -> object:
-    """Returns what changes with a write; for a table whose writes nothing counts, the table's identity."""
-    if not has_content(table) or is_of_transform(table):
-        return id(table)
-    return table._version, table.data_ptr()
+def _is_counted(table: object) -> bool:
+    """Whether torch counts the writes to a table."""
+    return isinstance(table, torch.Tensor) and has_content(table) and not is_of_transform(table)
+
+
+def _place(root: nn.Module, path: str) -> tuple[dict[str, Any], str]:
+    """Returns the dict that holds a table, and its name there."""
+    prefix, _, name = path.rpartition(".")
+    owner = attrgetter(prefix)(root) if prefix else root
+    return (owner._buffers if name in owner._buffers else vars(owner)), name
 
 
 def _is_read_wide(node: fx.Node) -> bool:
