@@ -12,6 +12,7 @@ from torch import nn
 
 import ampgraph
 from ampgraph import DynamicLossScale, Policy
+from ampgraph._compat import note_of
 from ampgraph.training.gradient_flags import MARK
 
 from .models import TwoHeads
@@ -469,10 +470,44 @@ def test_gradients_with_flags_are_tensors_like_others() -> None:
     amp = convert()
     amp(batch()).sum().backward()
     for p in amp.parameters():
-        assert hasattr(p.grad, MARK)
+        assert note_of(p.grad, MARK) is not None
         for other in (copy.deepcopy(p.grad), pickle.loads(pickle.dumps(p.grad))):
             assert torch.equal(other, p.grad)
     copy.deepcopy(amp.source)
+
+
+@pytest.mark.parametrize("bad", [False, True])
+def test_gradients_that_are_given_as_data_count(bad) -> None:
+    """As ``p.grad.data = gradient`` of ``torch.autograd.grad``: neither objects nor versions are new."""
+    amp = convert()
+    optimizer = torch.optim.SGD(amp.parameters(), lr=0.1)
+    amp.scaler.attach(optimizer)
+    amp(batch()).sum().backward()
+    optimizer.step()
+    before = values(amp)
+    found = torch.autograd.grad(amp(batch(bad=bad)).sum(), [*amp.parameters()])
+    for p, gradient in zip(amp.parameters(), found, strict=True):
+        p.grad.data = gradient
+    optimizer.step()
+    assert same(before, values(amp)) is bad
+    assert amp.scaler.get_scale() == (512.0 if bad else 1024.0)
+    assert amp.scaler.state_dict()["_growth_tracker"] == (0 if bad else 2)
+
+
+def test_data_that_is_given_twice_at_one_address() -> None:
+    amp = convert()
+    optimizer = torch.optim.SGD(amp.parameters(), lr=0.1)
+    amp.scaler.attach(optimizer)
+    amp(batch()).sum().backward()
+    before = values(amp)
+    for p in amp.parameters():
+        address, held = p.grad.data_ptr(), []
+        p.grad.data = p.grad.data.clone()  # frees the memory that was checked
+        while len(held) < 100 and (not held or held[-1].data_ptr() != address):
+            held.append(torch.full_like(p.grad, INF))
+        p.grad.data = held[-1]
+    optimizer.step()
+    assert same(before, values(amp))
 
 
 # -- changed in place --------------------------------------------------------------------------------

@@ -199,6 +199,16 @@ def test_both_rules_are_grad_scalers_to_the_bit(start, growth, backoff, interval
             assert torch.equal(counters, before[1])
 
 
+def test_more_good_steps_than_the_interval() -> None:
+    """A state of a run with a longer interval; torch's kernel would wait for equality for ever."""
+    scaler = scaler_for(DynamicLossScale(64.0, growth_interval=100))
+    scaler.load_state_dict({"scale": 64.0, "_growth_tracker": 650, "growth_interval": 100})
+    assert play(scaler, "..") == [128.0, 128.0]
+    scaler.load_state_dict({"scale": 64.0, "_growth_tracker": 50, "growth_interval": 100})
+    scaler.set_growth_interval(10)
+    assert play(scaler, ".") == [128.0]
+
+
 def test_200_bad_steps_stop_at_the_floor_and_good_ones_at_the_ceiling() -> None:
     scaler = scaler_for(DynamicLossScale(floor=0.5, ceiling=64.0, init_scale=32.0, growth_interval=1))
     assert min(play(scaler, "x" * 200)) == play(scaler, "x")[0] == 0.5

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 import ampgraph
+from ampgraph.runtime.unchanged_model import unchanged
 from ampgraph.testing import assert_close_to_fp32
 
 
@@ -49,3 +50,11 @@ def test_a_comparison_leaves_the_model_as_it_was(make: type[nn.Module]) -> None:
     assert_close_to_fp32(amp, (torch.randn(4, 8),))
     assert {n: v for n, v in vars(model).items() if v is not attributes.get(n)} == {}
     assert [(n, id(b)) for n, b in model.named_buffers()] == [(n, id(b)) for n, b in buffers.items()]
+
+
+def test_a_sparse_buffer_stays_as_it_was() -> None:
+    model = nn.Linear(8, 8)
+    model.register_buffer("neighbours", torch.eye(4).to_sparse())
+    with unchanged(model), torch.no_grad():
+        model.neighbours.mul_(2.0)
+    assert torch.equal(model.neighbours.to_dense(), torch.eye(4))

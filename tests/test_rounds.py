@@ -105,17 +105,24 @@ def test_both_step_always_and_one_rests_now_and_then() -> None:
 # -- optimizers of the same parameters -----------------------------------------------------------------
 
 
-def scales_of(pick: Callable[[nn.Module, int], list[torch.optim.Optimizer]], bad: set[int]) -> list[float]:
+def scales_of(
+    pick: Callable[[nn.Module, int], list[torch.optim.Optimizer]], bad: set[int], clips: bool = False
+) -> list[float]:
     """Returns the scale after each of eight backwards; ``pick`` attaches optimizers, and returns some."""
     policy = Policy(dtype=torch.float16, loss_scale=DynamicLossScale(1024.0, growth_interval=3))
     amp = ampgraph.convert(nn.Linear(8, 4), (torch.ones(2, 8),), policy=policy)
     scales = []
     for turn in range(8):
         amp.zero_grad()
+        before = amp.scaler.get_scale()
         (amp(torch.ones(2, 8)).sum() * (INF if turn in bad else 1.0)).backward()
         for optimizer in pick(amp, turn):
             optimizer.step()
+            if clips:
+                nn.utils.clip_grad_norm_(amp.parameters(), 0.1)
         scales.append(amp.scaler.get_scale())
+        if turn in bad:
+            assert amp.scaler.last_overflow.scale == before
     return scales
 
 
@@ -135,8 +142,9 @@ def test_a_new_optimizer_for_each_step(is_kept) -> None:
 
 
 @pytest.mark.parametrize("number", [2, 3])
+@pytest.mark.parametrize("clips", [False, True])
 @pytest.mark.parametrize("is_together", [False, True])
-def test_optimizers_of_the_same_parameters(number, is_together) -> None:
+def test_optimizers_of_the_same_parameters(number, is_together, clips) -> None:
     """One after the other, or all on the gradients of one backward: in both an update for each backward."""
     optimizers: list[torch.optim.Optimizer] = []
 
@@ -146,7 +154,7 @@ def test_optimizers_of_the_same_parameters(number, is_together) -> None:
             amp.scaler.attach(*optimizers)
         return optimizers if is_together else [optimizers[turn % number]]
 
-    assert scales_of(pick, {0, 4, 5}) == EXPECTED
+    assert scales_of(pick, {0, 4, 5}, clips) == EXPECTED
 
 
 # -- steps that raise ----------------------------------------------------------------------------------

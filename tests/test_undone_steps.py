@@ -18,6 +18,7 @@ class Keeps(torch.optim.Optimizer):
     def __init__(self, parameters: Any, made: Callable[[], Any], add: Callable[[Any], None]) -> None:
         super().__init__(parameters, {"lr": 0.1})
         self.kept, self.count, self._add = made(), 0, add
+        self.alias = self.kept
 
     def step(self, closure: Callable) -> Any:  # type: ignore[override]
         loss = closure()
@@ -48,12 +49,17 @@ def overflow_in(optimizer_of: Callable[[Any], Keeps]) -> Keeps:
     [
         (lambda: torch.zeros(()), lambda kept: kept.add_(1)),
         (lambda: [0], lambda kept: kept.append(1)),
+        (lambda: torch.zeros(2), lambda kept: kept.resize_(4).fill_(1)),
+        (lambda: torch.zeros(()).expand(3), lambda kept: None),
         (lambda: deque([0]), lambda kept: kept.append(1)),
     ],
 )
 def test_attributes_of_an_optimizer_are_restored(made: Callable, add: Callable) -> None:
     optimizer = overflow_in(lambda parameters: Keeps(parameters, made, add))
-    assert optimizer.kept == made()
+    assert optimizer.kept is optimizer.alias
+    assert list(optimizer.kept) == list(made()) if made().__class__ in (list, deque) else True
+    if isinstance(optimizer.kept, torch.Tensor):
+        assert torch.equal(optimizer.kept, made())
     assert optimizer.count == 0
 
 

@@ -7,6 +7,8 @@ Tried on torch 2.11, 2.13, 2.14 and 2.15.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -17,22 +19,22 @@ def has_content(tensor: Tensor) -> bool:
     return type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.is_inference()
 
 
-def leave_note(tensor: Tensor, note: object) -> None:
-    """Leaves a note with the memory of a tensor that `has_content`; the note goes with the memory."""
-    tensor.untyped_storage()._amp_note = (note, tensor._version, tensor.data_ptr())  # type: ignore[attr-defined]
+def leave_note(tensor: Tensor, name: str, note: object) -> None:
+    """Leaves a note of this name with the memory of a tensor that `has_content`; it goes with the memory."""
+    setattr(tensor.untyped_storage(), name, (note, tensor._version, tensor.data_ptr()))
 
 
-def note_of(tensor: Tensor) -> object:
-    """Returns the note of a tensor's memory if the memory was not written since; else None.
+def note_of(tensor: Tensor, name: str) -> tuple[Any, bool] | None:
+    """Returns the note with a tensor's memory, and whether the memory is as it was then; None without a note.
 
     No vmap has made the tensor.
     """
     if not has_content(tensor):
         return None
-    left: tuple[object, int, int] | None = getattr(tensor.untyped_storage(), "_amp_note", None)
-    if left is None or left[1] != tensor._version or left[2] != tensor.data_ptr():
+    left: tuple[Any, int, int] | None = getattr(tensor.untyped_storage(), name, None)
+    if left is None or left[2] != tensor.data_ptr():
         return None
-    return left[0]
+    return left[0], left[1] == tensor._version
 
 
 def may_be_swapped(parameter: Tensor) -> bool:

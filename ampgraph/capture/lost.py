@@ -173,7 +173,8 @@ class LostBackwards:
         """Records what the model returns: a graph returns no leaves of autograd."""
         returned = set(map(id, tree_leaves(result)))
         for reference, place in self._leaves:
-            if id(reference()) in returned - {id(None)}:
+            leaf = reference()
+            if leaf is not None and leaf.requires_grad and id(leaf) in returned:
                 self._note("requires_grad_() of a tensor that forward returns", place)
 
     def watched(self, node: Any) -> Any:

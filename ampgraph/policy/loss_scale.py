@@ -147,6 +147,16 @@ def adapted(
     return in_range(config, new), torch.stack(after).to(torch.int32)
 
 
+def within(config: LossScale, counters: Tensor) -> Tensor:
+    """Returns counters with which the next good step lets the scale grow, if there were enough before.
+
+    GradScaler's kernel compares the good steps with the interval for equality.
+    """
+    if not isinstance(config, DynamicLossScale):
+        return counters
+    return torch.cat([counters[:1].clamp(max=config.growth_interval - 1), counters[1:]])
+
+
 def adapted_by_kernel(
     config: DynamicLossScale, scale: Tensor, counters: Tensor, found: Tensor
 ) -> tuple[Tensor, Tensor]:

@@ -22,8 +22,8 @@ def unchanged(model: nn.Module) -> Iterator[None]:
         _put_back(names)
         with torch.no_grad():
             for buffer, value in buffers:
-                # A write would count as a change of what autograd has saved.
-                if not torch.equal(buffer, value):
+                # A write would count as a change of what autograd has saved. No sparse tensor is compared.
+                if buffer.layout is not torch.strided or not torch.equal(buffer, value):
                     buffer.copy_(value)
 
 

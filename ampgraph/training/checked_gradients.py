@@ -16,6 +16,8 @@ from torch.utils._pytree import tree_leaves
 
 from .._compat import current_backward, has_content, is_batched, leave_note, never_compiled, note_of
 
+_LEFT = "_amp_left"
+
 
 class CheckedGradients:
     """The gradients that left boundaries; only those of the last backward that had any.
@@ -38,7 +40,7 @@ class CheckedGradients:
         for slot, gradient in zip(slots, gradients, strict=True):
             reached.add(slot)
             if has_content(gradient):
-                leave_note(gradient, (note, slot))
+                leave_note(gradient, _LEFT, (note, slot))
 
     def take(self) -> set[int]:
         """Returns the slots of the gradients that left boundaries in the current backward."""
@@ -47,7 +49,7 @@ class CheckedGradients:
 
     def is_checked(self, gradient: Tensor, slot: int) -> bool:
         """Whether a gradient left a boundary for this slot, in the backward of the last `take`."""
-        return note_of(gradient) == (self._note, slot)
+        return note_of(gradient, _LEFT) == ((self._note, slot), True)
 
     def follow(self, outputs: Any, probe: Tensor, slot_of: Callable[[Tensor], int | None]) -> None:
         """Records the gradients that a compiled graph's backward returns; its boundary runs no Python.

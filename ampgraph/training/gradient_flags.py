@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .._compat import after_backward, never_compiled
+from .._compat import after_backward, leave_note, never_compiled, note_of
 from .distributed import is_distributed, local
 from .gradient_boundary import non_finite
 from .parameter_index import ParameterIndex, Slotted
@@ -77,13 +77,13 @@ class GradientFlags:
         for (parameter, slot), (gradient, _) in zip(parameters, gradients, strict=True):
             is_taken_over = slot in reached and checked.is_checked(gradient, slot)
             if is_taken_over and not gradient.requires_grad and not has_hooks(parameter):
-                _mark(gradient, flags, slot)
-            elif _marked(gradient, slot) is not None and not _is_unchanged(gradient):
+                leave_note(gradient, MARK, (flags, slot))
+            elif (marked := _marked(gradient, slot)) is not None and not marked[1]:
                 changed.append((gradient, slot))
         if changed:
             fresh = torch.stack(self._read(changed)).amax(0)
             for gradient, slot in changed:
-                _mark(gradient, fresh, slot)
+                leave_note(gradient, MARK, (fresh, slot))
 
     def of(self, parameters: Slotted, reported: Tensor | None = None) -> Tensor | None:
         """Returns a vector, positive in the slots of gradients that are not finite; None without gradients.
@@ -101,10 +101,11 @@ class GradientFlags:
         known: dict[int, tuple[Tensor, list[int]]] = {}
         unknown: list[tuple[Tensor, int]] = []
         for gradient, slot in gradients:
-            flags = _marked(gradient, slot)
-            if flags is not None and flags.shape[0] == size:
+            marked = _marked(gradient, slot)
+            if marked is not None and marked[0].shape[0] == size:
+                flags, is_unchanged = marked
                 known.setdefault(id(flags), (flags, []))[1].append(slot)  # type: ignore[arg-type]
-                if _is_unchanged(gradient):
+                if is_unchanged:
                     continue
             unknown.append((gradient, size - 1 if slot is None else slot))
         vectors = [flags * self._mask(slots) for flags, slots in known.values()]
@@ -151,19 +152,9 @@ class GradientFlags:
         return {**vars(self), "_masks": {}}
 
 
-def _mark(gradient: Tensor, flags: Tensor, slot: int) -> None:
-    setattr(gradient, MARK, (flags, slot, gradient.data_ptr(), gradient._version))
-
-
-def _marked(gradient: Tensor, slot: int | None) -> Tensor | None:
-    """Returns the flags of a marked gradient if its memory and its parameter are the same."""
-    mark: tuple | None = getattr(gradient, MARK, None)
-    if mark is None or mark[1] != slot or mark[2] != gradient.data_ptr():
+def _marked(gradient: Tensor, slot: int | None) -> tuple[Tensor, bool] | None:
+    """Returns the flags of a marked gradient of the slot, and whether it is unchanged since."""
+    found = note_of(gradient, MARK)
+    if found is None or found[0][1] != slot:
         return None
-    flags: Tensor = mark[0]
-    return flags
-
-
-def _is_unchanged(gradient: Tensor) -> bool:
-    """Whether a gradient is unchanged since it was marked."""
-    return getattr(gradient, MARK)[3] == gradient._version
+    return found[0][0], found[1]

@@ -16,6 +16,7 @@ from ..policy.loss_scale import (
     adapted_by_kernel,
     first_counters,
     first_scale,
+    within,
 )
 from ..policy.policy import Policy
 from ..proxy.all_parameters import all_parameters
@@ -141,6 +142,7 @@ class ScaleNumbers:
     def set_growth_interval(self, new_interval: int) -> None:
         """Changes `DynamicLossScale.growth_interval`."""
         self.config = dataclasses.replace(self._dynamic(), growth_interval=new_interval)
+        self._counters = within(self.config, self._counters)
 
     def _dynamic(self) -> DynamicLossScale:
         if isinstance(self.config, DynamicLossScale):

@@ -24,6 +24,7 @@ from ..policy.loss_scale import (
     checked_state,
     in_range,
     new_scale_of,
+    within,
 )
 from ..policy.policy import Policy
 from .distributed import check_process_groups
@@ -190,6 +191,7 @@ class LossScaler(ScaleNumbers):
             )
         if optimizer not in self._known:
             self._known.add(optimizer)
+            self.guard.note_optimizer(optimizer)
             self._warn_about_strangers(optimizer, "step")
         is_dynamic = isinstance(self.config, DynamicLossScale)
         if is_dynamic and self.guard.has_stepped(optimizer) and not self.guard.is_attached(optimizer):
@@ -357,7 +359,8 @@ class LossScaler(ScaleNumbers):
         device = self.state.scale.device
         scale = torch.tensor(numbers.scale, dtype=torch.float32, device=device)
         self.state.set(in_range(self.config, scale))
-        self._counters = torch.tensor(numbers.counters, dtype=torch.int32, device=device)
+        counters = torch.tensor(numbers.counters, dtype=torch.int32, device=device)
+        self._counters = within(self.config, counters)
         self.guard.forget()
         self._was_lowered = None
         self.guard.steps = numbers.steps

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from .._compat import expects_uneven_inputs, is_in_backward
 from ..errors import LoopError
 from .agreement import Peers, has_gradients, is_bad, key_of
-from .distributed import active_wrapper
+from .distributed import active_wrapper, is_distributed
 from .gradient_flags import GradientFlags
 from .nested_optimizers import outermost
 from .overflow import OverflowLog
@@ -137,6 +137,7 @@ class StepGuard:
 
         self._attached = [ref for ref in self._attached if ref() is not None] + [weakref.ref(optimizer)]
         self.note_optimizer(optimizer)
+        self._flags.untaken.attached.add(optimizer)
 
     def note_optimizer(self, optimizer: Optimizer) -> None:
         """Notes an optimizer whose steps ask the guard; one that the loop leaves out counts."""
@@ -165,6 +166,8 @@ class StepGuard:
 
     def _is_covered(self, optimizer: Optimizer) -> bool:
         """Whether steps of this round were of all parameters of the optimizer that have gradients."""
+        if is_distributed():
+            return False  # its step may need an agreement of ranks
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         return bool(parameters) and all(self.slots.known(p) in self._taken for p in parameters)
 
@@ -330,7 +333,12 @@ class StepGuard:
                 self.note(early.verdict)
 
     def note(self, verdict: Verdict) -> None:
-        """Records an overflow for `LossScaler.last_overflow` without waiting for the device."""
+        """Records an overflow for `LossScaler.last_overflow` without waiting for the device.
+
+        A verdict that repeats one of the last round is not recorded again.
+        """
+        if verdict.counts is False:
+            return
         self.overflows.note(self.steps, verdict.flags, self._state.scale, verdict.found, verdict.key)
 
     # -- ranks -----------------------------------------------------------------------------------

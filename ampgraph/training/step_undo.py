@@ -11,10 +11,12 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from .._compat import has_content
 from ..errors import LoopError
 from .nested_optimizers import nested
 
-_KINDS = (bool, int, float, Tensor, list, tuple, deque)
+_LISTS = (list, deque)
+_KINDS = (bool, int, float, Tensor, *_LISTS)
 _TORCHS = ("param_groups", "state", "defaults")
 
 
@@ -34,9 +36,11 @@ class Undo:
         self._values = [(p, p.detach().clone()) for p in parameters.values()]
         self._states = [{key: self._kept(value) for key, value in o.state.items()} for o in self._optimizers]
         self._groups = [[self._kept(_settings(g)) for g in o.param_groups] for o in self._optimizers]
-        self._own = [{name: _copied(value) for name, value in _own(o)} for o in self._optimizers]
-        held = {id(v): v for own in self._own for v in own.values() if isinstance(v, Tensor)}
-        self._values += [(t, t.detach().clone()) for key, t in held.items() if key not in parameters]
+        self._own = [dict(_own(o)) for o in self._optimizers]
+        held = {id(v): v for own in self._own for v in own.values()}
+        tensors = [v for key, v in held.items() if key not in parameters and _is_restorable(v)]
+        self._values += [(t, t.detach().clone()) for t in tensors]
+        self._lists = [(v, copy.copy(v)) for v in held.values() if isinstance(v, _LISTS)]
 
     def __call__(self) -> None:
         """Restores everything.
@@ -46,6 +50,8 @@ class Undo:
         """
         with torch.no_grad():
             for tensor, value in self._values:
+                if tensor.shape != value.shape:
+                    tensor.resize_(value.shape)
                 tensor.copy_(value)
         if any(tensor._version != version for tensor, version in self._listed):
             raise LoopError(
@@ -58,6 +64,9 @@ class Undo:
             for group, settings in zip(optimizer.param_groups, self._groups[i], strict=True):
                 group.update(settings)
             vars(optimizer).update(self._own[i])
+        for container, items in self._lists:
+            container.clear()
+            container.extend(items)
 
     def _kept(self, value: Any) -> Any:
         if isinstance(value, Tensor):
@@ -75,7 +84,7 @@ def _settings(group: dict[str, Any]) -> dict[str, Any]:
 
 def _copied(value: Any) -> Any:
     """Returns a container with the same items; any other value itself."""
-    return copy.copy(value) if isinstance(value, (list, deque)) else value
+    return copy.copy(value) if isinstance(value, _LISTS) else value
 
 
 def _own(optimizer: Optimizer) -> Iterator[tuple[str, Any]]:
@@ -83,3 +92,8 @@ def _own(optimizer: Optimizer) -> Iterator[tuple[str, Any]]:
     for name, value in vars(optimizer).items():
         if name not in _TORCHS and not name.startswith("_amp") and isinstance(value, _KINDS):
             yield name, value
+
+
+def _is_restorable(value: Any) -> bool:
+    """Whether values can be written into it: a plain tensor without elements that share memory."""
+    return isinstance(value, Tensor) and has_content(value) and 0 not in value.stride()

@@ -41,6 +41,8 @@ class Backward:
         self.flags, self.scale, self.is_taken = flags, scale, False
 
 
+# In the place of an entry, on a gradient that a step has taken.
+_TAKEN = object()
 # The backward of a gradient, and the gradient's version when that backward ended. The gradient has it, too.
 _Entry = tuple[Backward, int]
 
@@ -68,6 +70,7 @@ class UntakenGradients:
     Attributes:
         scale: The scale that the last call of the model read.
         optimizers: Those that ask the scaler.
+        attached: Those of them whose steps end the rounds.
         left_out: Steps that the loop left out, until somebody counts them.
     """
 
@@ -81,6 +84,7 @@ class UntakenGradients:
         self._name_attribute()
         self.scale: Tensor | None = None
         self.optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self.attached: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self.forget()
 
     def _name_attribute(self) -> None:
@@ -99,12 +103,13 @@ class UntakenGradients:
 
     def __getstate__(self) -> dict[str, object]:
         gone: dict[str, object] = {"_entries": {}, "_kept_elsewhere": {}}
-        gone |= {"_taken_inside": set(), "left_out": [], "optimizers": None, "_missed": None}
+        gone |= {"_taken_inside": set(), "left_out": [], "_missed": None}
+        gone |= {"optimizers": None, "attached": None}
         return {**vars(self), **gone}
 
     def __setstate__(self, state: dict[str, object]) -> None:
         vars(self).update(state)
-        self.optimizers = weakref.WeakSet()
+        self.optimizers, self.attached = weakref.WeakSet(), weakref.WeakSet()
         self._name_attribute()
         self.forget()
 
@@ -143,6 +148,9 @@ class UntakenGradients:
             self._entries.pop(slot)[0].is_taken = True
         for slot in slots & self._kept_elsewhere.keys():
             del self._kept_elsewhere[slot]
+        for parameter, _ in parameters if len(self.attached) > 1 else ():  # `were_taken` is asked
+            if parameter.grad is not None:
+                setattr(parameter.grad, self._seen, _TAKEN)
         if is_in_backward():
             self._taken_inside |= slots
         self._is_unseen = self._is_unseen and bool(self._entries)
@@ -156,13 +164,9 @@ class UntakenGradients:
         return bool(self._kept_elsewhere or self._entries)
 
     def were_taken(self, parameters: Slotted) -> bool:
-        """Whether a step has taken all these gradients of backwards here, and nothing wrote to them since."""
-        if any(slot in self._entries for _, slot in parameters):
-            return False
+        """Whether a step has taken all these gradients; a loop may have clipped them since."""
         gradients = [p.grad for p, _ in parameters if p.grad is not None]
-        entries = [getattr(gradient, self._seen, None) for gradient in gradients]
-        pairs = zip(gradients, entries, strict=True)
-        return all(e is not None and e[1] == g._version for g, e in pairs)
+        return all(getattr(gradient, self._seen, None) is _TAKEN for gradient in gradients)
 
     def has_due(self, parameters: Sequence[Tensor]) -> bool:
         """Whether the gradient of one of these is of a backward here and no step has taken it."""
@@ -292,6 +296,8 @@ class UntakenGradients:
             self.left_out.append(LeftOut(backward.flags * self._mask(slots) * share, backward.scale))
 
     def _due(self, lost: dict[int, Backward]) -> set[int]:
+        if not self.optimizers:
+            return {*lost}  # the loop has left out all steps so far
         due: set[int] = set()
         for optimizer in self.optimizers if lost else ():
             slots = self._slots.of([p for group in optimizer.param_groups for p in group["params"]])
