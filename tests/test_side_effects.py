@@ -518,3 +518,25 @@ def test_a_capture_leaves_the_users_tensors_as_they_are(replace, capture):
         assert torch.equal(actual, expected)
     assert model.table.grad is None
     assert torch.equal(torch.get_rng_state(), drawn)
+
+
+class SetsNumbers(nn.Module):
+    """As the heads of YOLO do: a stride for the loss, which reads it."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc, self.stride, self.same, self.mode = nn.Linear(8, 8), None, 3, ""
+
+    def forward(self, x):
+        self.stride, self.same, self.mode = 32 // x.shape[0], 3, "train"
+        return self.fc(x)
+
+
+@pytest.mark.parametrize("is_dynamic", [False, True])
+def test_a_number_that_forward_sets_warns(is_dynamic):
+    shapes = {"dynamic_shapes": ({0: torch.export.Dim("n")},)} if is_dynamic else {}
+    model = SetsNumbers()
+    with pytest.warns(UserWarning, match=r"^SetsNumbers: forward sets stride\. A captured graph sets no"):
+        amp = ampgraph.convert(model, (X,), **LOW, **shapes)
+    close(amp(X), model(X))
+    assert model.stride == 32 // len(X)

@@ -31,6 +31,7 @@ from .user_code import is_asked_by_model, is_foreign, is_set_by_torch
 # What every module has: parameters, hooks, the training mode. A forward on a module is its own.
 OF_NN_MODULE = frozenset({*OF_EVERY_MODULE, *vars(nn.Module)} - {"forward"})
 Key = tuple[int, str]
+_NUMBERS = (int, float, torch.SymInt, torch.SymFloat)
 
 _AUTOGRAD_NAMES = ("requires_grad", "grad_fn", "is_leaf")
 _LAYOUT_NAMES = ("is_contiguous", "stride", "dim_order", "is_conj", "is_neg")
@@ -68,7 +69,7 @@ class Reads:
         missing: What was asked for, and was not there: ``getattr(self, "scale", None)``.
         carried: What was read and then set to something else: state that forward carries from call to call.
         lost: The part of it that is not a tensor and that torch's layers do not set.
-        only_set: What else forward sets, as paths from the model: tensors, attributes of objects.
+        only_set: What else forward sets, as paths from the model: tensors, numbers, attributes of objects.
         values: Tensors that are no parameters or buffers, and whose values the code read as Python's.
         asks_for_gradients: Whether the model's code read the grad mode, or a tensor's ``requires_grad``.
         asks_for_layout: Whether it asked for strides or for a conjugate or negative bit, or wrote in place to
@@ -98,6 +99,7 @@ class Reads:
         self._set: set[Key] = set()
         self._set_first: set[Key] = set()
         self._set_by_torch: set[Key] = set()
+        self._numbers: set[Key] = set()
 
     def counts(self, module: nn.Module, name: str) -> bool:
         """Whether an attribute may be a setting; the modes of the model's own modules are compared anyway."""
@@ -176,6 +178,9 @@ class Reads:
         if not self._is_watched(module):
             return
         self._set.add(key)
+        is_number = isinstance(value, _NUMBERS) and not isinstance(value, bool)
+        if is_number and key not in self.attributes and not same(vars(module).get(name, GONE), value):
+            self._numbers.add(key)  # code outside may read it
         if is_set_by_torch(sys._getframe(2)):
             self._set_by_torch.add(key)
         if key not in self.attributes:
@@ -191,7 +196,8 @@ class Reads:
     def note_only_set(self, tensors: Iterable[str], in_objects: Mapping[str, Change]) -> None:
         """Records the attributes that forward sets, by path, except those of torch's own layers."""
         own = set(self._paths(self._set_by_torch).values())
-        self.only_set = {**{path: None for path in tensors if path not in own}, **in_objects}
+        paths = [*tensors, *self._paths(self._numbers).values()]
+        self.only_set = {**{path: None for path in paths if path not in own}, **in_objects}
 
     def assigned_buffers(self) -> set[int]:
         """Returns the ids of the buffers that forward assigned: ``self.mean = new``."""
