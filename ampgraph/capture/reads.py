@@ -107,6 +107,8 @@ class Reads:
 
     def note_read(self, module: nn.Module, name: str, value: object) -> None:
         key = id(module), name
+        if key in self._set_first:
+            self._numbers.discard(key)  # forward set it for its own use
         if key in self.attributes or key in self._set_first or not self._is_watched(module):
             return
         is_settled = has_plain_leaves(value)
