@@ -11,6 +11,7 @@ from torch.nn.utils import prune
 from torch.utils._pytree import tree_leaves
 
 import ampgraph
+from ampgraph.capture.reads import Reads
 from tests.helpers import close
 
 LOW = {"policy": "O1", "dtype": torch.bfloat16}
@@ -540,3 +541,12 @@ def test_a_number_that_forward_sets_warns(is_dynamic):
         amp = ampgraph.convert(model, (X,), **LOW, **shapes)
     close(amp(X), model(X))
     assert model.stride == 32 // len(X)
+
+
+@pytest.mark.parametrize("model", [nn.LSTM(4, 4), nn.Sequential(nn.Identity(), nn.GRU(4, 4))])
+def test_the_list_of_weights_of_a_recurrent_layer_is_torchs(model):
+    """``torch.export`` tells of it in Demucs: the list follows the parameters that it exchanges."""
+    reads = Reads(model)
+    (name,) = (name for name, module in model.named_modules() if isinstance(module, nn.RNNBase))
+    reads.note_only_set([f"{name}._flat_weights".lstrip("."), "other"], {})
+    assert reads.set_by_forward() == ["other"]

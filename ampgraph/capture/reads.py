@@ -198,6 +198,9 @@ class Reads:
     def note_only_set(self, tensors: Iterable[str], in_objects: Mapping[str, Change]) -> None:
         """Records the attributes that forward sets, by path, except those of torch's own layers."""
         own = set(self._paths(self._set_by_torch).values())
+        # ``torch.export`` exchanges parameters, and the list of them in an LSTM follows.
+        recurrent = [name for name, m in self._source.named_modules() if isinstance(m, nn.RNNBase)]
+        own |= {f"{name}._flat_weights".lstrip(".") for name in recurrent}
         paths = [*tensors, *self._paths(self._numbers).values()]
         self.only_set = {**{path: None for path in paths if path not in own}, **in_objects}
 

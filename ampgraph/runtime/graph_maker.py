@@ -157,5 +157,6 @@ class GraphMaker:
             warn_user(
                 f"{self._name}: forward reads {', '.join(lost)} and sets it for "
                 "the next call. A captured graph uses the value from the capture and does not set it. Store "
-                "it in a buffer, or convert without example inputs."
+                "it in a buffer. Converted without example inputs, the model sets it, but each new number "
+                "(a counter) makes another capture."
             )
