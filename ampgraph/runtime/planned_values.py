@@ -54,16 +54,17 @@ class PlannedValues:
 
     def hold(self) -> bool:
         """Whether the values are within the room that the plan leaves them. Runs at every call."""
-        now = self._now()
-        if not all(map(is_, now, self._objects)) or self._states() != self._seen:
-            self._look(self._written(now))
+        if self._places:
+            now = self._now()
+            if not all(map(is_, now, self._objects)) or self._states() != self._seen:
+                self._look(self._written(now))
         if self._is_loaded:
             self._is_loaded = False
             self._look(self._nodes)
         return not self._beyond
 
     def _written(self, now: list[Any]) -> list[fx.Node]:
-        """Takes over the tables of now; returns those that are others or were written, not too often."""
+        """Returns the tables that were exchanged or written, unless too often, and remembers all of now."""
         before = dict(zip(map(id, self._counted), zip(*self._seen, strict=True), strict=True))
         self._objects, self._counted = now, list(filter(_is_counted, now))
         self._seen = self._states()
@@ -88,7 +89,10 @@ class PlannedValues:
             (self._beyond.discard if self._is_within(peak, self._planned[node]) else self._beyond.add)(node)
 
     def _is_within(self, peak: float, planned: float) -> bool:
-        """Whether a plan for the second is right for the first; results count where the range is small."""
+        """Whether a plan for the planned peak is right for another one.
+
+        In a small range a few times the planned peak may take the results of ops out of it.
+        """
         if planned <= self._limit < peak:
             return False
         return self._limit > _WIDE or peak <= of_trained(-planned, planned).high

@@ -10,6 +10,7 @@ backward reads changed gradients and marks them again, because they were zeroed 
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Sequence
 
@@ -58,10 +59,11 @@ class GradientFlags:
                 flags._state.note(reported)
                 flags._is_new = True
                 flags.watch.note_backward()
-                after_backward(never_compiled(lambda: flags.mark(reported)))
+                after_backward(functools.partial(flags.mark, reported))
 
         self._state.watch(backward_reached_probe)
 
+    @never_compiled
     def mark(self, flags: Tensor) -> None:
         """Marks the gradients that boundaries have checked in the backward that ends now."""
         if is_distributed():
