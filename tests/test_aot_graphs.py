@@ -147,6 +147,31 @@ def test_flags_by_slot(slots):
         tensors = [torch.full((2,), torch.inf if b else 1.0) for b in bad]
         expected = [float(any(b and s == slot for s, b in zip(slots, bad, strict=True))) for slot in range(5)]
         assert non_finite(tensors, slots, 5).tolist() == expected
+        assert non_finite(tensors, slots, 5, are_new=True).tolist() == expected
+
+
+SPECIAL = (0.0, -0.0, 1e-45, 3.4e38, -3.4e38, torch.inf, -torch.inf, torch.nan)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("size", [(), (1,), (37,), (5, 3, 8, 8)])
+def test_the_check_of_new_gradients_finds_the_same_and_keeps_their_values(dtype, size):
+    values = [torch.ones(size, dtype=dtype) for _ in SPECIAL]
+    for value, first in zip(values, SPECIAL, strict=True):
+        value.view(-1)[0] = first
+    values += [v.to(memory_format=torch.channels_last) for v in values if v.dim() == 4]
+    given = [v.clone() for v in values]
+    slots = range(len(given))
+    found = non_finite(given, slots, len(given), are_new=True)
+    assert found.tolist() == [float(not v.isfinite().all()) for v in values]
+    before = [v._version for v in values]
+    assert found.tolist() == non_finite(values, slots, len(given)).tolist()
+    assert before == [v._version for v in values]
+    for value, kept in zip(values, given, strict=True):
+        assert value.stride() == kept.stride()
+        torch.testing.assert_close(kept, value, rtol=0, atol=0, equal_nan=True)
+        is_number = ~value.isnan()  # a NaN may become another NaN
+        assert torch.equal(kept[is_number].signbit(), value[is_number].signbit())
 
 
 def test_roles_are_annotations_and_not_read_from_stack_traces():

@@ -100,7 +100,7 @@ from .modes import (
     running_node,
     without_wrappers,
 )
-from .optimizers import has_step_hooks, note_step, takes_found_inf, update_scale
+from .optimizers import flag_if_not_finite, has_step_hooks, note_step, takes_found_inf, update_scale
 from .parameter_data import data_of, times_asked, times_asked_in_all, watch_data
 from .quiet import (
     errors_raised_not_logged,
@@ -157,6 +157,7 @@ __all__ = [
     "expects_uneven_inputs",
     "fake_mode_of",
     "find_backend",
+    "flag_if_not_finite",
     "flat_inputs",
     "float32_forward",
     "function_of",

@@ -38,3 +38,14 @@ def update_scale(
     scale, counters = scale.clone(), counters.clone()
     torch._amp_update_scale_(scale, counters[0], found, growth, backoff, interval)
     return scale, counters
+
+
+def flag_if_not_finite(tensor: Tensor, flag: Tensor, one: Tensor) -> None:
+    """Sets a flag if a tensor is not finite, and writes each value of the tensor to where it was.
+
+    Args:
+        tensor: A dense tensor of real floating-point numbers on a CPU.
+        flag: The flag, one element, float32.
+        one: The number one, 0-dim float32: the kernel of ``torch.amp.GradScaler`` multiplies by it.
+    """
+    torch._amp_foreach_non_finite_check_and_unscale_([tensor], flag, one)

@@ -27,7 +27,13 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.fx import traceback as fx_traceback
 
-from .._compat import is_batched, native_apply, never_compiled, returns_no_argument
+from .._compat import (
+    flag_if_not_finite,
+    is_batched,
+    native_apply,
+    never_compiled,
+    returns_no_argument,
+)
 from ..guards import is_capturing
 from ..marks import BoundaryRole
 from .local_switch import LocalSwitch
@@ -106,7 +112,7 @@ class UnscaleGradients(Function):
         # Only torch.autograd.grad takes batches of gradients, and it does not add to the probe.
         if not by_vmap:
             with _role("finite check"):
-                flags = non_finite(true, slots, ctx.size, ctx.fuses)
+                flags = non_finite(true, slots, ctx.size, ctx.fuses, are_new=not _counts_once())
             if ctx.checked is not None:
                 ctx.checked.note(slots, true)
         return flags, None, None, *(None if g is None else next(results) for g in grads)
@@ -172,7 +178,13 @@ def unscaled(grads: list[Tensor], inverse: Tensor, one_by_one: bool) -> Sequence
     return torch._foreach_mul(grads, inverse)
 
 
-def non_finite(tensors: Sequence[Tensor], slots: Sequence[int], size: int, fuses: bool = False) -> Tensor:
+def non_finite(
+    tensors: Sequence[Tensor],
+    slots: Sequence[int],
+    size: int,
+    fuses: bool = False,
+    are_new: bool = False,
+) -> Tensor:
     """Returns a float32 vector of ``size`` elements, 1 in the slots whose tensors are not all finite.
 
     Args:
@@ -180,6 +192,7 @@ def non_finite(tensors: Sequence[Tensor], slots: Sequence[int], size: int, fuses
         slots: The slot of each; they ascend, and several tensors may have the same one.
         size: The number of slots.
         fuses: Whether a compiler fuses this arithmetic with what stands around it.
+        are_new: Whether nobody else has the tensors yet, so that a kernel may write to them.
     """
     # An empty tensor is finite, but torch has no infinity norm of it.
     given = [(t._values() if t.is_sparse else t, slot) for t, slot in zip(tensors, slots, strict=True)]
@@ -187,8 +200,10 @@ def non_finite(tensors: Sequence[Tensor], slots: Sequence[int], size: int, fuses
     if not given:
         return torch.zeros(size, device=tensors[0].device)
     values, slots = [t for t, _ in given], [slot for _, slot in given]
-    # Not below infinity: infinity and NaN.
-    flags = (~(_peaks(values, fuses).detach() < math.inf)).to(torch.float32)
+    if not fuses and all(map(_is_plain_on_cpu, values)):
+        flags = _flags_on_cpu(values, are_new)
+    else:  # not below infinity: infinity and NaN
+        flags = (~(_peaks(values, fuses).detach() < math.inf)).to(torch.float32)
     # Slices and no index, which would have to travel to the device.
     pieces, first, end = [], 0, 0
     for slot, count, length in _runs(slots):
@@ -198,6 +213,22 @@ def non_finite(tensors: Sequence[Tensor], slots: Sequence[int], size: int, fuses
         first, end = first + length * count, slot + length
     pieces += [flags.new_zeros(size - end)] if size > end else []
     return torch.cat(pieces)
+
+
+def _is_plain_on_cpu(tensor: Tensor) -> bool:
+    return type(tensor) is Tensor and tensor.device.type == "cpu" and tensor.is_floating_point()
+
+
+def _flags_on_cpu(tensors: Sequence[Tensor], are_new: bool) -> Tensor:
+    """Returns 1 for each tensor that is not finite, else 0.
+
+    A CPU takes several times as long for the infinity norm, whose kernel has no vector instructions there.
+    """
+    on_cpu: Any = {"dtype": torch.float32, "device": "cpu"}
+    flags, one = torch.zeros(len(tensors), **on_cpu), torch.ones((), **on_cpu)
+    for tensor, flag in zip(tensors, flags.unbind(), strict=True):
+        flag_if_not_finite(tensor if are_new else tensor.detach().clone(), flag, one)
+    return flags
 
 
 def _peaks(tensors: list[Tensor], fuses: bool) -> Tensor:
