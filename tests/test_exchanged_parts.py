@@ -210,7 +210,7 @@ def test_what_is_no_dict_has_no_versions():
 
 @needs_versions
 def test_a_model_of_no_parts_has_versions_too():
-    structure = Structure(nn.Identity(), counts_data=True)
+    structure = Structure([nn.Identity()], counts_data=True)
     assert structure.flags() is structure.flags()
 
 

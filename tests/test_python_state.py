@@ -1,6 +1,8 @@
 """What forward reads from Python: a change after the capture is captured again, or told."""
 
 import contextlib
+import decimal
+import fractions
 import functools
 import random
 import sys
@@ -750,3 +752,107 @@ def test_a_global_that_a_function_in_a_table_reads(name, monkeypatch):
         monkeypatch.setitem(globals(), "RATE", rate)
         torch.testing.assert_close(amp(x), model(x), rtol=0.05, atol=0.05)
     assert not amp.is_just_in_time
+
+
+SETTINGS = {
+    "a function of torch": (torch.tanh, torch.relu),
+    "a function that is built in": (nn.functional.gelu, nn.functional.softplus),
+    "a method of tensors": (torch.Tensor.tanh, torch.Tensor.exp),
+    "a number of numpy": (numpy.float32(1), numpy.float32(4)),
+    "an array of numpy": (numpy.array(1.0), numpy.array(4.0)),
+    "a decimal": (decimal.Decimal(1), decimal.Decimal(4)),
+    "a fraction": (fractions.Fraction(1), fractions.Fraction(4)),
+}
+
+
+class Settings:
+    shared = None
+
+
+@pytest.mark.parametrize("place", ["object", "class"])
+@pytest.mark.parametrize("kind", SETTINGS)
+def test_an_attribute_of_an_object_may_be_any_value(kind, place, monkeypatch):
+    before, after = SETTINGS[kind]
+
+    class Reads(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc, self.settings = nn.Linear(4, 4), Settings()
+
+        def forward(self, x):
+            value = self.settings.shared
+            return value(self.fc(x)) if callable(value) else self.fc(x) * float(value)
+
+    model = Reads()
+    holder = model.settings if place == "object" else Settings
+    held = staticmethod(before) if place == "class" and callable(before) else before
+    monkeypatch.setattr(holder, "shared", held, raising=False)
+    amp = ampgraph.convert(model, (X,), **LOW)
+    close(amp(X), model(X))
+    held = staticmethod(after) if place == "class" and callable(after) else after
+    monkeypatch.setattr(holder, "shared", held)
+    close(amp(X), model(X))
+    close(amp(X), model(X))
+    assert len(amp.graph_modules) == 2
+
+
+class Steers:
+    """A hook that is an object."""
+
+    def __init__(self):
+        self.strength, self.is_on, self.inner = 1.0, True, {"factor": [1.0]}
+
+    def __call__(self, module, args, result):
+        return result * self.strength * self.inner["factor"][0] if self.is_on else result - 1
+
+    def as_pre_hook(self, module, args):
+        return (self(module, args, args[0]),)
+
+
+@pytest.mark.parametrize("change", ["strength", "is_on", "inner"])
+@pytest.mark.parametrize("form", ["object", "method", "partial", "pre-hook"])
+def test_settings_of_a_hook_are_watched(form, change):
+    model, steers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), Steers()
+    if form == "pre-hook":
+        model[1].register_forward_pre_hook(functools.partial(Steers.as_pre_hook, steers))
+    else:
+        hooks = {
+            "object": steers,
+            "method": steers.__call__,
+            "partial": functools.partial(Steers.__call__, steers),
+        }
+        model[0].register_forward_hook(hooks[form])
+    amp = ampgraph.convert(model, (X,), **LOW)
+    close(amp(X), model(X))
+    if change == "strength":
+        steers.strength = 3.0
+    elif change == "is_on":
+        steers.is_on = False
+    else:
+        steers.inner["factor"][0] = 4.0
+    close(amp(X), model(X))
+    assert len(amp.graph_modules) == 2
+
+
+def test_a_buffer_that_comes_to_share_memory_with_a_written_one():
+    class Writes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(4, 4)
+            self.register_buffer("bank", torch.randn(6, 4))
+            self.register_buffer("head", torch.randn(2, 4))
+
+        def forward(self, x):
+            before = self.fc(self.head)
+            self.bank.add_(x)
+            return before, self.fc(self.head)
+
+    model = Writes()
+    amp = ampgraph.convert(model, (X,), **LOW)
+    amp(X)
+    model.head = model.bank[:2]
+    values = model.bank.clone()
+    result = amp(X)
+    model.bank.copy_(values)
+    for got, expected in zip(result, model(X), strict=True):
+        close(got, expected)

@@ -231,7 +231,7 @@ def _traced(
         kept.remove(reads.records())
         if not isinstance(error, Exception):  # Ctrl-C
             raise
-        check_replaced(model, replaced)
+        check_replaced(model, [*replaced.paths, *reads.outside.changed])
         if is_untraced_generator(error):
             check_random_numbers(model, random_numbers.found)
         raise _error_of(model, args, kwargs, error) from error
@@ -239,7 +239,7 @@ def _traced(
         raise refusal
     kept.remove(reads.records())
     check_caught(model, calls.failed)
-    check_replaced(model, replaced)
+    check_replaced(model, [*replaced.paths, *reads.outside.changed])
     check_kept(model, kept)
     check_written(model, written)
     check_random_numbers(model, random_numbers.found)

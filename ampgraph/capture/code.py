@@ -93,8 +93,11 @@ class Code:
             for module in root.modules():
                 self._follow(class_behind(type(module)))
                 own = [value for name, value in vars(module).items() if name not in OF_EVERY_MODULE]
-                for value in (*own, *module._forward_hooks.values(), *module._forward_pre_hooks.values()):
+                hooks = [*_hooks_of(module)]
+                for value in (*own, *(hook.value() for hook in hooks)):
                     self._follow_held(value, _DEPTH)
+                for hook in hooks:  # an object, or the arguments of a partial, may have settings
+                    self._put(hook)
         self._read()
 
     def changed(self) -> list[Place]:
@@ -243,6 +246,13 @@ class Code:
                 self._put(Place(value, "__self__", f"the object of {value.__qualname__}"))
             for inner in _inside(value):
                 self._follow(inner)
+
+
+def _hooks_of(module: nn.Module) -> Iterator[Place]:
+    """Yields the hooks that run around the forward of a module."""
+    for hooks in (module._forward_pre_hooks, module._forward_hooks):
+        for key in hooks:
+            yield Place(hooks, key, f"a hook of {type(module).__name__}")  # type: ignore[arg-type]
 
 
 def _module_of(holder: Any) -> object:

@@ -52,7 +52,7 @@ def noting_set_attributes(model: nn.Module) -> Iterator[dict[str, Change]]:
             names = [n for n in {**values, **held} if not same(held.get(n, GONE), values.get(n, GONE))]
             for name in names:
                 found[f"{path}.{name}"] = Change(values.get(name, GONE), held.get(name, GONE))
-                if _is_of_capture(held.get(name)):
+                if is_of_capture(held.get(name)):
                     _put_back(held, name, values)
 
 
@@ -88,7 +88,8 @@ def _inside(value: object, path: str, depth: int, seen: set[int]) -> Iterator[tu
         yield from _inside(inner, f"{path}.{name}", depth - 1, seen)
 
 
-def _is_of_capture(value: object) -> bool:
+def is_of_capture(value: object) -> bool:
+    """Whether a value is, or holds, a tensor or a size without data."""
     without_data = (FakeTensor, torch.SymInt, torch.SymFloat, torch.SymBool)
     return any(isinstance(leaf, without_data) for leaf in tree_leaves(value))
 

@@ -26,6 +26,7 @@ from .code import Code
 from .code_place import GONE, Place
 from .containers import copied, has_plain_leaves, same
 from .held_objects import Change
+from .outside_modules import OutsideModules
 from .user_code import is_asked_by_model, is_foreign, is_set_by_torch
 
 # What every module has: parameters, hooks, the training mode. A forward on a module is its own.
@@ -64,6 +65,7 @@ class Reads:
     Attributes:
         modules: The modules that are watched, by ``id``.
         elsewhere: Those of them that the model does not name as its parts.
+        outside: What the modules elsewhere held before forward changed anything.
         code: What forward's code reads outside of the modules.
         attributes: What was read before it was set, and a copy of the value where it is plain.
         missing: What was asked for, and was not there: ``getattr(self, "scale", None)``.
@@ -83,6 +85,7 @@ class Reads:
         self.modules = {id(module): module for module in self._ordered}
         self._own = frozenset(self.modules)
         self.elsewhere: dict[int, nn.Module] = {}
+        self.outside = OutsideModules()
         self.code = Code(source)
         self._source = source
         self.attributes: dict[Key, object] = {}
@@ -109,7 +112,7 @@ class Reads:
         key = id(module), name
         if key in self._set_first:
             self._numbers.discard(key)  # forward set it for its own use
-        if key in self.attributes or key in self._set_first or not self._is_watched(module):
+        if key in self.attributes or key in self._set_first or not self.is_watched(module):
             return
         is_settled = has_plain_leaves(value)
         if is_settled or name in vars(module):  # not methods, nor what is computed from other attributes
@@ -117,16 +120,17 @@ class Reads:
         elif name != "forward" and _is_own_method(value, module):
             self.note_missing(module, name)  # an attribute of this name would hide the method
 
-    def _is_watched(self, module: nn.Module) -> bool:
+    def is_watched(self, module: nn.Module) -> bool:
         """Whether a module is the model's, or the user's elsewhere: in a plain list, a global."""
         if id(module) not in self.modules and _is_of_user(type(module)):  # type: ignore[arg-type]
             self.modules[id(module)] = self.elsewhere[id(module)] = module
+            self.outside.add(module)
         return id(module) in self.modules
 
     def note_missing(self, module: nn.Module, name: str) -> None:
         """Records that a module has no such attribute; its parameters and submodules are structure."""
         held = vars(module)
-        if self._is_watched(module) and not any(name in held[kind] for kind in TABLES):
+        if self.is_watched(module) and not any(name in held[kind] for kind in TABLES):
             self.missing.setdefault((id(module), name))
 
     def of(self, other: nn.Module) -> Reads:
@@ -177,7 +181,7 @@ class Reads:
 
     def note_set(self, module: nn.Module, name: str, value: object) -> None:
         key = id(module), name
-        if not self._is_watched(module):
+        if not self.is_watched(module):
             return
         self._set.add(key)
         is_number = isinstance(value, _NUMBERS) and not isinstance(value, bool)

@@ -8,7 +8,6 @@ from torch.nn.parameter import is_lazy
 
 from ..errors import AheadOfTimeError
 from .kept_tensors import KeptTensors
-from .replaced import Replaced
 
 OR_JUST_IN_TIME = 'or capture it just in time: ampgraph.convert(model, capture="just in time")'
 
@@ -32,10 +31,10 @@ def check_caught(model: nn.Module, failed: list[str]) -> None:
         raise _refused(model, what, "Ask without try")
 
 
-def check_replaced(model: nn.Module, replaced: Replaced) -> None:
+def check_replaced(model: nn.Module, replaced: list[str]) -> None:
     """Raises an error if forward replaces buffers, parameters or submodules: a graph replaces nothing."""
-    if replaced.paths:
-        what = f"forward replaces {', '.join(replaced.paths)}, which a graph cannot"
+    if replaced:
+        what = f"forward replaces {', '.join(dict.fromkeys(replaced))}, which a graph cannot"
         raise _refused(model, what, "Write to buffers in place")
 
 

@@ -7,18 +7,23 @@ need no update. The graph has none of the run-time guards of ``ExportedProgram.m
 
 If parts of a model have names that a graph module uses (``graph``, ``code``, ``meta``), the graph module
 holds the model as one submodule, and every path starts with its name.
+
+``torch.export`` takes parameters of modules that are no parts of the model (a teacher in a plain list) for
+constants, without their later ``data``. Here they resolve in these modules.
 """
 
 from __future__ import annotations
 
 import keyword
+from collections.abc import Hashable, Iterable
+from typing import NamedTuple
 
 import torch
 from torch import fx, nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, InputSpec, OutputKind
 
-from .._compat import set_calling_convention
+from .._compat import set_calling_convention, storage_key
 from ..errors import CaptureError
 
 # The submodule that is the whole model, where its parts have names that a graph module uses.
@@ -29,12 +34,23 @@ _SET_LATER |= {"_prologue_start", "shape_env"}
 _ATTRIBUTES = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR, InputKind.CUSTOM_OBJ)
 
 
-def unlift(program: ExportedProgram, source: nn.Module) -> tuple[fx.GraphModule, dict[str, torch.Tensor]]:
+class _Owner(NamedTuple):
+    """A module outside of the model, the attribute of the graph module that holds it, and a parameter."""
+
+    module: nn.Module
+    attribute: str
+    parameter: str
+
+
+def unlift(
+    program: ExportedProgram, source: nn.Module, elsewhere: Iterable[nn.Module] = ()
+) -> tuple[fx.GraphModule, dict[str, torch.Tensor]]:
     """Turns a freshly captured program into a graph module over ``source``; consumes the program.
 
     Args:
         program: The result of ``torch.export.export`` for ``source``.
         source: The live model.
+        elsewhere: Modules that forward used and that are no parts of ``source``.
 
     Returns:
         The graph module, and the constants (by attribute name) that exist only in the capture.
@@ -48,7 +64,7 @@ def unlift(program: ExportedProgram, source: nn.Module) -> tuple[fx.GraphModule,
         )
     graph_module = program.graph_module
     whole = _name_of_whole(graph_module, source)
-    constants = _attributes_for_inputs(graph_module, program, source, whole)
+    constants = _attributes_for_inputs(graph_module, program, source, whole, _owners(elsewhere))
     hold(graph_module, source, whole)
     for name, value in constants.items():
         object.__setattr__(graph_module, name, value)
@@ -77,10 +93,32 @@ def hold(holder: nn.Module, source: nn.Module, whole: str) -> None:
     holder._modules = {**source._modules, **children} if children else source._modules
 
 
+def _owners(modules: Iterable[nn.Module]) -> dict[Hashable, _Owner]:
+    """Returns the owners of the parameters of modules, by the memory of the parameters."""
+    found: dict[Hashable, _Owner] = {}
+    for number, module in enumerate(modules):
+        for name, parameter in module._parameters.items():
+            if (memory := _memory(parameter)) is not None and _is_code(name):
+                found[memory] = _Owner(module, f"_constant_module_{number}", name)
+    return found
+
+
+def _memory(value: object) -> Hashable:
+    """Returns what tensors have in common that are alike and share memory; None for other values."""
+    if not isinstance(value, torch.Tensor) or (key := storage_key(value)) is None:
+        return None
+    return key, value.storage_offset(), tuple(value.shape), value.stride()
+
+
 def _attributes_for_inputs(
-    graph_module: fx.GraphModule, program: ExportedProgram, source: nn.Module, whole: str
+    graph_module: fx.GraphModule,
+    program: ExportedProgram,
+    source: nn.Module,
+    whole: str,
+    owners: dict[Hashable, _Owner],
 ) -> dict:
-    graph, constants = graph_module.graph, {}
+    graph = graph_module.graph
+    constants: dict[str, object] = {}
     placeholders = graph.find_nodes(op="placeholder")
     for node, spec in zip(placeholders, program.graph_signature.input_specs, strict=True):
         if spec.kind not in _ATTRIBUTES:
@@ -89,7 +127,11 @@ def _attributes_for_inputs(
         target = str(spec.target)
         # A plain attribute of the root (``self.table = torch.arange(8)``) is in none of the shared dicts.
         is_held = _get(source, target) is value and target not in source.__dict__
-        if not is_held:
+        owner = None if is_held else owners.get(_memory(value))
+        if owner is not None:
+            constants[owner.attribute] = owner.module
+            target = f"{owner.attribute}.{owner.parameter}"
+        elif not is_held:
             target = "_constant_" + target.replace(".", "_")
             constants[target] = value
         if not _is_code(target):

@@ -18,13 +18,18 @@ from .reads import OF_NN_MODULE, Reads
 @contextlib.contextmanager
 def recorded(reads: Reads, is_capturing: Callable[[], bool]) -> Iterator[None]:
     """Records the reads of forward in threads that are capturing; restores attributes."""
-    set_attribute = nn.Module.__setattr__
+    set_attribute, delete_attribute = nn.Module.__setattr__, nn.Module.__delattr__
     outer = vars(nn.Module).get("__getattribute__")  # a capture inside a capture
 
     def watched_set(self: nn.Module, name: str, value: Any) -> None:
         if name not in OF_NN_MODULE and is_capturing():
             reads.note_set(self, name, value)
         set_attribute(self, name, value)
+
+    def watched_delete(self: nn.Module, name: str) -> None:
+        if is_capturing():
+            reads.is_watched(self)
+        delete_attribute(self, name)
 
     def watched_hash(self: nn.Module) -> int:
         if is_capturing():
@@ -36,12 +41,14 @@ def recorded(reads: Reads, is_capturing: Callable[[], bool]) -> Iterator[None]:
         with (
             replaced(nn.Module, "__hash__", watched_hash),
             replaced(nn.Module, "__setattr__", watched_set),
+            replaced(nn.Module, "__delattr__", watched_delete),
             replaced(nn.Module, "__getattribute__", _WatchedGet(outer, reads, is_capturing)),
             replaced(torch, "is_grad_enabled", _WatchedQuestion(torch.is_grad_enabled, reads, is_capturing)),
         ):
             yield
     finally:
         _put_back(reads, before)
+        reads.outside.put_back()
 
 
 def _put_back(reads: Reads, before: dict[int, dict[str, Any]]) -> None:

@@ -85,7 +85,7 @@ class GraphCache:
         self.lock = lock_of(source)
         self._source, self._options, self._scaler, self._stored = source, options, scaler, stored
         self._siblings = None if options.policy.level == "O3" else siblings
-        self._structure = Structure(source, copies)
+        self._structure = Structure(source.modules(), copies)
         self._graphs: dict[tuple[Flags, Hashable], list[CapturedGraph]] = {}
         self._searches = itertools.count()
         self._last: Found | None = None
@@ -283,7 +283,7 @@ class GraphCache:
                 self._siblings.drop(dropped)
         if self.shadows is not None:
             self.shadows.follow()
-        self._structure = Structure(self._source, self.shadows is not None)
+        self._structure = Structure(self._source.modules(), self.shadows is not None)
 
     def _known(
         self, args: tuple, kwargs: dict[str, Any], signature: Signature, flags: Flags

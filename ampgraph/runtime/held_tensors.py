@@ -1,4 +1,4 @@
-"""`HeldTensors`: the kinds of a model's parameters and buffers, and which of them are one tensor."""
+"""`HeldTensors`: the kinds of a model's parameters and buffers, and which of them are tied."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from .._compat import new_lock, times_asked_in_all, watch_data
+from .._compat import has_content, new_lock, storage_key, times_asked_in_all, watch_data
 
 
 class Kinds:
-    """Names, sizes, dtypes and layouts of tensors, and which of them are one object.
+    """Names, sizes, dtypes and layouts of tensors, and which are one object, or buffers of one memory.
 
     There is one object per value, so that kinds are compared by identity: Dynamo of torch 2.11 traces no
     ``__hash__`` of an object. Call `of`.
@@ -26,14 +26,20 @@ class Kinds:
     @staticmethod
     def of(names: list[str], values: list[Any]) -> Kinds:
         """Returns the kinds of tensors, the same object for the same names, kinds and ties."""
-        first: dict[int, int] = {}
-        numbers = [first.setdefault(id(v), i) for i, v in enumerate(values)]
+        first: dict[object, int] = {}
+        numbers = [first.setdefault(_tie(v), i) for i, v in enumerate(values)]
         with _lock:
             return _all_kinds.setdefault((*names, *map(_kind, values), *numbers), Kinds())
 
 
 _all_kinds: WeakValueDictionary[tuple[Any, ...], Kinds] = WeakValueDictionary()
 _lock = new_lock()  # the garbage collector may run code inside
+
+
+def _tie(value: Any) -> object:
+    """Returns what tied tensors have in common. A graph that writes a buffer writes its views, too."""
+    is_buffer = has_content(value) if isinstance(value, torch.Tensor) else False
+    return ("memory", storage_key(value)) if is_buffer else id(value)
 
 
 def _kind(value: Any) -> tuple[Any, ...]:

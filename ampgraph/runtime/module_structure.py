@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain, repeat
 from operator import is_
 from typing import Any
@@ -20,24 +20,24 @@ Flags = tuple[tuple[bool, ...], Kinds]
 
 
 class Structure:
-    """The modules of a model at capture, with their classes, parts, hooks and instance ``forward``.
+    """Modules at capture, with their classes, parts, hooks and instance ``forward``.
 
     Each check reads all modules in a few calls of C functions that Dynamo can trace. It keeps the dicts,
     which show later changes, and compares no values of tensors. Where Python tells that no dict was written
     to, nothing else is read.
 
     Args:
-        source: The model.
-        counts_data: Whether to count how often ``.data`` of its parameters is set.
+        modules: The modules.
+        counts_data: Whether to count how often ``.data`` of their parameters is set.
 
     Attributes:
-        modules: All modules, at any depth.
+        modules: The modules.
         tensors: The parameters and buffers of the modules.
     """
 
-    def __init__(self, source: nn.Module, counts_data: bool = False) -> None:
+    def __init__(self, modules: Iterable[nn.Module], counts_data: bool = False) -> None:
         self._hook_count = hooks_registered()  # first: another thread may register a hook now
-        self.modules = tuple(source.modules())
+        self.modules = tuple(modules)
         self._classes = [*map(type, self.modules)]
         slots: list[dict[str, Any]] = [held for m in self.modules for held in (m._parameters, m._buffers)]
         children = [m._modules for m in self.modules]

@@ -232,7 +232,7 @@ class Places:
             if not is_foreign(base) and id(base) not in self._classes:
                 self._classes.add(id(base))
                 self._inside.sizes.append(vars(base))
-        for name in [name for name, inner in held.items() if self._counts(name) and _may_be_setting(inner)]:
+        for name in filter(self._counts, list(held)):
             self._add(Place(held, name, f"{path}.{name}"), self._inside, depth - 1)
         for name in _settings_of_class(type(value)):
             if name not in held and self._counts(name):
@@ -242,21 +242,12 @@ class Places:
         return self._names is None or name in self._names
 
 
-def _may_be_setting(value: object) -> bool:
-    return has_plain_leaves(value) or is_container(value) or hasattr(value, "__dict__") or _has_slots(value)
-
-
-def _has_slots(value: object) -> bool:
-    return not is_foreign(type(value)) and any("__slots__" in vars(c) for c in type(value).__mro__)
-
-
 def _settings_of_class(cls: type) -> Iterator[str]:
     """Yields the slots of a class, and the attributes that its objects share."""
     for base in cls.__mro__:
         for name, value in vars(base).items() if not is_foreign(base) else ():
-            if not name.startswith("__") and (
-                isinstance(value, MemberDescriptorType) or has_plain_leaves(value)
-            ):
+            is_slot = isinstance(value, MemberDescriptorType)
+            if not name.startswith("__") and (is_slot or not hasattr(type(value), "__get__")):
                 yield name
 
 

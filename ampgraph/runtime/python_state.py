@@ -15,6 +15,7 @@ from ..capture.code_place import Place
 from ..capture.reads import Reads
 from ..proxy.all_parameters import all_parameters
 from .layouts import Layouts
+from .module_structure import Structure
 from .places import Places
 
 # Settings of torch that code may ask for by name. The default dtype is that of ``torch.zeros(3)``, too.
@@ -33,7 +34,8 @@ _SETTINGS = (
 class PythonState:
     """What forward read: attributes, globals, functions, values of tensors, settings of torch.
 
-    Strides and the grad mode count if forward asked for them.
+    Strides and the grad mode count if forward asked for them. Of modules that are no parts of the model
+    (a teacher in a plain list), their parts and the kinds of their tensors count.
 
     What forward sets itself does not count: it changes at every call.
 
@@ -63,6 +65,8 @@ class PythonState:
         self._answers = [ask() for ask in self._questions]
         self._values = [_Value(tensor) for tensor in reads.values.values()]
         self._autograd = _autograd(source, args, kwargs) if reads.asks_for_gradients else None
+        self._elsewhere = Structure(reads.elsewhere.values())
+        self._kinds = self._elsewhere.tensors.kinds()
         self._layouts = (
             Layouts(source, args, kwargs, reads.asks_for_offset) if reads.asks_for_layout else None
         )
@@ -86,6 +90,8 @@ class PythonState:
             return False
         if self._values and not self._has_same_values():
             return False
+        if self._elsewhere.modules and not self._has_same_modules():
+            return False
         if self._layouts is not None and not self._layouts.fits(args, kwargs, is_untouched):
             return False
         return self._autograd is None or self._autograd == _autograd(self._source, args, kwargs)
@@ -101,11 +107,16 @@ class PythonState:
 
     def is_same(self) -> bool:
         """Whether attributes, globals and functions are the same; arguments do not count."""
-        return self._attributes.are_same() and self._code.are_same() and self._has_same_values()
+        is_same = self._attributes.are_same() and self._code.are_same() and self._has_same_values()
+        return is_same and self._has_same_modules()
 
     def _has_same_values(self) -> bool:
         """Whether no tensor was written whose values forward read; an attribute shows another tensor."""
         return all(value.is_same() for value in self._values)
+
+    def _has_same_modules(self) -> bool:
+        """Whether the modules outside of the model have the parts that they had, of the same kinds."""
+        return self._elsewhere.is_current() and self._elsewhere.tensors.kinds() is self._kinds
 
     def changed(self) -> list[str]:
         """Returns what is another now, as a user writes it: attributes from the model on."""

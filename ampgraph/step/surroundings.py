@@ -59,7 +59,7 @@ class Surroundings:
         for path, module in self._modules.values():
             self._add_attributes(module, path, self._names())
         self._places.settle()
-        self._structures = [(found := Structure(m), found.training_modes()) for m in self._outer]
+        self._structures = [(found := Structure(m.modules()), found.training_modes()) for m in self._outer]
         others = [module for _, module in self._modules.values()]
         tables: list[dict[str, Any]] = [table for m in others for table in (m._parameters, m._buffers)]
         self._tables = [table for table in tables if table]

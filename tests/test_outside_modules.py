@@ -1,0 +1,186 @@
+"""Modules that forward uses and that are no parts of the model: what becomes of them, and of the graph."""
+
+import copy
+import warnings
+from typing import ClassVar
+
+import pytest
+import torch
+from torch import nn
+
+import ampgraph
+
+X = torch.randn(4, 8)
+
+
+def frozen() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 8), nn.Tanh()).requires_grad_(False)
+
+
+class Student(nn.Module):
+    """Has its teacher in a list, so that it is no part."""
+
+    def __init__(self):
+        super().__init__()
+        self.own, self.hidden = nn.Linear(8, 8), [frozen()]
+
+    def forward(self, x):
+        return self.own(x) - self.hidden[0](x)
+
+
+def average(teacher):
+    for parameter in teacher.parameters():
+        parameter.data = parameter.data * 0.1 + 1.0
+
+
+def other_parameter(teacher):
+    teacher[0].weight = nn.Parameter(torch.randn(8, 8), requires_grad=False)
+
+
+def other_dtype_and_back(teacher):
+    teacher.double()
+    for parameter in teacher.parameters():
+        parameter.data.mul_(-3)
+    teacher.float()
+
+
+def vector(teacher):
+    nn.utils.vector_to_parameters(torch.randn(72), teacher.parameters())
+
+
+def other_child(teacher):
+    teacher[0] = frozen()[0]
+
+
+def more_layers(teacher):
+    teacher.append(nn.Linear(8, 8).requires_grad_(False))
+
+
+def other_forward(teacher):
+    teacher[1].forward = lambda y: y * 9
+
+
+def hook(teacher):
+    teacher[0].register_forward_hook(lambda module, args, y: y * 3)
+
+
+LIVE = [average, other_parameter, vector, other_dtype_and_back]
+OTHER = [other_child, more_layers, other_forward, hook]
+
+
+@pytest.mark.parametrize("change", LIVE + OTHER)
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_change_of_a_hidden_teacher_shows(change, backend):
+    torch.manual_seed(0)
+    model = Student()
+    amp = ampgraph.convert(model, (X,), dtype=torch.bfloat16, backend=backend)
+    amp(X).sum().backward()
+    change(model.hidden[0])
+    torch.testing.assert_close(amp(X), model(X), rtol=0.05, atol=0.05)
+    assert len(amp.graph_modules) == (1 if change in LIVE else 2)
+
+
+def test_a_teacher_in_another_dtype_is_captured_again():
+    model = Student()
+    amp = ampgraph.convert(model, (X,), dtype=torch.bfloat16)
+    model.hidden[0].double()
+    with pytest.raises(RuntimeError, match="dtype"):
+        model(X)
+    with pytest.raises(RuntimeError, match="dtype"):
+        amp(X)
+
+
+def test_a_teacher_follows_its_average_without_captures():
+    torch.manual_seed(0)
+    model = Student()
+    amp = ampgraph.convert(model, (X,), dtype=torch.float16)
+    optimizer = torch.optim.SGD(amp.parameters(), lr=0.1)
+    amp.scaler.attach(optimizer)
+    for _ in range(4):
+        optimizer.zero_grad()
+        amp(X).square().mean().backward()
+        optimizer.step()
+        average(model.hidden[0])
+        torch.testing.assert_close(amp(X), model(X), rtol=0.01, atol=0.01)
+    assert len(amp.graph_modules) == 1
+
+
+def test_a_copy_has_a_teacher_of_its_own():
+    amp = ampgraph.convert(Student(), (X,), dtype=torch.bfloat16)
+    other = copy.deepcopy(amp)
+    average(other.source.hidden[0])
+    torch.testing.assert_close(other(X), other.source(X), rtol=0.05, atol=0.05)
+    torch.testing.assert_close(amp(X), amp.source(X), rtol=0.05, atol=0.05)
+    assert not torch.allclose(amp(X), other(X), rtol=0.05, atol=0.05)
+
+
+class Neuron(nn.Module):
+    instances: ClassVar[list[nn.Module]] = []
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("memory", torch.full((8,), 7.0), persistent=False)
+        self.trace = torch.full((8,), 7.0)
+        Neuron.instances.append(self)
+
+
+def reset(neuron):
+    neuron.memory = torch.zeros_like(neuron.memory)
+
+
+def set_trace(neuron):
+    neuron.trace = neuron.trace * 2
+
+
+def delete(neuron):
+    del neuron.memory
+    neuron.register_buffer("memory", torch.zeros(8))
+
+
+def register(neuron):
+    neuron.register_buffer("memory", torch.zeros(8))
+
+
+class Resets(nn.Module):
+    """Resets all neurons of the process, as snnTorch does."""
+
+    def __init__(self, change):
+        super().__init__()
+        self.own, self.change = nn.Linear(8, 8), change
+
+    def forward(self, x):
+        for neuron in Neuron.instances:
+            self.change(neuron)
+        return self.own(x) + Neuron.instances[0].memory + Neuron.instances[0].trace
+
+
+@pytest.mark.parametrize("change", [reset, set_trace, delete, register])
+def test_a_conversion_leaves_modules_outside_as_they_were(change):
+    Neuron.instances.clear()
+    neuron = Neuron()
+    memory, trace = neuron.memory, neuron.trace
+    model = Resets(change)
+    with pytest.warns(UserWarning, match=r"forward replaces Neuron\.(memory|trace), which a graph cannot"):
+        amp = ampgraph.convert(model, (X,), dtype=torch.bfloat16)
+    assert neuron._buffers["memory"] is memory
+    assert vars(neuron)["trace"] is trace
+    expected = model(X)
+    neuron._buffers["memory"], neuron.trace = memory, trace
+    torch.testing.assert_close(amp(X), expected, rtol=0.05, atol=0.05)
+
+
+def test_modules_that_forward_makes_are_captured():
+    class Makes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.own = nn.Linear(8, 8)
+
+        def forward(self, x):
+            norm = nn.Sequential(nn.BatchNorm1d(8), nn.LayerNorm(8))
+            return nn.Softmax(-1)(norm(self.own(x)))
+
+    model = Makes()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        amp = ampgraph.convert(model, (X,), dtype=torch.bfloat16)
+    torch.testing.assert_close(amp(X), model(X), rtol=0.05, atol=0.05)
