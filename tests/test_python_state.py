@@ -765,7 +765,7 @@ SETTINGS = {
 }
 
 
-class Settings:
+class Shares:
     shared = None
 
 
@@ -777,14 +777,14 @@ def test_an_attribute_of_an_object_may_be_any_value(kind, place, monkeypatch):
     class Reads(nn.Module):
         def __init__(self):
             super().__init__()
-            self.fc, self.settings = nn.Linear(4, 4), Settings()
+            self.fc, self.settings = nn.Linear(4, 4), Shares()
 
         def forward(self, x):
             value = self.settings.shared
             return value(self.fc(x)) if callable(value) else self.fc(x) * float(value)
 
     model = Reads()
-    holder = model.settings if place == "object" else Settings
+    holder = model.settings if place == "object" else Shares
     held = staticmethod(before) if place == "class" and callable(before) else before
     monkeypatch.setattr(holder, "shared", held, raising=False)
     amp = ampgraph.convert(model, (X,), **LOW)
