@@ -15,7 +15,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx import traceback as fx_traceback
 
-from ._compat import is_exporting, keep_dynamo_out, never_log_raised_errors
+from ._compat import is_compiling, is_exporting, is_traced, keep_dynamo_out, never_log_raised_errors
 from .errors import warn_user
 
 GUARD_KEY = "ampgraph_guard"
@@ -118,11 +118,11 @@ def _keep_dynamo_out_of_guards() -> None:
 
 def is_capturing() -> bool:
     """Whether ampgraph, or an export of the user with a guard, captures now and keeps marks on nodes."""
-    return fx_traceback.has_preserved_node_meta()
+    return fx_traceback.has_preserved_node_meta() and is_traced()  # the marks are the process's
 
 
 def _capturing(name: str) -> bool:
-    if torch.compiler.is_compiling() or is_capturing():
+    if is_compiling() or is_capturing():
         return True
     if getattr(_running, "active", False):
         warn_user(

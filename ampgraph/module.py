@@ -384,6 +384,12 @@ class AmpModule(Converted):
         amp.__setstate__(copy.deepcopy(hooks, memo))
         return amp
 
+    def _replicate_for_data_parallel(self) -> AmpModule:
+        raise CaptureError(
+            f"nn.DataParallel cannot replicate the converted {type(self.source).__name__}: a graph reads the "
+            "parameters of one model. Use DistributedDataParallel."
+        )
+
     def __reduce__(self) -> tuple:
         hooks = {name: value for name, value in vars(self).items() if name in _HOOKS and value}
         return _rebuild, (self.source, self.options, self.scaler.state_dict(), self._decided_low), hooks

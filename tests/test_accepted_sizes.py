@@ -43,6 +43,8 @@ ASKING = {
     "hann_window": lambda h, x: h * torch.hann_window(x.shape[1]).sum(),
     "in a tensor": lambda h, x: h / torch.tensor([float(x.shape[1])]),
     "text": lambda h, x: h * {"32": 2.0, "100": 3.0}.get(str(x.shape[1]), 1.0),
+    "text of a tuple": lambda h, x: h * {"(3, 32, 4)": 2.0, "(3, 100, 4)": 3.0}.get(str(tuple(x.shape)), 1.0),
+    "formatted list": lambda h, x: h * {"[3, 100]": 3.0}.get(f"{[*x.shape[:2]]}", 1.0),
     "formatted text": lambda h, x: h * len(f"{x.shape[1]}"),
     "table": lambda h, x: h + torch.arange(64.0)[: x.shape[1], None] if x.shape[1] <= 64 else h,
 }

@@ -379,6 +379,33 @@ def test_without_a_wrapper_all_ranks_agree(ranks) -> None:
     assert ranks.run(_averaged_by_hand) == [512.0, 512.0]
 
 
+def _update_after_each_step(rank: int) -> list[bool]:
+    """The critic overflows once, and its gradient stays infinite while the actor steps."""
+    torch.manual_seed(0)
+    actor, critic = (ampgraph.convert(nn.Linear(4, 4), (torch.ones(2, 4),), policy=FLOAT16) for _ in range(2))
+    models, scaler = (DistributedDataParallel(actor), DistributedDataParallel(critic)), actor.scaler
+    optimizers = [torch.optim.Adam(m.parameters()) for m in models]
+    moved = []
+    for step in range(4):
+        optimizers[1].zero_grad()
+        loss = models[1](torch.randn(2, 4)).sum() * (float("inf") if step == 2 else 1.0)
+        scaler.scale(loss).backward()
+        scaler.step(optimizers[1])
+        scaler.update()
+        optimizers[0].zero_grad()
+        scaler.scale(models[1](models[0](torch.randn(2, 4))).mean()).backward()
+        before = here(actor.weight)
+        scaler.step(optimizers[0])
+        scaler.update()
+        moved.append(not torch.equal(before, actor.weight))
+    assert [m.scaler.get_scale() for m in (actor, critic)] == [1024.0, 512.0]
+    return moved
+
+
+def test_optimizers_with_an_update_of_their_own_skip_alone(ranks) -> None:
+    assert ranks.run(_update_after_each_step) == [[True] * 4] * 2
+
+
 def linear() -> ampgraph.AmpModule:
     return ampgraph.convert(nn.Linear(4, 4), (torch.ones(2, 4),), policy=FLOAT16)
 

@@ -310,6 +310,23 @@ def test_step_tells_of_an_optimizer_of_another_model_once() -> None:
     assert "none of the 2 parameters of this SGD belongs to this model." in messages[0]
 
 
+def test_an_optimizer_of_a_number_beside_the_model_is_told_nothing() -> None:
+    """The temperature of soft actor-critic."""
+    amp, number = converted(), torch.zeros(1, requires_grad=True)
+    optimizers = [torch.optim.SGD(amp.parameters(), lr=0.1), torch.optim.SGD([number], lr=0.1)]
+    with told() as messages:
+        for _ in range(2):
+            loss = loss_of(amp)
+            amp.scaler.scale(loss).backward()
+            amp.scaler.scale(number.exp().sum()).backward()
+            for optimizer in optimizers:
+                amp.scaler.step(optimizer)
+                optimizer.zero_grad()
+            amp.scaler.update()
+    assert messages == []
+    assert number.item() < 0
+
+
 # -- Hugging Face's Trainer ----------------------------------------------------------------------------
 
 

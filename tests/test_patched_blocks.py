@@ -243,3 +243,41 @@ def test_a_copy_of_the_converted_module_is_the_plain_block() -> None:
     assert type(copied.source) is Block
     assert torch.equal(copied(x), output)
     assert not torch.equal(copied.source(x), output)
+
+
+def zeroed_copy(module: nn.Module) -> nn.Module:
+    other = copy.copy(module)
+    other._parameters = {name: nn.Parameter(torch.zeros_like(p)) for name, p in module._parameters.items()}
+    return other
+
+
+def zeroed_replica(module: nn.Module) -> nn.Module:
+    """As ``nn.DataParallel`` makes one."""
+    other = module._replicate_for_data_parallel()
+    other._parameters = {}
+    for name, parameter in module._parameters.items():
+        setattr(other, name, torch.zeros_like(parameter))
+    return other
+
+
+@pytest.mark.parametrize("copied", [zeroed_copy, zeroed_replica])
+def test_a_shallow_copy_runs_unconverted_with_its_own_parameters(copied: Callable) -> None:
+    model, x = model_of(nn.Linear(4, 4)), torch.randn(2, 4)
+    blocks = ampgraph.convert_blocks(model, "0", policy=LOW)
+    expected = model(x)
+    with pytest.warns(UserWarning, match="0 was converted with convert_blocks, and a shallow copy of it"):
+        assert not copied(model[0])(x).any()
+    assert torch.equal(model(x), expected)
+    assert list(blocks) == ["0"]
+
+
+def test_data_parallel_says_what_to_do() -> None:
+    amp = ampgraph.convert(nn.Linear(4, 4), (torch.ones(2, 4),), policy=LOW)
+    with pytest.raises(ampgraph.CaptureError, match="DataParallel cannot replicate the converted Linear"):
+        amp._replicate_for_data_parallel()
+
+
+def test_an_object_without_a_model_has_no_attributes() -> None:
+    empty = object.__new__(ampgraph.AmpModule)
+    with pytest.raises(AttributeError, match="has no model, and so no attribute 'weight'"):
+        _ = empty.weight

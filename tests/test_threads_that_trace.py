@@ -13,9 +13,17 @@ from types import ModuleType
 import pytest
 import torch
 from torch import nn
+from torch.fx import traceback as fx_traceback
 
 import ampgraph
-from ampgraph._compat import compiled_calls, global_hooks, new_lock, path_inside_wrappers, tracing_lock
+from ampgraph._compat import (
+    compiled_calls,
+    global_hooks,
+    is_compiling,
+    new_lock,
+    path_inside_wrappers,
+    tracing_lock,
+)
 from ampgraph._compat.tracing import CompiledCalls
 from ampgraph.runtime import capture_lock, graph_maker, held_tensors, shadow_weights
 from ampgraph.runtime.capture_lock import CaptureLock
@@ -218,3 +226,19 @@ def test_modules_of_torch_that_another_thread_is_loading(monkeypatch: pytest.Mon
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     refuse_fsdp1(nn.Linear(2, 2))
     assert path_inside_wrappers(nn.Linear(2, 2)) == ""
+
+
+def test_a_backward_and_data_beside_a_trace_of_another_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's flags and marks of a trace are the process's."""
+    x = torch.randn(2, 4)
+    amp = ampgraph.convert(nn.Linear(4, 4), (x,), dtype=torch.float16)
+    monkeypatch.setattr(torch.compiler, "_is_compiling_flag", True)
+    monkeypatch.setattr(fx_traceback, "should_preserve_node_meta", True)
+    monkeypatch.setattr(fx_traceback, "annotate", None)
+    assert torch.compiler.is_compiling()
+    assert not is_compiling()
+    with ampgraph.fp16_guard():
+        amp(x).mean().backward()
+    assert torch.allclose(amp.weight.grad, x.sum(0).expand(4, 4) / 8, rtol=1e-2, atol=1e-3)
+    amp.weight.data.zero_()
+    assert not amp(x)[:, 0].sub(amp.bias[0]).gt(1e-3).any()

@@ -83,10 +83,12 @@ from .modes import (
     is_any_autocast_enabled,
     is_batched,
     is_compiled,
+    is_compiling,
     is_exporting,
     is_in_backward,
     is_of_transform,
     is_plain_call,
+    is_traced,
     kernel_settings,
     next_node_number,
     no_ambient_autocast,
@@ -100,6 +102,7 @@ from .modes import (
     running_node,
     without_wrappers,
 )
+from .module_calls import calling_module
 from .optimizers import flag_if_not_finite, has_step_hooks, note_step, takes_found_inf, update_scale
 from .parameter_data import data_of, times_asked, times_asked_in_all, watch_data
 from .quiet import (
@@ -144,6 +147,7 @@ __all__ = [
     "apart_from_dynamo",
     "autocast_values",
     "calling_convention",
+    "calling_module",
     "cheap_source_lines",
     "compiled_by_dynamo",
     "compiled_calls",
@@ -177,6 +181,7 @@ __all__ = [
     "is_backend_error",
     "is_batched",
     "is_compiled",
+    "is_compiling",
     "is_dynamo_error",
     "is_exporting",
     "is_in_backward",
@@ -186,6 +191,7 @@ __all__ = [
     "is_read_of_a_value",
     "is_same_shape",
     "is_scaled_by_grad_scaler",
+    "is_traced",
     "is_untraced_generator",
     "keep_dynamo_out",
     "kernel_settings",

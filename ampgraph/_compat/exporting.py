@@ -58,7 +58,8 @@ def telling_no_export(is_here: Callable[[], bool], note: Callable[[str], None]) 
             function.__code__ = code
 
 
-def sizes_written_as_numbers(is_here: Callable[[], bool]) -> contextlib.AbstractContextManager[None]:
+@contextlib.contextmanager
+def sizes_written_as_numbers(is_here: Callable[[], bool]) -> Iterator[None]:
     """Gives the model's code the number if it makes text of a dynamic size, such as the key of a table.
 
     Without this the text is the name of a symbol, and no guard tells the sizes apart. The number fixes the
@@ -68,12 +69,16 @@ def sizes_written_as_numbers(is_here: Callable[[], bool]) -> contextlib.Abstract
         is_here: Whether this thread captures.
     """
 
+    name_of = torch.SymInt.__repr__
+
     def text(size: torch.SymInt) -> str:
         if not is_here() or _module(sys._getframe(1)).partition(".")[0] in _PRINTS_NAMES:
-            return repr(size)
+            return name_of(size)
         return str(int(size))
 
-    return replaced(torch.SymInt, "__str__", text)
+    # A list or tuple has the `repr` of what it holds.
+    with replaced(torch.SymInt, "__str__", text), replaced(torch.SymInt, "__repr__", text):
+        yield
 
 
 def no_copies_into_buffers(is_here: Callable[[], bool]) -> contextlib.AbstractContextManager[None]:

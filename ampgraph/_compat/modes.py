@@ -138,10 +138,15 @@ def is_exporting() -> bool:
     Dynamo in torch 2.11 always treats ``torch.compiler.is_exporting()`` as true.
     """
     flag = torch.compiler._is_exporting_flag
-    return flag and (torch.compiler.is_dynamo_compiling() or _has_modes())
+    return flag and (torch.compiler.is_dynamo_compiling() or is_traced())
 
 
-def _has_modes() -> bool:
+def is_compiling() -> bool:
+    """Whether this thread compiles or traces; torch's own flag is the process's."""
+    return torch.compiler.is_compiling() and (torch.compiler.is_dynamo_compiling() or is_traced())
+
+
+def is_traced() -> bool:
     """Whether this thread traces: it has dispatch modes or uses those of the process."""
     pre_dispatch = torch._C.DispatchKey.PreDispatch
     return has_dispatch_modes() or torch._C._dispatch_tls_is_dispatch_key_included(pre_dispatch)

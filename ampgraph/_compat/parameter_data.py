@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from .collectives import tell_of_collectives
+from .modes import is_compiling
 
 _DATA: Any = torch._C.TensorBase.data
 _asked: dict[int, int] = {}
@@ -61,7 +62,7 @@ def _note(parameter: Tensor) -> None:
 
 
 def _get(parameter: Tensor) -> Tensor:
-    if torch.compiler.is_compiling():
+    if is_compiling():
         return _traced(parameter)
     _note(parameter)
     return data_of(parameter)

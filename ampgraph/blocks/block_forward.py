@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from .._compat import apart_from_dynamo, is_exporting
-from ..errors import AmpGraphError, NoGraphError
+from .._compat import apart_from_dynamo, calling_module, is_exporting
+from ..errors import AmpGraphError, NoGraphError, warn_user
 from ..module import AmpModule
 from ..proxy.bound_proxy import behind_the_scenes, over_dict_of
 from ..runtime.backends import decided
@@ -53,12 +53,14 @@ class BlockForward:
         self.siblings = siblings
         self.stored_low: tuple[str, ...] | None = None
         self.original: Callable | None = vars(block).get(_place(block))
-        self.is_restored = False
+        self.is_restored = self._told_copy = False
         self.__signature__ = inspect.signature(self.original or block.forward)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_dynamo_compiling() and not is_exporting():
             return self._run_apart(*args, **kwargs)
+        if (caller := calling_module()) is not None and caller is not self.block:
+            return self._run_copy(caller, *args, **kwargs)
         return self._run(*args, **kwargs)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
@@ -78,6 +80,17 @@ class BlockForward:
 
     # torch.compile around the block must not trace into it; the same holds for an AmpModule.
     _run_apart = apart_from_dynamo(_run)
+
+    def _run_copy(self, copied: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Runs a shallow copy of the block, which has this forward and perhaps other parameters."""
+        if not self._told_copy:
+            self._told_copy = True
+            warn_user(
+                f"{self.path or 'the model'} was converted with convert_blocks, and a shallow copy of it "
+                "(copy.copy, nn.DataParallel) runs unconverted. Use copy.deepcopy or "
+                "torch.func.functional_call."
+            )
+        return (self.original or type(copied).forward.__get__(copied))(*args, **kwargs)
 
     def _run_original(self, *args: Any, **kwargs: Any) -> Any:
         return (self.original or type(self.block).forward.__get__(self.block))(*args, **kwargs)

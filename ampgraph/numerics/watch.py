@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from .._compat import after_backward, compiled_by_dynamo
+from .._compat import after_backward, compiled_by_dynamo, is_compiling
 from ..errors import AmpGraphError, NumericsError, PolicyError, did_you_mean
 from ..module import AmpModule
 from ..origin import module_names, module_path, op_name, user_line
@@ -146,7 +146,7 @@ class Watch:
 
         @functools.wraps(forward)
         def watched(*args: Any, **kwargs: Any) -> Any:
-            if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            if torch.is_grad_enabled() and not is_compiling():
                 self._begin()
             return forward(*args, **kwargs)
 

@@ -100,7 +100,10 @@ class ModuleProxy(nn.Module):
     def __getattr__(self, name: str) -> Any:
         if isinstance(computed := getattr(type(self), name, None), property):
             return computed.__get__(self)  # raises the original error again
-        source = self.__dict__["source"]
+        if (
+            source := self.__dict__.get("source")
+        ) is None:  # an object that something made without `__init__`
+            raise AttributeError(f"this {type(self).__name__} has no model, and so no attribute {name!r}")
         try:
             value = getattr(source, name)
         except AttributeError:

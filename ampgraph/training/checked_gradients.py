@@ -10,11 +10,18 @@ import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from .._compat import current_backward, has_content, is_batched, leave_note, never_compiled, note_of
+from .._compat import (
+    current_backward,
+    has_content,
+    is_batched,
+    is_compiling,
+    leave_note,
+    never_compiled,
+    note_of,
+)
 
 _LEFT = "_amp_left"
 
@@ -59,7 +66,7 @@ class CheckedGradients:
             probe: The probe that its boundary reports to.
             slot_of: Returns a parameter's slot.
         """
-        if torch.compiler.is_compiling():
+        if is_compiling():
             return
         nodes = {id(t.grad_fn): t.grad_fn for t in tree_leaves(outputs) if isinstance(t, Tensor)}
         for node in nodes.values():

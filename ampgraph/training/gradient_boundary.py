@@ -30,6 +30,7 @@ from torch.fx import traceback as fx_traceback
 from .._compat import (
     flag_if_not_finite,
     is_batched,
+    is_compiling,
     native_apply,
     never_compiled,
     returns_no_argument,
@@ -55,7 +56,7 @@ def traced_for_a_compiler() -> AbstractContextManager[None]:
 
 def is_for_a_compiler() -> bool:
     """Whether what this thread traces now is for a compiler, which fuses it."""
-    return torch.compiler.is_compiling() or _traced.is_on
+    return is_compiling() or _traced.is_on
 
 
 class ScaleGradients(Function):
@@ -90,7 +91,7 @@ class UnscaleGradients(Function):
     def forward(ctx: Any, probe: Tensor, inverse: Tensor, slots: str, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.inverse, ctx.slots, ctx.size = inverse, slots, probe.shape[0]
         ctx.fuses = is_for_a_compiler()
-        ctx.checked = None if torch.compiler.is_compiling() else getattr(probe, CHECKED, None)
+        ctx.checked = None if is_compiling() else getattr(probe, CHECKED, None)
         ctx.set_materialize_grads(False)
         views = tuple(t.detach() for t in tensors)
         needed = ctx.needs_input_grad[3:]
@@ -253,7 +254,7 @@ def _in_memory_order(tensor: Tensor) -> Tensor:
 
 def _is_batched(tensors: Sequence[Tensor]) -> bool:
     """Whether vmap runs: ``torch.autograd.grad(is_grads_batched=True)``, ``jacobian(vectorize=True)``."""
-    return not torch.compiler.is_compiling() and any(map(is_batched, tensors))
+    return not is_compiling() and any(map(is_batched, tensors))
 
 
 def _runs(slots: Sequence[int]) -> Iterator[tuple[int, int, int]]:
@@ -273,7 +274,7 @@ def _runs(slots: Sequence[int]) -> Iterator[tuple[int, int, int]]:
 
 def _counts_once() -> bool:
     """Whether this is ``backward(create_graph=True)``."""
-    return torch.is_grad_enabled() and not torch.compiler.is_compiling()
+    return torch.is_grad_enabled() and not is_compiling()
 
 
 def role_of(node: torch.fx.Node) -> BoundaryRole | None:
@@ -283,7 +284,7 @@ def role_of(node: torch.fx.Node) -> BoundaryRole | None:
 
 def _role(name: BoundaryRole) -> AbstractContextManager:
     """Annotates the nodes that a trace makes inside; in eager mode it does nothing."""
-    if torch.compiler.is_compiling() or is_capturing():
+    if is_compiling() or is_capturing():
         return fx_traceback.annotate({_ROLE_KEY: name})
     return _NOT_TRACED
 
@@ -316,7 +317,7 @@ def shadow_weights(*tensors: Tensor) -> tuple[Tensor, ...]:
     count = len(tensors) // 2
     copies, parameters = tensors[:count], tensors[count:]
     # Without gradients Dynamo traces `forward`. It counts its arguments, and leaves out the context for two.
-    if torch.compiler.is_compiling() and not any(p.requires_grad for p in parameters):
+    if is_compiling() and not any(p.requires_grad for p in parameters):
         return tuple([t.detach() for t in copies])
     return ShadowWeights.apply(copies, *parameters)
 

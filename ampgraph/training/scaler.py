@@ -192,7 +192,8 @@ class LossScaler(ScaleNumbers):
         if optimizer not in self._known:
             self._known.add(optimizer)
             self.guard.note_optimizer(optimizer)
-            self._warn_about_strangers(optimizer, "step")
+            if all(p.grad is None for p in parameters_of(optimizer)):  # others have a loss of their own
+                self._warn_about_strangers(optimizer, "step")
         is_dynamic = isinstance(self.config, DynamicLossScale)
         if is_dynamic and self.guard.has_stepped(optimizer) and not self.guard.is_attached(optimizer):
             raise LoopError(

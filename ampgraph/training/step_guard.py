@@ -373,7 +373,10 @@ class StepGuard:
         """Returns the optimizers that step after this one in the same round, according to earlier rounds."""
         if is_in_backward():
             return []  # each parameter may have an optimizer, and most gradients are yet to come
+        this = outermost(optimizer)
         due = [o for o in self._live() if o not in self._resting]
-        due += [o for ref in self._stepped_before if (o := ref()) is not None]
-        others = {id(o): o for o in due if o is not outermost(optimizer) and not self.has_stepped(o)}
+        before = [o for ref in self._stepped_before if (o := ref()) is not None]
+        if any(o is this for o in before):  # else each has rounds of its own: `update` after each step
+            due += before
+        others = {id(o): o for o in due if o is not this and not self.has_stepped(o)}
         return [o for o in others.values() if o not in self.steps_apart]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from .._compat import never_compiled
+from .._compat import is_compiling, never_compiled
 from .local_switch import LocalSwitch
 
 _low = LocalSwitch()
@@ -56,7 +56,7 @@ class WeightGradient(Function):
         by_rows, by_weight, by_bias = ctx.needs_input_grad[:3]
         grad = grad.reshape(-1, grad.shape[-1])
         is_low = ctx.is_low
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        if torch.is_grad_enabled() and not is_compiling():
             # A second derivative reaches both factors, and torch has none of a wide product.
             flat, low, is_low = rows.reshape(flat.shape), weight.to(low.dtype), True
         grad_rows = grad_weight = None
