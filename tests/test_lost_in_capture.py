@@ -566,6 +566,45 @@ def test_a_model_that_torch_compile_refuses_runs_unconverted(args):
         torch.testing.assert_close(amp(X), source(X), rtol=0, atol=0)
 
 
+class Tagger(nn.Module):
+    """Looks at its mask before, as pytorch-crf does, and may normalize or drop."""
+
+    def __init__(self, between):
+        super().__init__()
+        self.fc, self.between = nn.Linear(8, 8), between
+
+    def forward(self, x, mask, looks=True):
+        y = self.between(self.fc(x))
+        if looks and not mask[0].all():
+            raise ValueError("the first step must be on")
+        return torch.where(mask.unsqueeze(-1), y, -y)
+
+
+MASK = torch.ones(len(X), 1, dtype=torch.uint8)
+
+
+@pytest.mark.filterwarnings("ignore:where received a uint8")
+@pytest.mark.filterwarnings("ignore:Tagger is captured in parts")
+@pytest.mark.parametrize("looks", [False, True])
+@pytest.mark.parametrize("is_later", [False, True])
+def test_a_part_that_torch_compile_refuses_makes_the_model_run_unconverted(looks, is_later):
+    source = Tagger(nn.Identity())
+    amp = ampgraph.convert(source, dtype=torch.bfloat16)
+    if is_later:
+        amp(X, MASK.bool(), looks)
+    with pytest.warns(UserWarning, match="Tagger runs unconverted.*torch.compile fails on it with .*Error"):
+        result = amp(X, MASK, looks)
+    torch.testing.assert_close(result, source(X, MASK), rtol=0, atol=0)
+
+
+@pytest.mark.filterwarnings("ignore:where received a uint8")
+@pytest.mark.parametrize("between", [nn.BatchNorm1d(8), nn.Dropout()])
+def test_a_graph_that_writes_or_draws_does_not_run_twice(between):
+    amp = ampgraph.convert(Tagger(between), dtype=torch.bfloat16)
+    with pytest.raises(Exception, match="fake tensor call"):
+        amp(X, MASK)
+
+
 class Hidden(nn.Module):
     """Uses layers and parameters that no module has registered."""
 

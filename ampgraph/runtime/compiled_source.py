@@ -7,12 +7,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tag, fx, nn
 
 from .._compat import compiled_by_dynamo, is_backend_error, is_dynamo_error, tracing_lock
 from ..errors import AmpGraphError, did_you_mean, warn_user
 from ..guards import keep_errors_out_of_log, warn_about_uncaptured_guards
 from ..origin import module_names, names_of
+from ..passes.analysis.alias import written_args
 from ..policy.rules import NODE_PREFIX, RuleBook
 from ..training.scaler import LossScaler
 from .absent_ops import warn_of_absent_ops
@@ -87,8 +88,9 @@ class CompiledSource:
                 inner = own_error(self._source, self._stored, args, kwargs)
             if inner is not None:
                 raise inner from None
-            has_run = bool(self._graphs)  # perhaps, in this call
-            if has_run or is_backend_error(error) or self._stored.names(self._source):
+            # Graphs before a graph break have run in this call, and would run again.
+            effects = any(_has_effects(captured.graph_module.graph) for captured in self._graphs)
+            if effects or is_backend_error(error) or self._stored.names(self._source):
                 raise
             result = self._without_graphs(error, args, kwargs)
         watch.after_call(before)
@@ -146,3 +148,10 @@ class CompiledSource:
             warn_user(f"{self._name}: rule {pattern!r} matches no op of its {len(graphs)} graphs.{near}")
         warn_of_idle(self._name, graphs, policy, modules)
         warn_of_absent_ops(self._name, [graph_module for graph_module, _ in graphs], policy)
+
+
+def _has_effects(graph: fx.Graph) -> bool:
+    """Whether a graph writes to memory or draws random numbers, so that no call may run it twice."""
+    return any(
+        written_args(n) or Tag.nondeterministic_seeded in getattr(n.target, "tags", ()) for n in graph.nodes
+    )
