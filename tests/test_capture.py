@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import io
+import warnings
 from typing import NamedTuple
 
 import pytest
@@ -575,6 +576,30 @@ def test_graph_breaks_just_in_time():
     assert len(amp.graph_modules) == 2
     assert [dtype_of(g, "linear") for g in amp.graph_modules] == [[BF16], [BF16]]
     amp(X).sum().backward()
+
+
+def test_a_graph_that_reads_only_a_size():
+    class OfSizes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(4, 4)
+
+        def forward(self, x):
+            rows = x.size(0)
+            torch._dynamo.graph_break()
+            learned = self.fc(torch.ones(rows, 4))
+            torch._dynamo.graph_break()
+            return self.fc(x) * learned
+
+    model = OfSizes()
+    amp = ampgraph.convert(model, dtype=torch.bfloat16)
+    with warnings.catch_warnings(action="error"):
+        for rows in (4, 6, 7):
+            x = torch.randn(rows, 4)
+            torch.testing.assert_close(amp(x), model(x), rtol=0.05, atol=0.05)
+    linears = [n for g in amp.graph_modules for n in g.graph.nodes if "linear" in str(n.target)]
+    assert linears
+    assert {n.meta["val"].dtype for n in linears} == {torch.bfloat16}
 
 
 def test_data_dependent_branch_works_just_in_time():

@@ -40,6 +40,7 @@ from .fake_tensors import (
     dtypes_of,
     evaluate,
     fake_mode_of,
+    fake_mode_of_dynamo,
     result_dtypes,
     with_dtypes,
 )
@@ -160,6 +161,7 @@ __all__ = [
     "evaluate",
     "expects_uneven_inputs",
     "fake_mode_of",
+    "fake_mode_of_dynamo",
     "find_backend",
     "flag_if_not_finite",
     "flat_inputs",

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch._dispatch.python import enable_python_dispatcher
+from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.fx import Graph, Node
@@ -35,6 +36,12 @@ def fake_mode_of(graph: Graph) -> FakeTensorMode | None:
             if isinstance(value, FakeTensor):
                 return value.fake_mode
     return None
+
+
+def fake_mode_of_dynamo() -> FakeTensorMode | None:
+    """Returns the fake mode of the trace that Dynamo makes in this thread (tried on torch 2.13)."""
+    context = TracingContext.try_get()
+    return context.fake_mode if context is not None else None
 
 
 def evaluate(

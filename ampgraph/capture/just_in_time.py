@@ -23,6 +23,7 @@ from .._compat import (
     accept_real_constants,
     autocast_values,
     evaluate,
+    fake_mode_of_dynamo,
     in_float32_forward,
     is_module_tensor,
     is_of_transform,
@@ -57,7 +58,7 @@ def lower_dynamo_graph(graph_module: fx.GraphModule, inputs: list) -> fx.GraphMo
     """
     placeholders = graph_module.graph.find_nodes(op="placeholder")
     fakes = [without_wait(node.meta["example_value"]) for node in placeholders]
-    mode = next((f.fake_mode for f in fakes if isinstance(f, FakeTensor)), None)
+    mode = next((f.fake_mode for f in fakes if isinstance(f, FakeTensor)), None) or fake_mode_of_dynamo()
     grad_mode = torch.is_grad_enabled()
     try:
         with capturing(), accept_real_constants(mode):
