@@ -713,3 +713,15 @@ def test_weights_that_processes_share_are_copied_at_every_call(is_shared_first, 
         after = amp(X)
     assert not torch.equal(before, after)
     torch.testing.assert_close(after, fresh_output(model), rtol=0, atol=0)
+
+
+@CAPTURES
+def test_parameters_of_one_memory_are_copied_at_every_call(args):
+    model = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8))
+    amp = ampgraph.convert(model, args, policy=Policy("O2", dtype=F16), backend="eager")
+    with torch.no_grad():
+        amp(X)
+        model[2].weight.data = model[0].weight.data
+        for _ in range(3):
+            torch.testing.assert_close(amp(X), fresh_output(model), rtol=0, atol=0)
+            model[0].weight.mul_(-0.5)

@@ -281,7 +281,7 @@ class ShadowWeights(nn.Module):
         sources = _at(stale, masters)
         shapes = [*map(_shape, sources)]
         if now.addresses != self._seen.addresses:
-            self._are_shared = any(map(_is_shared, masters))
+            self._are_shared = any(map(_is_shared, masters)) or _have_one_address(now.addresses)
         if now.addresses != self._seen.addresses or shapes != _at(stale, self._columns.shapes):
             self._make_others(stale, sources)
         # The same rule as for parameters: a backward may not follow an update that autograd has seen, but may
@@ -351,6 +351,12 @@ class _Home:
 def _is_shared(parameter: Tensor) -> bool:
     """Whether processes share the memory; for other devices torch does not know."""
     return parameter.device.type == "cpu" and parameter.is_shared()
+
+
+def _have_one_address(addresses: list[int]) -> bool:
+    """Whether parameters share memory (``b.data = a.data``): no version of one counts writes to another."""
+    with_memory = [*filter(None, addresses)]
+    return len({*with_memory}) < len(with_memory)
 
 
 def _by_id(model: nn.Module) -> dict[int, weakref.ref[nn.Parameter]]:
