@@ -65,7 +65,7 @@ class PythonState:
         self._answers = [ask() for ask in self._questions]
         self._values = [_Value(tensor) for tensor in reads.values.values()]
         self._autograd = _autograd(source, args, kwargs) if reads.asks_for_gradients else None
-        self._elsewhere = Structure(reads.elsewhere.values())
+        self._elsewhere = Structure(reads.elsewhere.values(), counts_data=True)
         self._kinds = self._elsewhere.tensors.kinds()
         self._layouts = (
             Layouts(source, args, kwargs, reads.asks_for_offset) if reads.asks_for_layout else None
@@ -116,7 +116,8 @@ class PythonState:
 
     def _has_same_modules(self) -> bool:
         """Whether the modules outside of the model have the parts that they had, of the same kinds."""
-        return self._elsewhere.is_current() and self._elsewhere.tensors.kinds() is self._kinds
+        flags = self._elsewhere.flags()
+        return flags is not None and flags[1] is self._kinds
 
     def changed(self) -> list[str]:
         """Returns what is another now, as a user writes it: attributes from the model on."""
