@@ -47,76 +47,15 @@ _TENSOR_HOOKS = ("register_hook", "register_post_accumulate_grad_hook")
 def noting_lost_backwards(
     model: nn.Module, inputs: Any, is_capturing: Callable[[], bool]
 ) -> Iterator[LostBackwards]:
-    """Yields what collects the parts of the model's backward that the capture inside loses.
-
-    A reentrant checkpoint runs its forward without gradients, so its ops are inlined instead.
-    """
-    names = {id(module): name for name, module in model.named_modules()}
-    found = [
-        f"the backward hooks of {_module(name, model)}"
-        for name, module in model.named_modules()
-        if module._backward_hooks or module._backward_pre_hooks
-    ]
-
-    def place() -> str:
-        return _place(names, model)
-
-    def note(what: str, where: str | None = None) -> None:
-        text = f"{what}{place() if where is None else where}"
-        if is_capturing() and torch.is_grad_enabled() and text not in found:
-            found.append(text)
-
-    looked_at: list[type] = []  # functions that are being applied, and whose arguments are known
-
-    def applied(original: Callable, cls: type, *args: Any, **kwargs: Any) -> Any:
-        if not is_capturing():
-            return native_apply(cls)(*args, **kwargs)
-        if cls is CheckpointFunction:
-            run, _, *values = args
-            return run(*values)
-        tensors = (x for x in tree_leaves(args) if isinstance(x, torch.Tensor))
-        if _is_models(cls) and any(x.is_floating_point() or x.is_complex() for x in tensors):
-            note(f"the backward of {cls.__qualname__}")
-        looked_at.append(cls)
-        try:
-            with fp32_guard() if float32_forward(cls) else contextlib.nullcontext():
-                return native_apply(cls)(*args, **kwargs)
-        finally:
-            looked_at.pop()
-
-    def made(original: Callable, context: BackwardCFunction) -> None:
-        # ``apply`` that was stored before the capture may be the native one, which makes a context.
-        cls = function_of(context)
-        if is_capturing() and cls not in looked_at and _is_models(cls):
-            note(f"the backward of {cls.__qualname__}")
-        original(context)
-
-    def hooked(original: Callable, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        note(f"{original.__name__}()")
-        return original(tensor, *args, **kwargs)
-
-    def entered(original: Callable, hooks: saved_tensors_hooks) -> Any:
-        # Checkpoints and saving on the CPU do not change the saved values.
-        if type(hooks) is not save_on_cpu and not type(hooks).__module__.startswith(_TRACING):
-            note(type(hooks).__name__)
-        return original(hooks)
-
+    """Yields what collects the parts of the model's backward that the capture inside loses."""
+    lost = LostBackwards(model, inputs, is_capturing)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_patched(AppliedFunction, "apply", applied, classmethod))
-        stack.enter_context(_patched(BackwardCFunction, "__init__", made))
+        stack.enter_context(_patched(AppliedFunction, "apply", lost.apply, classmethod))
+        stack.enter_context(_patched(BackwardCFunction, "__init__", lost.make_context))
         for name in _TENSOR_HOOKS:
-            stack.enter_context(_patched(torch.Tensor, name, hooked))
-        stack.enter_context(_patched(saved_tensors_hooks, "__enter__", entered))
-        own = (*all_parameters(model), *model.buffers(), *tree_leaves(inputs))
-        lost = LostBackwards(found, note, place, set(map(id, own)))
-
-        def called(original: Callable, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            result = original(module, *args, **kwargs)
-            if module is model and is_capturing():
-                lost.note_returned(result)
-            return result
-
-        stack.enter_context(_patched(nn.Module, MODULE_CALL, called))
+            stack.enter_context(_patched(torch.Tensor, name, lost.hook))
+        stack.enter_context(_patched(saved_tensors_hooks, "__enter__", lost.enter_saved_hooks))
+        stack.enter_context(_patched(nn.Module, MODULE_CALL, lost.call_module))
         yield lost
 
 
@@ -129,17 +68,79 @@ class LostBackwards:
     """Collects the lost parts of a backward, in words.
 
     Args:
+        model: The model.
+        inputs: The arguments of its call.
+        is_capturing: Whether this thread captures.
+
+    Attributes:
         found: The parts so far.
-        note: Adds one, with its place.
-        place: Returns the place in the model's code.
-        own: The ids of the model's parameters, buffers and inputs.
     """
 
-    def __init__(
-        self, found: list[str], note: Callable[..., None], place: Callable[[], str], own: set[int]
-    ) -> None:
-        self.found, self._note, self._place, self._own = found, note, place, own
+    def __init__(self, model: nn.Module, inputs: Any, is_capturing: Callable[[], bool]) -> None:
+        self.found = [
+            f"the backward hooks of {_module(name, model)}"
+            for name, module in model.named_modules()
+            if module._backward_hooks or module._backward_pre_hooks
+        ]
+        self._model, self._is_capturing = model, is_capturing
+        self._names = {id(module): name for name, module in model.named_modules()}
+        self._own = {id(v) for v in (*all_parameters(model), *model.buffers(), *tree_leaves(inputs))}
         self._leaves: list[tuple[weakref.ref[torch.Tensor], str]] = []
+        self._applied: list[type] = []  # functions that run now, and whose arguments are known
+
+    def _note(self, what: str, where: str | None = None) -> None:
+        text = f"{what}{self._place() if where is None else where}"
+        if self._is_capturing() and torch.is_grad_enabled() and text not in self.found:
+            self.found.append(text)
+
+    def _place(self) -> str:
+        return _place(self._names, self._model)
+
+    # -- in the place of methods of torch --------------------------------------------------------
+
+    def apply(self, original: Callable, cls: type, *args: Any, **kwargs: Any) -> Any:
+        """Applies a custom function; a reentrant checkpoint, which runs without gradients, is inlined."""
+        if not self._is_capturing():
+            return native_apply(cls)(*args, **kwargs)
+        if cls is CheckpointFunction:
+            run, _, *values = args
+            return run(*values)
+        tensors = (x for x in tree_leaves(args) if isinstance(x, torch.Tensor))
+        if _is_models(cls) and any(x.is_floating_point() or x.is_complex() for x in tensors):
+            self._note(f"the backward of {cls.__qualname__}")
+        self._applied.append(cls)
+        try:
+            with fp32_guard() if float32_forward(cls) else contextlib.nullcontext():
+                return native_apply(cls)(*args, **kwargs)
+        finally:
+            self._applied.pop()
+
+    def make_context(self, original: Callable, context: BackwardCFunction) -> None:
+        """Makes the context of a function whose native ``apply`` the code has stored before the capture."""
+        cls = function_of(context)
+        if self._is_capturing() and cls not in self._applied and _is_models(cls):
+            self._note(f"the backward of {cls.__qualname__}")
+        original(context)
+
+    def hook(self, original: Callable, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Registers a hook on a tensor."""
+        self._note(f"{original.__name__}()")
+        return original(tensor, *args, **kwargs)
+
+    def enter_saved_hooks(self, original: Callable, hooks: saved_tensors_hooks) -> Any:
+        """Enters hooks for saved tensors; checkpoints and saving on the CPU do not change the values."""
+        if type(hooks) is not save_on_cpu and not type(hooks).__module__.startswith(_TRACING):
+            self._note(type(hooks).__name__)
+        return original(hooks)
+
+    def call_module(self, original: Callable, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Calls a module."""
+        result = original(module, *args, **kwargs)
+        if module is self._model and self._is_capturing():
+            self._note_returned(result)
+        return result
+
+    # -- what others tell ------------------------------------------------------------------------
 
     def note_read(self, tensors: Iterable[torch.Tensor]) -> None:
         """Records tensors with gradients that are no parameters of the model: a graph has copies of those."""
@@ -169,7 +170,7 @@ class LostBackwards:
         """Records a tensor without history that forward has made and that requires gradients."""
         self._leaves.append((weakref.ref(leaf), self._place()))
 
-    def note_returned(self, result: Any) -> None:
+    def _note_returned(self, result: Any) -> None:
         """Records what the model returns: a graph returns no leaves of autograd."""
         returned = set(map(id, tree_leaves(result)))
         for reference, place in self._leaves:
