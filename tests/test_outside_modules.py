@@ -114,6 +114,132 @@ def test_a_copy_has_a_teacher_of_its_own():
     assert not torch.allclose(amp(X), other(X), rtol=0.05, atol=0.05)
 
 
+class Applies(nn.Module):
+    """Calls a function of the hidden teacher."""
+
+    def __init__(self, function, teacher=None):
+        super().__init__()
+        self.own, self.hidden, self.function = nn.Linear(8, 8), [teacher or frozen()], function
+
+    def forward(self, x):
+        return self.own(x) + self.function(self.hidden[0], x)
+
+
+def right(amp):
+    got, expected = amp(X), amp.source(X)
+    return bool((got - expected).norm() <= 0.02 * expected.norm())
+
+
+def test_a_functional_call_of_the_teacher_leaves_its_parameters():
+    teacher = frozen()
+    other = {name: torch.randn_like(p) for name, p in teacher.named_parameters()}
+    before = dict(teacher.named_parameters())
+    amp = ampgraph.convert(
+        Applies(lambda t, x: torch.func.functional_call(t, other, (x,)), teacher), (X,), dtype=torch.bfloat16
+    )
+    assert right(amp)
+    assert not amp.is_just_in_time
+    after = dict(teacher.named_parameters())
+    assert after.keys() == before.keys()
+    assert all(after[name] is p for name, p in before.items())
+
+
+USES = {
+    "parameters": lambda t, x: sum(p.sum() for p in t.parameters()),
+    "an alias": lambda t, x: (t[0].weight - ALIASES[t]).sum() + t[0](x),
+}
+ALIASES = {}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_parameters_that_are_read_without_a_call(use):
+    torch.manual_seed(0)
+    model = Applies(USES[use])
+    ALIASES[model.hidden[0]] = model.hidden[0][0].weight.detach()
+    amp = ampgraph.convert(model, (X,), dtype=torch.bfloat16)
+    assert right(amp)
+    average(model.hidden[0])
+    assert right(amp)
+    assert len(amp.graph_modules) == 1
+
+
+def test_a_parameter_in_a_list_follows_its_data():
+    class Holds(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.own, self.hidden = nn.Linear(8, 8), [nn.Parameter(torch.ones(8), requires_grad=False)]
+
+        def forward(self, x):
+            return self.own(x) * self.hidden[0]
+
+    amp = ampgraph.convert(Holds(), (X,), dtype=torch.bfloat16)
+    amp.source.hidden[0].data = torch.full((8,), 5.0)
+    assert right(amp)
+
+
+def test_another_buffer_of_the_teacher_is_captured_again():
+    teacher = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)).eval().requires_grad_(False)
+    amp = ampgraph.convert(Applies(lambda t, x: t(x), teacher), (X,), dtype=torch.bfloat16)
+    amp(X)
+    teacher[1].running_mean = torch.full((8,), 5.0)
+    assert right(amp)
+    teacher[1].running_mean.fill_(-5.0)
+    assert right(amp)
+    assert len(amp.graph_modules) == 2
+
+
+def test_a_teacher_that_is_untied_from_the_model():
+    model = Applies(lambda t, x: t(x), nn.Linear(8, 8).requires_grad_(False))
+    model.hidden[0].weight = model.own.weight
+    amp = ampgraph.convert(model, (X,), dtype=torch.bfloat16)
+    assert right(amp)
+    model.hidden[0].weight = nn.Parameter(torch.randn(8, 8), requires_grad=False)
+    assert right(amp)
+
+
+def test_a_teacher_that_becomes_trainable_gets_its_gradients():
+    model = Applies(lambda t, x: t(x))
+    amp = ampgraph.convert(model, (X,), dtype=torch.float16)
+    amp(X).mean().backward()
+    model.hidden[0].requires_grad_(True)
+    with pytest.warns(UserWarning, match="captured just in time"):
+        amp(X).mean().backward()
+    found = [p.grad for p in model.hidden[0].parameters()]
+    model.hidden[0].zero_grad()
+    model(X).mean().backward()
+    for gradient, parameter in zip(found, model.hidden[0].parameters(), strict=True):
+        torch.testing.assert_close(gradient, parameter.grad, rtol=0.01, atol=1e-3)
+
+
+STRENGTH = 1.0
+
+
+class Strong(nn.Module):
+    def forward(self, x):
+        return x * STRENGTH
+
+
+class Amplifies:
+    strength = 1.0
+
+    def __call__(self, module, args, y):
+        return y * self.strength
+
+
+@pytest.mark.parametrize("what", ["a global", "a hook"])
+def test_what_the_code_of_the_teacher_reads(what, monkeypatch):
+    teacher, hook = Strong(), Amplifies()
+    teacher.register_forward_hook(hook)
+    amp = ampgraph.convert(Applies(lambda t, x: t(x), teacher), (X,), dtype=torch.bfloat16)
+    assert right(amp)
+    if what == "a global":
+        monkeypatch.setitem(globals(), "STRENGTH", 3.0)
+    else:
+        hook.strength = 3.0
+    assert right(amp)
+    assert len(amp.graph_modules) == 2
+
+
 class Neuron(nn.Module):
     instances: ClassVar[list[nn.Module]] = []
 

@@ -261,8 +261,11 @@ def zeroed_replica(module: nn.Module) -> nn.Module:
 
 
 @pytest.mark.parametrize("copied", [zeroed_copy, zeroed_replica])
-def test_a_shallow_copy_runs_unconverted_with_its_own_parameters(copied: Callable) -> None:
+@pytest.mark.parametrize("is_hooked", [False, True])
+def test_a_shallow_copy_runs_unconverted_with_its_own_parameters(copied: Callable, is_hooked: bool) -> None:
     model, x = model_of(nn.Linear(4, 4)), torch.randn(2, 4)
+    if is_hooked:
+        model[0].register_forward_hook(lambda module, args, result: result * 2)
     blocks = ampgraph.convert_blocks(model, "0", policy=LOW)
     expected = model(x)
     with pytest.warns(UserWarning, match="0 was converted with convert_blocks, and a shallow copy of it"):
@@ -281,3 +284,13 @@ def test_an_object_without_a_model_has_no_attributes() -> None:
     empty = object.__new__(ampgraph.AmpModule)
     with pytest.raises(AttributeError, match="has no model, and so no attribute 'weight'"):
         _ = empty.weight
+
+
+@pytest.mark.parametrize("other", [nn.Identity, lambda: nn.Linear(4, 4)])
+def test_another_module_may_have_the_forward_of_a_block(other: Callable, recwarn) -> None:
+    model, x = model_of(nn.Linear(4, 4)), torch.randn(2, 4)
+    ampgraph.convert_blocks(model, "0", policy=LOW)
+    wrapper = other()
+    wrapper.forward = model[0].forward
+    assert torch.equal(wrapper(x), model[0](x))
+    assert not recwarn.list

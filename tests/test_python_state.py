@@ -856,3 +856,38 @@ def test_a_buffer_that_comes_to_share_memory_with_a_written_one():
     model.bank.copy_(values)
     for got, expected in zip(result, model(X), strict=True):
         close(got, expected)
+
+
+class Counts:
+    """A hook that belongs to a trainer, say."""
+
+    factor, steps = 2.0, 0
+
+    def __call__(self, module, args, result):
+        return result * self.factor
+
+
+def test_what_no_code_names_of_a_hook_is_not_watched():
+    model, hook = nn.Sequential(nn.Linear(4, 4)), Counts()
+    hook.steps = 0
+    model[0].register_forward_hook(hook)
+    amp = ampgraph.convert(model, (X,), **LOW)
+    for hook.steps in range(3):
+        close(amp(X), model(X))
+    assert len(amp.graph_modules) == 1
+
+
+def test_arrays_that_change_at_each_call_are_named_at_the_eighth_capture(caplog):
+    class Reads(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc, self.settings = nn.Linear(4, 4), SimpleNamespace(scale=numpy.ones(3))
+
+        def forward(self, x):
+            return self.fc(x) * float(self.settings.scale[0])
+
+    amp = ampgraph.convert(Reads(), (X,), **LOW)
+    for number in range(8):
+        amp.source.settings.scale = numpy.full(3, float(number))
+        close(amp(X), amp.source(X))
+    assert "settings.scale" in caplog.text

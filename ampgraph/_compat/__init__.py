@@ -103,7 +103,7 @@ from .modes import (
     running_node,
     without_wrappers,
 )
-from .module_calls import calling_module
+from .module_calls import calling_module, is_shallow_copy
 from .optimizers import flag_if_not_finite, has_step_hooks, note_step, takes_found_inf, update_scale
 from .parameter_data import data_of, times_asked, times_asked_in_all, watch_data
 from .quiet import (
@@ -193,6 +193,7 @@ __all__ = [
     "is_read_of_a_value",
     "is_same_shape",
     "is_scaled_by_grad_scaler",
+    "is_shallow_copy",
     "is_traced",
     "is_untraced_generator",
     "keep_dynamo_out",

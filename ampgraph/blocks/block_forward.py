@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .._compat import apart_from_dynamo, calling_module, is_exporting
+from .._compat import apart_from_dynamo, calling_module, is_exporting, is_shallow_copy
 from ..errors import AmpGraphError, NoGraphError, warn_user
 from ..module import AmpModule
 from ..proxy.bound_proxy import behind_the_scenes, over_dict_of
@@ -59,7 +59,7 @@ class BlockForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_dynamo_compiling() and not is_exporting():
             return self._run_apart(*args, **kwargs)
-        if (caller := calling_module()) is not None and caller is not self.block:
+        if (caller := calling_module()) is not None and is_shallow_copy(caller, self.block):
             return self._run_copy(caller, *args, **kwargs)
         return self._run(*args, **kwargs)
 

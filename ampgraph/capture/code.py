@@ -67,6 +67,7 @@ class Code:
         names: All names in the code.
         strings: The strings in the code that may be names: ``getattr(config, "scale")``.
         places: The reads that were found, in order.
+        hooks: The hooks of the modules: objects, and arguments of partials, may have settings.
         asking_types: The functions that read Python's own ``type``; those of torch are left out.
     """
 
@@ -74,6 +75,7 @@ class Code:
         self.names: set[str] = set()
         self.strings: set[str] = set()
         self.places: dict[tuple[int, str], Place] = {}
+        self.hooks: list[Place] = []
         self.asking_types: list[FunctionType] = []
         self._functions: list[FunctionType] = []
         self._seen: set[int] = set()
@@ -96,8 +98,7 @@ class Code:
                 hooks = [*_hooks_of(module)]
                 for value in (*own, *(hook.value() for hook in hooks)):
                     self._follow_held(value, _DEPTH)
-                for hook in hooks:  # an object, or the arguments of a partial, may have settings
-                    self._put(hook)
+                self.hooks += hooks
         self._read()
 
     def changed(self) -> list[Place]:
@@ -285,7 +286,7 @@ def _inside(value: Any) -> Iterator[Any]:
     if isinstance(value, MethodType):
         yield value.__func__
     elif isinstance(value, functools.partial):
-        yield value.func
+        yield from (value.func, *value.args, *value.keywords.values())
     elif isinstance(value, property):
         yield from (value.fget,)
     elif isinstance(value, (staticmethod, classmethod)):

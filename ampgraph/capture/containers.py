@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections import OrderedDict, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sized
 from typing import Any
 
 import torch
@@ -130,7 +130,10 @@ def equal(a: object, b: object) -> bool:
         return True
     if type(a) is not type(b):
         return False
-    return repr(a) == repr(b) if isinstance(a, _WRITTEN) else bool(a == b)
+    if isinstance(a, _WRITTEN):
+        return repr(a) == repr(b)
+    result = a == b
+    return not isinstance(result, Sized) and bool(result)  # arrays and tensors compare item by item
 
 
 def same(a: object, b: object, depth: int = 0) -> bool:

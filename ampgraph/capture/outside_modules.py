@@ -5,7 +5,7 @@ A teacher in a plain list, or all neurons of a process in an attribute of their 
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -18,16 +18,26 @@ from .held_objects import is_of_capture
 class _Held(NamedTuple):
     """A dict of a module: its attributes, or a table of parameters, buffers or submodules."""
 
-    owner: str
+    module: nn.Module
     now: dict[str, Any]
     before: dict[str, Any]
     is_table: bool
 
-    def lost(self) -> list[str]:
-        """Returns the names of what forward exchanged or removed, and a graph cannot."""
-        exchanged = [n for n, value in self.before.items() if self.now.get(n, GONE) is not value]
-        found = [n for n in exchanged if self.is_table or n not in self.now]
-        return found + [n for n, v in self.now.items() if v is not self.before.get(n) and is_of_capture(v)]
+    def lost(self, is_set: Callable[[nn.Module, str], bool]) -> list[str]:
+        """Returns the names of what forward exchanged or removed, and a graph cannot.
+
+        ``torch.func.functional_call`` exchanges tensors for a call, in which forward may touch the module
+        first. So real tensors count only if forward sets them, and what was of the capture before never.
+
+        Args:
+            is_set: Whether forward assigned an attribute.
+        """
+        names = [n for n, v in self.before.items() if self.now.get(n, GONE) is not v and not is_of_capture(v)]
+        names += [n for n in self.now if n not in self.before]
+        return [n for n in names if self._is_lost(n) or (self.is_table and is_set(self.module, n))]
+
+    def _is_lost(self, name: str) -> bool:
+        return name not in self.now or is_of_capture(self.now[name])
 
 
 class OutsideModules:
@@ -43,25 +53,25 @@ class OutsideModules:
 
     def add(self, module: nn.Module) -> None:
         """Takes down what a module holds, unless forward makes it now."""
-        owner, own = type(module).__name__, vars(module)
+        own = vars(module)
         tables = [own[kind] for kind in TABLES if isinstance(own.get(kind), dict)]
         if own.keys() <= OF_EVERY_MODULE and not any(tables):
             return
-        self._held += [_Held(owner, held, dict(held), held is not own) for held in (own, *tables)]
+        self._held += [_Held(module, held, dict(held), held is not own) for held in (own, *tables)]
 
-    def put_back(self) -> None:
-        """Gives the modules back what they lost."""
+    def put_back(self, is_set: Callable[[nn.Module, str], bool]) -> None:
+        """Gives the modules back what they lost.
+
+        Args:
+            is_set: Whether forward assigned an attribute of a module.
+        """
         for held in self._held:
-            if not (lost := dict.fromkeys(held.lost())):
+            if not (lost := held.lost(is_set)):
                 continue
-            self.changed += [f"{held.owner}.{name}" for name in lost]
-            content = held.before if held.is_table else _without(held.now, lost, held.before)
+            self.changed += [f"{type(held.module).__name__}.{name}" for name in lost]
+            kept = {name: value for name, value in held.now.items() if name not in lost}
+            names = [name for name in held.before if name in kept or name in lost]  # in their order
+            content = {name: held.before[name] if name in lost else kept[name] for name in names}
             held.now.clear()
-            held.now.update(content)
+            held.now.update({**content, **kept})
         self._held.clear()
-
-
-def _without(now: dict[str, Any], lost: Container[str], before: dict[str, Any]) -> dict[str, Any]:
-    """Returns attributes with the earlier values of those that were lost."""
-    kept = {name: value for name, value in now.items() if name not in lost}
-    return {**kept, **{name: value for name, value in before.items() if name in lost}}

@@ -18,7 +18,7 @@ import torch
 from torch import fx, nn
 from torch.export import ExportedProgram
 
-from .._compat import HigherOrderOperator, OpOverload
+from .._compat import FakeTensor, HigherOrderOperator, OpOverload
 from ..own_files import TORCH, is_pythons
 from ..proxy.module_parts import OF_EVERY_MODULE, TABLES
 from ..proxy.module_proxy import source_of
@@ -73,6 +73,7 @@ class Reads:
         lost: The part of it that is not a tensor and that torch's layers do not set.
         only_set: What else forward sets, as paths from the model: tensors, numbers, attributes of objects.
         values: Tensors that are no parameters or buffers, and whose values the code read as Python's.
+        real: Tensors outside of the model that functions of torch got, by ``id``.
         asks_for_gradients: Whether the model's code read the grad mode, or a tensor's ``requires_grad``.
         asks_for_layout: Whether it asked for strides or for a conjugate or negative bit, or wrote in place to
             what may be a copy or not.
@@ -94,6 +95,7 @@ class Reads:
         self.lost: dict[Key, Change] = {}
         self.only_set: dict[str, Change | None] = {}
         self.values: dict[int, torch.Tensor] = {}
+        self.real: dict[int, torch.Tensor] = {}
         self.asks_for_gradients = False
         self.asks_for_layout = False
         self.asks_for_offset = False
@@ -285,6 +287,10 @@ class Reads:
     def note_values(self, tensors: Iterable[object]) -> None:
         """Records that Python got the values of tensors; those of the capture itself have none."""
         self.values |= {id(t): t for t in tensors if type(t) is torch.Tensor and not t.is_inference()}
+
+    def note_tensors(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Records what a function of torch got; those of the capture and of the model are fake."""
+        self.real |= {id(t): t for t in tensors if not isinstance(t, FakeTensor)}
 
     def note_program(self, program: ExportedProgram) -> None:
         """Records the in-place writes that the captured graph shows, and what its branches may ask for."""

@@ -15,7 +15,8 @@ constants, without their later ``data``. Here they resolve in these modules.
 from __future__ import annotations
 
 import keyword
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -43,7 +44,10 @@ class _Owner(NamedTuple):
 
 
 def unlift(
-    program: ExportedProgram, source: nn.Module, elsewhere: Iterable[nn.Module] = ()
+    program: ExportedProgram,
+    source: nn.Module,
+    elsewhere: Iterable[nn.Module] = (),
+    real: Mapping[int, torch.Tensor] = MappingProxyType({}),
 ) -> tuple[fx.GraphModule, dict[str, torch.Tensor]]:
     """Turns a freshly captured program into a graph module over ``source``; consumes the program.
 
@@ -51,6 +55,7 @@ def unlift(
         program: The result of ``torch.export.export`` for ``source``.
         source: The live model.
         elsewhere: Modules that forward used and that are no parts of ``source``.
+        real: The tensors outside of ``source`` that functions of torch got, by ``id``.
 
     Returns:
         The graph module, and the constants (by attribute name) that exist only in the capture.
@@ -64,7 +69,7 @@ def unlift(
         )
     graph_module = program.graph_module
     whole = _name_of_whole(graph_module, source)
-    constants = _attributes_for_inputs(graph_module, program, source, whole, _owners(elsewhere))
+    constants = _attributes_for_inputs(graph_module, program, source, whole, _owners(elsewhere, real), real)
     hold(graph_module, source, whole)
     for name, value in constants.items():
         object.__setattr__(graph_module, name, value)
@@ -93,13 +98,13 @@ def hold(holder: nn.Module, source: nn.Module, whole: str) -> None:
     holder._modules = {**source._modules, **children} if children else source._modules
 
 
-def _owners(modules: Iterable[nn.Module]) -> dict[Hashable, _Owner]:
-    """Returns the owners of the parameters of modules, by the memory of the parameters."""
-    found: dict[Hashable, _Owner] = {}
+def _owners(modules: Iterable[nn.Module], real: Mapping[int, torch.Tensor]) -> dict[int, _Owner]:
+    """Returns the owners of the parameters that functions got, by the ``id`` of the parameters."""
+    found: dict[int, _Owner] = {}
     for number, module in enumerate(modules):
         for name, parameter in module._parameters.items():
-            if (memory := _memory(parameter)) is not None and _is_code(name):
-                found[memory] = _Owner(module, f"_constant_module_{number}", name)
+            if id(parameter) in real and _is_code(name):
+                found[id(parameter)] = _Owner(module, f"_constant_module_{number}", name)
     return found
 
 
@@ -115,10 +120,13 @@ def _attributes_for_inputs(
     program: ExportedProgram,
     source: nn.Module,
     whole: str,
-    owners: dict[Hashable, _Owner],
+    owners: dict[int, _Owner],
+    real: Mapping[int, torch.Tensor],
 ) -> dict:
     graph = graph_module.graph
     constants: dict[str, object] = {}
+    parameters = {_memory(p): p for p in real.values() if isinstance(p, nn.Parameter)}
+    parameters.pop(None, None)
     placeholders = graph.find_nodes(op="placeholder")
     for node, spec in zip(placeholders, program.graph_signature.input_specs, strict=True):
         if spec.kind not in _ATTRIBUTES:
@@ -127,7 +135,9 @@ def _attributes_for_inputs(
         target = str(spec.target)
         # A plain attribute of the root (``self.table = torch.arange(8)``) is in none of the shared dicts.
         is_held = _get(source, target) is value and target not in source.__dict__
-        owner = None if is_held else owners.get(_memory(value))
+        if not (is_held or id(value) in real):  # torch.export has made it, of a parameter
+            value = parameters.get(_memory(value), value)
+        owner = None if is_held else owners.get(id(value))
         if owner is not None:
             constants[owner.attribute] = owner.module
             target = f"{owner.attribute}.{owner.parameter}"

@@ -61,6 +61,7 @@ class WatchedCalls(TorchFunctionMode):
         is_watched = func in _WATCHED
         if is_watched:
             if func == _DATA:
+                self._reads.note_tensors(args[:1])
                 return args[0].detach()
             if func in VALUE_READERS:
                 self._reads.note_values(tree_leaves((args, kwargs)))
@@ -79,6 +80,7 @@ class WatchedCalls(TorchFunctionMode):
             read = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
             self._kept.note(func, result, read)
             self._lost.note_read(read)
+            self._reads.note_tensors(read)
             if kwargs.get("requires_grad"):
                 self._lost.note_made(result)
         return self._lost.watched(result) if is_watched and func == _GRAD_FN else result

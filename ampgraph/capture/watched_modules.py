@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from .._compat import replaced
+from ..proxy.module_parts import TABLES
 from .containers import has_plain_leaves, is_container, same
 from .reads import OF_NN_MODULE, Reads
 
@@ -48,7 +49,7 @@ def recorded(reads: Reads, is_capturing: Callable[[], bool]) -> Iterator[None]:
             yield
     finally:
         _put_back(reads, before)
-        reads.outside.put_back()
+        reads.outside.put_back(reads.was_set)
 
 
 def _put_back(reads: Reads, before: dict[int, dict[str, Any]]) -> None:
@@ -85,6 +86,8 @@ class _WatchedGet:
             if not name.startswith("__") and self._is_capturing() and self._reads.counts(module, name):
                 self._reads.note_missing(module, name)
             raise
+        if name in TABLES and self._is_capturing():
+            self._reads.is_watched(module)  # ``teacher.parameters()`` asks for nothing else
         if name == "__dict__" and self._is_capturing() and self._reads.note_itself():
             self._reads.note_all(module)
         if not name.startswith("__") and self._is_capturing() and self._reads.counts(module, name):

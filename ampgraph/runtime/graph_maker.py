@@ -71,7 +71,7 @@ class GraphMaker:
         with self._stored.as_float32():
             program, reads = export_call(call, graphs)
             seconds, start = time.perf_counter() - start, time.perf_counter()
-            graph_module, constants = unlift(program, self._source, reads.elsewhere.values())
+            graph_module, constants = unlift(program, self._source, reads.elsewhere.values(), reads.real)
             keep_before_assignment(graph_module, reads.assigned_buffers())
             sizes = AcceptedSizes(graph_module, program.range_constraints, call.signature.shapes)
             self._guard_scope.mark(graph_module, reads.code)

@@ -61,12 +61,17 @@ class PythonState:
         self._attributes: Places = found or _settled(attributes, own)
         self._code: Places = alike._code if alike else _settled(reads.code_places())
         asked = (getattr(torch, name) for name in _SETTINGS if name in reads.code.names)
+        # A hook may count or belong to a trainer: what no code names does not count.
+        self._hooks = _settled(reads.code.hooks, names=reads.code.names | reads.code.strings)
         self._questions = [torch.get_default_dtype, *asked]
         self._answers = [ask() for ask in self._questions]
         self._values = [_Value(tensor) for tensor in reads.values.values()]
         self._autograd = _autograd(source, args, kwargs) if reads.asks_for_gradients else None
         self._elsewhere = Structure(reads.elsewhere.values(), counts_data=True)
-        self._kinds = self._elsewhere.tensors.kinds()
+        self._kinds, self._trained = self._elsewhere.tensors.kinds(), self._trained_elsewhere()
+        own = set(map(id, all_parameters(source)))
+        held = [(m._parameters, n, p) for m in reads.elsewhere.values() for n, p in m._parameters.items()]
+        self._tied = [(table, name, p) for table, name, p in held if id(p) in own]
         self._layouts = (
             Layouts(source, args, kwargs, reads.asks_for_offset) if reads.asks_for_layout else None
         )
@@ -86,7 +91,7 @@ class PythonState:
         if not self._attributes.are_same(is_untouched):
             return False
         # A capture replaces functions of torch for as long as it lasts.
-        if not self._code.are_same() and not is_capturing_here():
+        if not (self._code.are_same() and self._hooks.are_same()) and not is_capturing_here():
             return False
         if self._values and not self._has_same_values():
             return False
@@ -107,8 +112,8 @@ class PythonState:
 
     def is_same(self) -> bool:
         """Whether attributes, globals and functions are the same; arguments do not count."""
-        is_same = self._attributes.are_same() and self._code.are_same() and self._has_same_values()
-        return is_same and self._has_same_modules()
+        places = self._attributes, self._code, self._hooks
+        return all(p.are_same() for p in places) and self._has_same_values() and self._has_same_modules()
 
     def _has_same_values(self) -> bool:
         """Whether no tensor was written whose values forward read; an attribute shows another tensor."""
@@ -117,11 +122,17 @@ class PythonState:
     def _has_same_modules(self) -> bool:
         """Whether the modules outside of the model have the parts that they had, of the same kinds."""
         flags = self._elsewhere.flags()
-        return flags is not None and flags[1] is self._kinds
+        is_same = flags is not None and flags[1] is self._kinds
+        # A graph reads a parameter that is the model's, too, in the model.
+        is_same = is_same and all(table.get(name) is p for table, name, p in self._tied)
+        return is_same and (not torch.is_grad_enabled() or self._trained_elsewhere() == self._trained)
+
+    def _trained_elsewhere(self) -> list[bool]:
+        return [tensor.requires_grad for tensor in self._elsewhere.tensors.now()]
 
     def changed(self) -> list[str]:
         """Returns what is another now, as a user writes it: attributes from the model on."""
-        return [*self._attributes.changed(), *self._code.changed()]
+        return [*self._attributes.changed(), *self._code.changed(), *self._hooks.changed()]
 
 
 class _Value:
@@ -157,11 +168,15 @@ def _attributes(reads: Reads) -> list[Place]:
             found += [Place(vars(module), key[1], path), Place(type(module), key[1], path)]
         else:
             found.append(Place(vars(module) if key[1] in vars(module) else module, key[1], path))
+    for module in reads.elsewhere.values():  # a graph holds their buffers
+        found += [Place(module._buffers, n, f"{type(module).__name__}.{n}") for n in module._buffers]
     return found
 
 
-def _settled(places: list[Place], watched: Collection[int] = ()) -> Places:
-    settled = Places()
+def _settled(
+    places: list[Place], watched: Collection[int] = (), names: Collection[str] | None = None
+) -> Places:
+    settled = Places(names)
     for place in places:
         settled.add(place)
     settled.settle(watched)
