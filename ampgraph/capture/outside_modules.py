@@ -69,9 +69,8 @@ class OutsideModules:
             if not (lost := held.lost(is_set)):
                 continue
             self.changed += [f"{type(held.module).__name__}.{name}" for name in lost]
-            kept = {name: value for name, value in held.now.items() if name not in lost}
-            names = [name for name in held.before if name in kept or name in lost]  # in their order
-            content = {name: held.before[name] if name in lost else kept[name] for name in names}
+            sources = [(n, held.before if n in lost else held.now) for n in {**held.before, **held.now}]
+            content = {name: source[name] for name, source in sources if name in source}
             held.now.clear()
-            held.now.update({**content, **kept})
+            held.now.update(content)
         self._held.clear()

@@ -15,7 +15,7 @@ from ..capture.code_place import Place
 from ..capture.reads import Reads
 from ..proxy.all_parameters import all_parameters
 from .layouts import Layouts
-from .module_structure import Structure
+from .outside_parts import OutsideParts
 from .places import Places
 
 # Settings of torch that code may ask for by name. The default dtype is that of ``torch.zeros(3)``, too.
@@ -34,8 +34,7 @@ _SETTINGS = (
 class PythonState:
     """What forward read: attributes, globals, functions, values of tensors, settings of torch.
 
-    Strides and the grad mode count if forward asked for them. Of modules that are no parts of the model
-    (a teacher in a plain list), their parts and the kinds of their tensors count.
+    Strides and the grad mode count if forward asked for them; `OutsideParts` counts as well.
 
     What forward sets itself does not count: it changes at every call.
 
@@ -67,11 +66,7 @@ class PythonState:
         self._answers = [ask() for ask in self._questions]
         self._values = [_Value(tensor) for tensor in reads.values.values()]
         self._autograd = _autograd(source, args, kwargs) if reads.asks_for_gradients else None
-        self._elsewhere = Structure(reads.elsewhere.values(), counts_data=True)
-        self._kinds, self._trained = self._elsewhere.tensors.kinds(), self._trained_elsewhere()
-        own = set(map(id, all_parameters(source)))
-        held = [(m._parameters, n, p) for m in reads.elsewhere.values() for n, p in m._parameters.items()]
-        self._tied = [(table, name, p) for table, name, p in held if id(p) in own]
+        self._outside = OutsideParts(reads.elsewhere.values(), source) if reads.elsewhere else None
         self._layouts = (
             Layouts(source, args, kwargs, reads.asks_for_offset) if reads.asks_for_layout else None
         )
@@ -95,7 +90,7 @@ class PythonState:
             return False
         if self._values and not self._has_same_values():
             return False
-        if self._elsewhere.modules and not self._has_same_modules():
+        if self._outside is not None and not self._outside.are_same():
             return False
         if self._layouts is not None and not self._layouts.fits(args, kwargs, is_untouched):
             return False
@@ -113,22 +108,12 @@ class PythonState:
     def is_same(self) -> bool:
         """Whether attributes, globals and functions are the same; arguments do not count."""
         places = self._attributes, self._code, self._hooks
-        return all(p.are_same() for p in places) and self._has_same_values() and self._has_same_modules()
+        is_outside_same = self._outside is None or self._outside.are_same()
+        return all(p.are_same() for p in places) and self._has_same_values() and is_outside_same
 
     def _has_same_values(self) -> bool:
         """Whether no tensor was written whose values forward read; an attribute shows another tensor."""
         return all(value.is_same() for value in self._values)
-
-    def _has_same_modules(self) -> bool:
-        """Whether the modules outside of the model have the parts that they had, of the same kinds."""
-        flags = self._elsewhere.flags()
-        is_same = flags is not None and flags[1] is self._kinds
-        # A graph reads a parameter that is the model's, too, in the model.
-        is_same = is_same and all(table.get(name) is p for table, name, p in self._tied)
-        return is_same and (not torch.is_grad_enabled() or self._trained_elsewhere() == self._trained)
-
-    def _trained_elsewhere(self) -> list[bool]:
-        return [tensor.requires_grad for tensor in self._elsewhere.tensors.now()]
 
     def changed(self) -> list[str]:
         """Returns what is another now, as a user writes it: attributes from the model on."""
