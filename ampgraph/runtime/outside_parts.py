@@ -15,8 +15,8 @@ class OutsideParts:
     """What a graph depends on of the modules that its capture found outside of the model.
 
     A graph reads their parameters where they are. It depends on their layers, hooks and forwards, and on the
-    kinds of their tensors. It also depends on which of these require gradients, because a capture loses those.
-    It reads a parameter that the model has, too, in the model. Their attributes and modes count only if forward
+    kinds of their tensors. It also depends on which of these require gradients: a capture loses those. It
+    reads a parameter that the model has, too, in the model. Their attributes and modes count only if forward
     reads them.
 
     Args:
