@@ -211,6 +211,15 @@ def test_a_teacher_that_becomes_trainable_gets_its_gradients():
         torch.testing.assert_close(gradient, parameter.grad, rtol=0.01, atol=1e-3)
 
 
+def test_a_teacher_stays_in_float32_where_the_model_is_stored_low():
+    model = Applies(lambda t, x: t(x)).eval()
+    expected = model(X)
+    amp = ampgraph.convert(model, (X,), policy="O3", dtype=torch.bfloat16)
+    assert amp.stored_low == ("own.weight", "own.bias")
+    assert {p.dtype for p in model.hidden[0].parameters()} == {torch.float32}
+    torch.testing.assert_close(amp(X), expected, rtol=0.05, atol=0.05)
+
+
 STRENGTH = 1.0
 
 

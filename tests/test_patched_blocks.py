@@ -294,3 +294,11 @@ def test_another_module_may_have_the_forward_of_a_block(other: Callable, recwarn
     wrapper.forward = model[0].forward
     assert torch.equal(wrapper(x), model[0](x))
     assert not recwarn.list
+
+
+def test_a_strict_export_of_a_model_with_blocks() -> None:
+    model, x = model_of(nn.Linear(4, 4)), torch.randn(2, 4)
+    ampgraph.convert_blocks(model, "0", policy=LOW)
+    expected = model(x)
+    program = torch.export.export(model, (x,), strict=True)
+    assert torch.equal(program.module()(x), expected)

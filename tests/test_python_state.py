@@ -867,6 +867,21 @@ class Counts:
         return result * self.factor
 
 
+def test_a_hook_that_counts_and_reads_its_count_is_told():
+    class ReadsItsCount:
+        count = 0
+
+        def __call__(self, module, args, result):
+            self.count += 1
+            return result * self.count
+
+    model, hook = nn.Sequential(nn.Linear(4, 4)), ReadsItsCount()
+    hook.count = 0
+    model[0].register_forward_hook(hook)
+    with pytest.warns(UserWarning, match=r"forward sets 0\.ReadsItsCount\.count"):
+        ampgraph.convert(model, (X,), **LOW)
+
+
 def test_what_no_code_names_of_a_hook_is_not_watched():
     model, hook = nn.Sequential(nn.Linear(4, 4)), Counts()
     hook.steps = 0

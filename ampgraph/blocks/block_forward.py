@@ -59,6 +59,8 @@ class BlockForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_dynamo_compiling() and not is_exporting():
             return self._run_apart(*args, **kwargs)
+        if torch.compiler.is_dynamo_compiling():  # a strict export; it traces no frames
+            return self._run(*args, **kwargs)
         if (caller := calling_module()) is not None and is_shallow_copy(caller, self.block):
             return self._run_copy(caller, *args, **kwargs)
         return self._run(*args, **kwargs)

@@ -62,6 +62,8 @@ def _objects(model: nn.Module) -> Iterator[tuple[str, dict[str, Any]]]:
         for name, value in vars(module).items():
             if name not in OF_EVERY_MODULE:
                 yield from objects_inside(value, f"{path}.{name}".lstrip("."), seen)
+        for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
+            yield from objects_inside(hook, f"{path}.{type(hook).__name__}".lstrip("."), seen)
 
 
 def objects_inside(value: object, path: str, seen: set[int]) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -114,7 +114,7 @@ class Reads:
         key = id(module), name
         if key in self._set_first:
             self._numbers.discard(key)  # forward set it for its own use
-        if key in self.attributes or key in self._set_first or not self.is_watched(module):
+        if key in self.attributes or key in self._set_first or not self.watches(module):
             return
         is_settled = has_plain_leaves(value)
         if is_settled or name in vars(module):  # not methods, nor what is computed from other attributes
@@ -122,8 +122,11 @@ class Reads:
         elif name != "forward" and _is_own_method(value, module):
             self.note_missing(module, name)  # an attribute of this name would hide the method
 
-    def is_watched(self, module: nn.Module) -> bool:
-        """Whether a module is the model's, or the user's elsewhere: in a plain list, a global."""
+    def watches(self, module: nn.Module) -> bool:
+        """Whether a module is the model's, or the user's elsewhere, which is watched from now on.
+
+        It may be in a plain list, or a global.
+        """
         if id(module) not in self.modules and _is_of_user(type(module)):  # type: ignore[arg-type]
             self.modules[id(module)] = self.elsewhere[id(module)] = module
             self.outside.add(module)
@@ -132,7 +135,7 @@ class Reads:
     def note_missing(self, module: nn.Module, name: str) -> None:
         """Records that a module has no such attribute; its parameters and submodules are structure."""
         held = vars(module)
-        if self.is_watched(module) and not any(name in held[kind] for kind in TABLES):
+        if self.watches(module) and not any(name in held[kind] for kind in TABLES):
             self.missing.setdefault((id(module), name))
 
     def of(self, other: nn.Module) -> Reads:
@@ -183,7 +186,7 @@ class Reads:
 
     def note_set(self, module: nn.Module, name: str, value: object) -> None:
         key = id(module), name
-        if not self.is_watched(module):
+        if not self.watches(module):
             return
         self._set.add(key)
         is_number = isinstance(value, _NUMBERS) and not isinstance(value, bool)

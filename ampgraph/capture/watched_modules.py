@@ -29,7 +29,7 @@ def recorded(reads: Reads, is_capturing: Callable[[], bool]) -> Iterator[None]:
 
     def watched_delete(self: nn.Module, name: str) -> None:
         if is_capturing():
-            reads.is_watched(self)
+            reads.watches(self)
         delete_attribute(self, name)
 
     def watched_hash(self: nn.Module) -> int:
@@ -87,7 +87,7 @@ class _WatchedGet:
                 self._reads.note_missing(module, name)
             raise
         if name in TABLES and self._is_capturing():
-            self._reads.is_watched(module)  # ``teacher.parameters()`` asks for nothing else
+            self._reads.watches(module)  # ``teacher.parameters()`` asks for nothing else
         if name == "__dict__" and self._is_capturing() and self._reads.note_itself():
             self._reads.note_all(module)
         if not name.startswith("__") and self._is_capturing() and self._reads.counts(module, name):

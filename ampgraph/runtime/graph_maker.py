@@ -132,7 +132,7 @@ class GraphMaker:
 
     def _store_low(self, captured: CapturedGraph) -> None:
         """Frees the float32 memory of parameters, only at the first capture and in evaluation mode."""
-        freed = self._stored.decide(captured.graph_module, self._source.training)
+        freed = self._stored.decide(captured.graph_module, self._source)
         captured.plan = self._stored.read(captured.graph_module, captured.plan)
         for parameter in freed:
             parameter.data = parameter.data.to(self._options.low_dtype)

@@ -37,8 +37,9 @@ _lock = new_lock()  # the garbage collector may run code inside
 
 
 def _tie(value: Any) -> object:
-    """Returns what tied tensors have in common. A graph that writes a buffer writes its views, too."""
-    is_buffer = has_content(value) if isinstance(value, torch.Tensor) else False
+    """Returns what tied tensors have in common: a graph that writes a buffer writes its views, too."""
+    # Parameters, which are of a class of their own, are tied if they are one object.
+    is_buffer = isinstance(value, torch.Tensor) and has_content(value)
     return ("memory", storage_key(value)) if is_buffer else id(value)
 
 

@@ -16,6 +16,7 @@ from ..errors import warn_user
 from ..passes import ReadStored, run_passes
 from ..passes.read_shadows import casts_of
 from ..plan import Plan
+from ..proxy.all_parameters import all_parameters
 from ..training.optimizer_steps import tell_after_steps
 from .options import Options
 
@@ -63,17 +64,19 @@ class LowStorage:
             for key, data in stored.items():
                 self._parameters[key].data = data
 
-    def decide(self, graph_module: fx.GraphModule, is_training: bool) -> list[nn.Parameter]:
+    def decide(self, graph_module: fx.GraphModule, model: nn.Module) -> list[nn.Parameter]:
         """Returns the parameters to store low: at the first capture, and in evaluation mode alone.
 
-        They are the float32 parameters that the graph reads only low; they are recorded as stored.
+        They are the model's float32 parameters that the graph reads only low; they are recorded as stored.
         """
         if self.is_decided:
             return []
         self.is_decided = True
-        if is_training:
+        if model.training:
             return []
-        values = [v for v in read_low_alone(graph_module) if v.dtype == torch.float32 and v not in self]
+        own = set(map(id, all_parameters(model)))  # the graph may read those of a teacher in a list, too
+        values = [v for v in read_low_alone(graph_module) if id(v) in own and v not in self]
+        values = [v for v in values if v.dtype == torch.float32]
         self._parameters |= {id(value): value for value in values}
         if values:
             tell_after_steps(self)
