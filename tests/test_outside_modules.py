@@ -319,3 +319,30 @@ def test_modules_that_forward_makes_are_captured():
         warnings.simplefilter("error")
         amp = ampgraph.convert(model, (X,), dtype=torch.bfloat16)
     torch.testing.assert_close(amp(X), model(X), rtol=0.05, atol=0.05)
+
+
+def test_a_part_that_a_model_has_twice_is_no_module_outside():
+    """torch.export calls the parts of such a model through proxies."""
+
+    class Inner(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.gain = nn.Linear(8, 8), 2.0
+
+        def forward(self, x):
+            return self.layer(x) * self.gain
+
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.shift = Inner(), nn.Parameter(torch.ones(8))
+            self.again = nn.ModuleList([self.first])
+
+        def forward(self, x):
+            return self.again[0](self.first(x)) + self.shift
+
+    amp = ampgraph.convert(Twice(), (X,), dtype=torch.bfloat16, capture="ahead of time")
+    assert right(amp)
+    amp.source.first.gain = 5.0
+    assert right(amp)
+    assert len(amp.graph_modules) == 2

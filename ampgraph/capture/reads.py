@@ -85,6 +85,8 @@ class Reads:
         self._ordered = [source_of(module) for module in source.modules()]
         self.modules = {id(module): module for module in self._ordered}
         self._own = frozenset(self.modules)
+        self._by_dict = {id(vars(module)): module for module in self._ordered}
+        self._proxies: list[nn.Module] = []  # of modules of the model; no other object may get their id
         self.elsewhere: dict[int, nn.Module] = {}
         self.outside = OutsideModules()
         self.code = Code(source)
@@ -128,8 +130,13 @@ class Reads:
         It may be in a plain list, or a global.
         """
         if id(module) not in self.modules and _is_of_user(type(module)):  # type: ignore[arg-type]
-            self.modules[id(module)] = self.elsewhere[id(module)] = module
-            self.outside.add(module)
+            own = self._by_dict.get(id(vars(module)))
+            if own is not None:  # a proxy of torch.fx
+                self._proxies.append(module)
+            else:
+                self.elsewhere[id(module)] = module
+                self.outside.add(module)
+            self.modules[id(module)] = module if own is None else own
         return id(module) in self.modules
 
     def note_missing(self, module: nn.Module, name: str) -> None:
@@ -264,6 +271,8 @@ class Reads:
     def _paths(self, keys: Iterable[Key]) -> dict[Key, str]:
         names = {key: type(module).__name__ for key, module in self.elsewhere.items()}
         names |= {id(source_of(m)): name for name, m in self._source.named_modules()}
+        for key, module in self.modules.items():  # proxies
+            names.setdefault(key, names.get(id(module), type(module).__name__))
         return {key: f"{names[key[0]]}.{key[1]}".lstrip(".") for key in keys}
 
     def code_places(self) -> list[Place]:
