@@ -22,7 +22,7 @@ from torch.nn import Module, RNNBase
 from torch.utils.hooks import RemovableHandle
 
 from .guarded_calls import guards, guards_of_whole
-from .modes import active_data_parallel
+from .modes import active_data_parallel, is_compiling, is_traced
 from .quiet import ignore_contexts_of_dynamo
 from .version import VERSION
 
@@ -250,6 +250,10 @@ def never_compiled(function: _F) -> _F:
 
 def _skip(function: Callable, calls: _FrameAction) -> None:
     set_code_exec_strategy(function.__code__, _FrameExecStrategy(_FrameAction.SKIP, calls))
+
+
+for _function in (is_compiling, is_traced):  # compiled as frames of their own they would say yes
+    keep_dynamo_out(_function)
 
 
 def apart_from_dynamo(function: Callable) -> Callable:
