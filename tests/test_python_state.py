@@ -858,6 +858,29 @@ def test_a_buffer_that_comes_to_share_memory_with_a_written_one():
         close(got, expected)
 
 
+def test_a_list_of_all_objects_of_a_class_is_not_watched():
+    class Registered:
+        every = ()
+
+        def __init__(self):
+            self.scale = 2.0
+            Registered.every = [*Registered.every, self]
+
+    class Reads(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc, self.settings = nn.Linear(4, 4), Registered()
+
+        def forward(self, x):
+            return self.fc(x) * self.settings.scale
+
+    amp = ampgraph.convert(Reads(), (X,), **LOW)
+    for _ in range(3):
+        Registered()
+        close(amp(X), amp.source(X))
+    assert len(amp.graph_modules) == 1
+
+
 class Counts:
     """A hook that belongs to a trainer, say."""
 

@@ -246,9 +246,15 @@ def _settings_of_class(cls: type) -> Iterator[str]:
     """Yields the slots of a class, and the attributes that its objects share."""
     for base in cls.__mro__:
         for name, value in vars(base).items() if not is_foreign(base) else ():
-            is_slot = isinstance(value, MemberDescriptorType)
-            if not name.startswith("__") and (is_slot or not hasattr(type(value), "__get__")):
+            if not name.startswith("__") and _is_setting_of_class(value):
                 yield name
+
+
+def _is_setting_of_class(value: object) -> bool:
+    """Whether an entry of a class is a slot or a value that its objects share; a list of them is none."""
+    if isinstance(value, MemberDescriptorType) or has_plain_leaves(value):
+        return True
+    return not is_container(value) and not hasattr(type(value), "__get__")
 
 
 def _divided(places: list[tuple[Place, Any]], dicts: Collection[int]) -> tuple[list, list]:
