@@ -16,6 +16,7 @@ from torch.nn.utils import parametrizations, parametrize
 
 import ampgraph
 from ampgraph import Policy, PolicyError
+from ampgraph._compat import VERSION
 from ampgraph.testing import assert_dtype
 
 from .helpers import close
@@ -296,6 +297,7 @@ def test_another_module_may_have_the_forward_of_a_block(other: Callable, recwarn
     assert not recwarn.list
 
 
+@pytest.mark.skipif(VERSION < (2, 13), reason="Dynamo of torch 2.11 does not trace the call of a block")
 def test_a_strict_export_of_a_model_with_blocks() -> None:
     model, x = model_of(nn.Linear(4, 4)), torch.randn(2, 4)
     ampgraph.convert_blocks(model, "0", policy=LOW)
