@@ -279,22 +279,25 @@ def register(neuron):
 class Resets(nn.Module):
     """Resets all neurons of the process, as snnTorch does."""
 
-    def __init__(self, change):
+    def __init__(self, change, asks=False):
         super().__init__()
-        self.own, self.change = nn.Linear(8, 8), change
+        self.own, self.change, self.asks = nn.Linear(8, 8), change, asks
 
     def forward(self, x):
+        if self.asks:  # the capture of a call fails, and an export is tried
+            torch.compiler.is_exporting()
         for neuron in Neuron.instances:
             self.change(neuron)
         return self.own(x) + Neuron.instances[0].memory + Neuron.instances[0].trace
 
 
 @pytest.mark.parametrize("change", [reset, set_trace, delete, register])
-def test_a_conversion_leaves_modules_outside_as_they_were(change):
+@pytest.mark.parametrize("asks", [False, True])
+def test_a_conversion_leaves_modules_outside_as_they_were(change, asks):
     Neuron.instances.clear()
     neuron = Neuron()
     memory, trace = neuron.memory, neuron.trace
-    model = Resets(change)
+    model = Resets(change, asks)
     with pytest.warns(UserWarning, match=r"forward replaces Neuron\.(memory|trace), which a graph cannot"):
         amp = ampgraph.convert(model, (X,), dtype=torch.bfloat16)
     assert neuron._buffers["memory"] is memory

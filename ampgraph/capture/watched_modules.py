@@ -38,6 +38,8 @@ def recorded(reads: Reads, is_capturing: Callable[[], bool]) -> Iterator[None]:
         return object.__hash__(self)
 
     before = {key: dict(vars(module)) for key, module in reads.modules.items()}
+    for module in reads.elsewhere.values():  # an earlier trace of the same capture has found them
+        reads.outside.add(module)
     try:
         with (
             replaced(nn.Module, "__hash__", watched_hash),

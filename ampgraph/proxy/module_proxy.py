@@ -100,9 +100,8 @@ class ModuleProxy(nn.Module):
     def __getattr__(self, name: str) -> Any:
         if isinstance(computed := getattr(type(self), name, None), property):
             return computed.__get__(self)  # raises the original error again
-        if (
-            source := self.__dict__.get("source")
-        ) is None:  # an object that something made without `__init__`
+        source = self.__dict__.get("source")
+        if source is None:  # something made the object without `__init__`
             raise AttributeError(f"this {type(self).__name__} has no model, and so no attribute {name!r}")
         try:
             value = getattr(source, name)

@@ -376,7 +376,8 @@ class StepGuard:
         this = outermost(optimizer)
         due = [o for o in self._live() if o not in self._resting]
         before = [o for ref in self._stepped_before if (o := ref()) is not None]
-        if any(o is this for o in before):  # else each has rounds of its own: `update` after each step
+        # A loop that calls `update` after each step gives each optimizer its own rounds.
+        if any(o is this for o in before):
             due += before
         others = {id(o): o for o in due if o is not this and not self.has_stepped(o)}
         return [o for o in others.values() if o not in self.steps_apart]
