@@ -99,6 +99,38 @@ def test_grid_sample_runs_in_float32(layer, shape, dtype, level):
     assert dtype_of(amp.graph_module, "grid_sampler") == [FP32]
 
 
+class Resized(nn.Module):
+    """Resizes what layers return and a parameter of its own, as position embeddings are resized."""
+
+    def __init__(self, mode: str, antialias: bool) -> None:
+        super().__init__()
+        self.layer, self.positions = nn.Conv2d(3, 4, 3), nn.Parameter(torch.randn(1, 4, 5, 5))
+        self.how = {"mode": mode, "antialias": antialias}
+
+    def forward(self, image: torch.Tensor) -> torch.Tensor:
+        features = self.layer(image)
+        positions = F.interpolate(self.positions, size=features.shape[2:], **self.how)
+        return self.layer(F.interpolate(features + positions, size=(9, 9), **self.how)[:, :3])
+
+
+@pytest.mark.parametrize("dtype", [FP16, BF16])
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+@pytest.mark.parametrize(
+    ("mode", "antialias"),
+    [
+        *((mode, False) for mode in ("nearest", "nearest-exact", "area", "bilinear", "bicubic")),
+        ("bilinear", True),
+        ("bicubic", True),
+    ],
+)
+def test_all_ways_to_resize_can_be_trained(mode, antialias, level, dtype):
+    model, x = Resized(mode, antialias), torch.randn(2, 3, 12, 12)
+    policy = Policy(level=level, dtype=dtype, loss_scale=NoLossScale())
+    amp = ampgraph.convert(copy.deepcopy(model), (x,), policy=policy)
+    weights = torch.randn(model(x).shape)
+    assert worst(gradients(amp, x, weights), gradients(model, x, weights)) < 0.05
+
+
 @pytest.mark.parametrize("dtype", [FP16, BF16])
 def test_layer_norm_sums_its_gradients_low(dtype):
     """A named limit: what is off is the kernel's sum over rows, which torch's CPU autocast shares."""

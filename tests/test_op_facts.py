@@ -254,6 +254,8 @@ TWO_MATRICES = {
 REFUSED_CALLS = {
     "avg_pool3d": (VIDEO, [2, 2, 2]),
     "_upsample_bilinear2d_aa": (IMAGE, [2, 2], False),
+    "_upsample_bicubic2d_aa": (IMAGE, [2, 2], False),
+    "_upsample_lanczos2d_aa": (IMAGE, [2, 2], False),
     "ctc_loss": (torch.zeros(5, 1, 3).log_softmax(2), ONE[None], torch.tensor([5]), ONE),
     "histogram": (SPD, 3),
     "histogramdd": (SPD, [3, 3, 3]),

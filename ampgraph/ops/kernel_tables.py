@@ -151,7 +151,8 @@ FP32_ONLY = _names(
 FP32_ONLY_ON: Mapping[str, frozenset[str]] = {
     "cpu": _names(
         """
-        avg_pool3d _upsample_bilinear2d_aa multi_margin_loss multilabel_margin_loss fft_fft fft_fft2
+        avg_pool3d _upsample_bilinear2d_aa _upsample_bicubic2d_aa _upsample_lanczos2d_aa multi_margin_loss
+        multilabel_margin_loss fft_fft fft_fft2
         fft_fftn fft_hfft fft_hfft2 fft_hfftn fft_ifft fft_ifft2 fft_ifftn fft_ihfft fft_ihfft2 fft_ihfftn
         fft_irfft fft_irfft2 fft_irfftn fft_rfft fft_rfft2 fft_rfftn
         """
