@@ -1,4 +1,4 @@
-"""Records the Python state that forward reads during a capture: plain attributes, grad mode, strides.
+"""Records the Python state that forward reads during a capture: attributes of modules, and values.
 
 A graph keeps the values that forward read at capture. Each call compares the recorded values.
 """
@@ -12,14 +12,12 @@ import sys
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from types import MethodType
-from typing import Any
 
 import torch
-from torch import fx, nn
-from torch.export import ExportedProgram
+from torch import nn
 
-from .._compat import FakeTensor, HigherOrderOperator, OpOverload
-from ..own_files import TORCH, is_pythons
+from .._compat import FakeTensor
+from ..own_files import TORCH
 from ..proxy.module_parts import OF_EVERY_MODULE, TABLES
 from ..proxy.module_proxy import source_of
 from .code import Code
@@ -27,40 +25,17 @@ from .code_place import GONE, Place
 from .containers import copied, has_plain_leaves, same
 from .held_objects import Change
 from .outside_modules import OutsideModules
-from .user_code import is_asked_by_model, is_foreign, is_set_by_torch
+from .questions import Questions
+from .user_code import is_foreign, is_set_by_torch
 
 # What every module has: parameters, hooks, the training mode. A forward on a module is its own.
 OF_NN_MODULE = frozenset({*OF_EVERY_MODULE, *vars(nn.Module)} - {"forward"})
 Key = tuple[int, str]
 _NUMBERS = (int, float, torch.SymInt, torch.SymFloat)
 
-_AUTOGRAD_NAMES = ("requires_grad", "grad_fn", "is_leaf")
-_LAYOUT_NAMES = ("is_contiguous", "stride", "dim_order", "is_conj", "is_neg")
-_OF_AUTOGRAD = frozenset(getattr(torch.Tensor, name).__get__ for name in _AUTOGRAD_NAMES)
-_OF_LAYOUT = frozenset(
-    {*(getattr(torch.Tensor, name) for name in _LAYOUT_NAMES), torch.is_conj, torch.is_neg}
-)
-# Strides decide whether these ops copy, and so whether a later write reaches the argument.
-_COPY_OR_NOT = frozenset(
-    f
-    for name in ("contiguous", "reshape", "reshape_as", "flatten", "ravel", "to")
-    for f in (getattr(torch.Tensor, name), getattr(torch, name, None))
-    if f is not None
-)
-# What returns values of a tensor as Python's.
-_VALUE_NAMES = (
-    *("item", "tolist", "numpy", "equal", "allclose", "__float__", "__int__", "__bool__", "__index__"),
-    *("__complex__", "__contains__", "__format__", "__array__", "is_nonzero"),
-)
-VALUE_READERS = frozenset(
-    {*(getattr(torch.Tensor, name) for name in _VALUE_NAMES), torch.equal, torch.allclose, torch.is_nonzero}
-)
-# The calls that `Reads.note_call` looks at.
-STATE_READERS = _OF_AUTOGRAD | _OF_LAYOUT | _COPY_OR_NOT | {torch.Tensor.storage_offset}
-
 
 class Reads:
-    """The attributes of modules that forward reads, and whether it reads the grad mode.
+    """What forward reads during a capture, and what it sets.
 
     Attributes:
         modules: The modules that are watched, by ``id``.
@@ -74,11 +49,7 @@ class Reads:
         only_set: What else forward sets, as paths from the model: tensors, numbers, attributes of objects.
         values: Tensors that are no parameters or buffers, and whose values the code read as Python's.
         real: Tensors outside of the model that functions of torch got, by ``id``.
-        asks_for_gradients: Whether the model's code read the grad mode, or a tensor's ``requires_grad``.
-        asks_for_layout: Whether it asked for strides or for a conjugate or negative bit, or wrote in place to
-            what may be a copy or not.
-        asks_for_offset: Whether it asked where in its memory a tensor begins.
-        asks_for_itself: Whether it looked at a module in a way that shows more than attributes by name.
+        asks: What else the model's code asks for.
     """
 
     def __init__(self, source: nn.Module) -> None:
@@ -98,11 +69,7 @@ class Reads:
         self.only_set: dict[str, Change | None] = {}
         self.values: dict[int, torch.Tensor] = {}
         self.real: dict[int, torch.Tensor] = {}
-        self.asks_for_gradients = False
-        self.asks_for_layout = False
-        self.asks_for_offset = False
-        self.asks_for_itself = False
-        self._may_copy = False
+        self.asks = Questions()
         self._set: set[Key] = set()
         self._set_first: set[Key] = set()
         self._set_by_torch: set[Key] = set()
@@ -169,19 +136,6 @@ class Reads:
             attributes = vars(source_of(module))
             for name in [name for name, value in attributes.items() if _may_keep(value)]:
                 yield Place(attributes, name, f"{path}.{name}".lstrip("."))
-
-    def note_itself(self) -> bool:
-        """Records that the model's code asks for the dict of a module, or its hash (a table by modules).
-
-        Returns:
-            Whether it is the model's code that asks.
-        """
-        frame = sys._getframe(2)
-        while is_pythons(frame.f_code.co_filename) and frame.f_back:  # a WeakKeyDictionary
-            frame = frame.f_back
-        is_asked = is_asked_by_model(frame)
-        self.asks_for_itself = self.asks_for_itself or is_asked
-        return is_asked
 
     def note_all(self, module: nn.Module) -> None:
         """Records all attributes of a module whose dict the model reads, and the keys it may ask for."""
@@ -280,22 +234,6 @@ class Reads:
         carried = [(id(place.holder), place.name) for place in self.code.changed()]
         return [place for key, place in self.code.places.items() if key not in carried]
 
-    def note_gradients(self) -> None:
-        """Records a read of grad mode by the model's code; torch's layers read it only to choose a kernel."""
-        self.asks_for_gradients |= is_asked_by_model(sys._getframe(2))
-
-    def note_call(self, function: Any) -> None:
-        """Records the state that a tensor function or getter returns to the model's code."""
-        caller = sys._getframe(2)
-        if function in _OF_AUTOGRAD:
-            self.asks_for_gradients |= is_asked_by_model(caller, function)
-        elif function in _OF_LAYOUT:
-            self.asks_for_layout |= is_asked_by_model(caller, function)
-        elif function == torch.Tensor.storage_offset:
-            self.asks_for_offset |= is_asked_by_model(caller, function)
-        elif function in _COPY_OR_NOT:
-            self._may_copy |= is_asked_by_model(caller, function)
-
     def note_values(self, tensors: Iterable[object]) -> None:
         """Records that Python got the values of tensors; those of the capture itself have none."""
         self.values |= {id(t): t for t in tensors if type(t) is torch.Tensor and not t.is_inference()}
@@ -303,14 +241,6 @@ class Reads:
     def note_tensors(self, tensors: Iterable[torch.Tensor]) -> None:
         """Records what a function of torch got; those of the capture and of the model are fake."""
         self.real |= {id(t): t for t in tensors if not isinstance(t, FakeTensor)}
-
-    def note_program(self, program: ExportedProgram) -> None:
-        """Records the in-place writes that the captured graph shows, and what its branches may ask for."""
-        if _has_branches(program):
-            self.asks_for_gradients |= not self.code.names.isdisjoint(_AUTOGRAD_NAMES)
-            self.asks_for_layout |= not self.code.names.isdisjoint(_LAYOUT_NAMES)
-            self.asks_for_offset |= "storage_offset" in self.code.names
-        self.asks_for_layout |= self.asks_for_offset or (self._may_copy and any(_written(program)))
 
 
 def _is_of_user(cls: type) -> bool:
@@ -339,24 +269,3 @@ def _is_own_method(value: object, module: nn.Module) -> bool:
         return False
     code = getattr(value.__func__, "__code__", None)
     return code is not None and not code.co_filename.startswith(TORCH)
-
-
-def _has_branches(program: ExportedProgram) -> bool:
-    """Whether Dynamo has captured code (a branch of ``torch.cond``, a loop), whose questions no mode sees."""
-    operators = (
-        node.target
-        for part in program.graph_module.modules()
-        for node in (part.graph.nodes if isinstance(part, fx.GraphModule) else ())
-        if isinstance(node.target, HigherOrderOperator)
-    )
-    return any(not operator.name().startswith("wrap_") for operator in operators)
-
-
-def _written(program: ExportedProgram) -> Iterator[fx.Node]:
-    """Yields the nodes that a graph writes in place, except its buffers."""
-    buffers = program.graph_signature.inputs_to_buffers
-    for part in program.graph_module.modules():
-        for node in part.graph.nodes if isinstance(part, fx.GraphModule) else ():
-            is_write = isinstance(node.target, OpOverload) and node.target._schema.is_mutable
-            if is_write and node.all_input_nodes and node.all_input_nodes[0].name not in buffers:
-                yield node.all_input_nodes[0]

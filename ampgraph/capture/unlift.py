@@ -69,13 +69,14 @@ def unlift(
         )
     graph_module = program.graph_module
     whole = _name_of_whole(graph_module, source)
-    constants = _attributes_for_inputs(graph_module, program, source, whole, _owners(elsewhere, real), real)
+    places = _Places(source, whole, elsewhere, real)
+    _read_attributes(graph_module.graph, program, places)
     hold(graph_module, source, whole)
-    for name, value in constants.items():
+    for name, value in places.constants.items():
         object.__setattr__(graph_module, name, value)
     set_calling_convention(graph_module, program)
     graph_module.recompile()
-    return graph_module, {n: v for n, v in constants.items() if isinstance(v, torch.Tensor)}
+    return graph_module, {n: v for n, v in places.constants.items() if isinstance(v, torch.Tensor)}
 
 
 def _name_of_whole(graph_module: fx.GraphModule, source: nn.Module) -> str:
@@ -115,63 +116,77 @@ def _memory(value: object) -> Hashable:
     return key, value.storage_offset(), tuple(value.shape), value.stride()
 
 
-def _attributes_for_inputs(
-    graph_module: fx.GraphModule,
-    program: ExportedProgram,
-    source: nn.Module,
-    whole: str,
-    owners: dict[int, _Owner],
-    real: Mapping[int, torch.Tensor],
-) -> dict:
-    graph = graph_module.graph
-    constants: dict[str, object] = {}
-    parameters = {_memory(p): p for p in real.values() if isinstance(p, nn.Parameter)}
-    parameters.pop(None, None)
+class _Places:
+    """The attributes of a graph module that hold the inputs of an exported program.
+
+    Args:
+        source: The live model.
+        whole: The name of the submodule that is ``source``, or ``""``.
+        elsewhere: Modules that are no parts of ``source``.
+        real: The tensors outside of ``source`` that functions of torch got, by ``id``.
+
+    Attributes:
+        constants: What the graph module holds beside the parts of ``source``, by name.
+    """
+
+    def __init__(
+        self, source: nn.Module, whole: str, elsewhere: Iterable[nn.Module], real: Mapping[int, torch.Tensor]
+    ) -> None:
+        self._source, self._whole, self._real = source, whole, real
+        self._owners = _owners(elsewhere, real)
+        self._parameters = {_memory(p): p for p in real.values() if isinstance(p, nn.Parameter)}
+        self._parameters.pop(None, None)
+        self.constants: dict[str, object] = {}
+
+    def of(self, target: str, value: object) -> str:
+        """Returns the path of an input, which has this name in the program."""
+        # A plain attribute of the root (``self.table = torch.arange(8)``) is in none of the shared dicts.
+        if _get(self._source, target) is value and target not in self._source.__dict__:
+            if not _is_code(target):
+                return self._alias(target, value)
+            return f"{self._whole}.{target}" if self._whole else target
+        if id(value) not in self._real:  # torch.export has made it, of a parameter
+            value = self._parameters.get(_memory(value), value)
+        owner = self._owners.get(id(value))
+        if owner is not None:
+            self.constants[owner.attribute] = owner.module
+            return f"{owner.attribute}.{owner.parameter}"
+        name = "_constant_" + target.replace(".", "_")
+        return self._stored(name if _is_code(name) else self._next_name(), value)
+
+    def _alias(self, path: str, value: object) -> str:
+        """Stores the owner of a parameter (or the parameter) under a plain name; returns the path."""
+        owner, _, leaf = path.rpartition(".")
+        if owner and _is_code(leaf):
+            return f"{self._stored(self._next_name(), self._source.get_submodule(owner))}.{leaf}"
+        return self._stored(self._next_name(), value)
+
+    def _next_name(self) -> str:
+        return f"_constant__{len(self.constants)}"
+
+    def _stored(self, name: str, value: object) -> str:
+        self.constants[name] = value
+        return name
+
+
+def _read_attributes(graph: fx.Graph, program: ExportedProgram, places: _Places) -> None:
+    """Replaces the inputs that are parameters, buffers and constants by reads of attributes."""
     placeholders = graph.find_nodes(op="placeholder")
     for node, spec in zip(placeholders, program.graph_signature.input_specs, strict=True):
         if spec.kind not in _ATTRIBUTES:
             continue
-        value = _value(program, spec)
-        target = str(spec.target)
-        # A plain attribute of the root (``self.table = torch.arange(8)``) is in none of the shared dicts.
-        is_held = _get(source, target) is value and target not in source.__dict__
-        if not (is_held or id(value) in real):  # torch.export has made it, of a parameter
-            value = parameters.get(_memory(value), value)
-        owner = None if is_held else owners.get(id(value))
-        if owner is not None:
-            constants[owner.attribute] = owner.module
-            target = f"{owner.attribute}.{owner.parameter}"
-        elif not is_held:
-            target = "_constant_" + target.replace(".", "_")
-            constants[target] = value
-        if not _is_code(target):
-            target = _alias(source, target, value, constants)
-        elif whole and is_held:
-            target = f"{whole}.{target}"
+        path = places.of(str(spec.target), _value(program, spec))
         with graph.inserting_before(node):
-            attribute = graph.create_node("get_attr", target, name=_plain_name(node.name))
+            attribute = graph.create_node("get_attr", path, name=_plain_name(node.name))
         attribute.meta = node.meta
         node.replace_all_uses_with(attribute)
         graph.erase_node(node)
-    return constants
 
 
 def _is_code(path: str) -> bool:
     """Whether torch.fx can write the path into its code; torch.fx does not escape it."""
     quotes = set(path) & {'"', "\\"}
     return path.isprintable() and not quotes and not any(map(keyword.iskeyword, path.split(".")))
-
-
-def _alias(source: nn.Module, path: str, value: object, constants: dict[str, object]) -> str:
-    """Stores the owner of a parameter (or the parameter) under a plain name; returns the path."""
-    owner, _, leaf = path.rpartition(".")
-    constants.pop(path, None)
-    name = f"_constant__{len(constants)}"
-    if owner and _is_code(leaf):
-        constants[name] = source.get_submodule(owner)
-        return f"{name}.{leaf}"
-    constants[name] = value
-    return name
 
 
 def _value(program: ExportedProgram, spec: InputSpec) -> object:

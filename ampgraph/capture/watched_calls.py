@@ -13,8 +13,9 @@ from torch.utils._pytree import tree_leaves
 from .._compat import FakeTensor
 from .kept_tensors import KeptTensors
 from .lost import LostBackwards
+from .questions import STATE_READERS
 from .random_numbers import RandomNumbers, users_line
-from .reads import STATE_READERS, VALUE_READERS, Reads
+from .reads import Reads
 from .real_writes import RealWrites
 from .replaced import SET_DATA, Replaced
 from .user_code import frames, is_asked_by_model
@@ -23,7 +24,15 @@ _DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 _GRAD_FN = inspect.getattr_static(torch.Tensor, "grad_fn").__get__
 # Most calls read shapes, dtypes and devices: one look-up sorts these out.
 _REQUIRES = {torch.Tensor.requires_grad_, torch.Tensor.requires_grad.__set__}  # type: ignore[attr-defined]
-_WATCHED = STATE_READERS | VALUE_READERS | _REQUIRES | {_DATA, SET_DATA, _GRAD_FN}
+# What returns values of a tensor as Python's.
+_VALUE_NAMES = (
+    *("item", "tolist", "numpy", "equal", "allclose", "__float__", "__int__", "__bool__", "__index__"),
+    *("__complex__", "__contains__", "__format__", "__array__", "is_nonzero"),
+)
+_VALUE_READERS = frozenset(
+    {*(getattr(torch.Tensor, name) for name in _VALUE_NAMES), torch.equal, torch.allclose, torch.is_nonzero}
+)
+_WATCHED = STATE_READERS | _VALUE_READERS | _REQUIRES | {_DATA, SET_DATA, _GRAD_FN}
 
 
 class WatchedCalls(TorchFunctionMode):
@@ -63,17 +72,17 @@ class WatchedCalls(TorchFunctionMode):
             if func == _DATA:
                 self._reads.note_tensors(args[:1])
                 return args[0].detach()
-            if func in VALUE_READERS:
+            if func in _VALUE_READERS:
                 self._reads.note_values(tree_leaves((args, kwargs)))
             elif func in _REQUIRES:
                 self._lost.note_required(*args, **kwargs, is_made=self._kept.has_made(args[0]))
-            self._reads.note_call(func)
+            self._reads.asks.note_call(func)
             self._replaced.note_call(func, args)
         self._real_writes.note(func, args, kwargs)
         try:
             result = func(*args, **kwargs)
         except Exception:
-            if func in VALUE_READERS and is_asked_by_model(sys._getframe(1), func):
+            if func in _VALUE_READERS and is_asked_by_model(sys._getframe(1), func):
                 self.failed.append(f"{resolve_name(func)}{users_line(frames())}")
             raise
         if _computes(func, result):

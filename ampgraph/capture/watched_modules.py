@@ -34,7 +34,7 @@ def recorded(reads: Reads, is_capturing: Callable[[], bool]) -> Iterator[None]:
 
     def watched_hash(self: nn.Module) -> int:
         if is_capturing():
-            reads.note_itself()
+            reads.asks.note_itself()
         return object.__hash__(self)
 
     before = {key: dict(vars(module)) for key, module in reads.modules.items()}
@@ -90,7 +90,7 @@ class _WatchedGet:
             raise
         if name in TABLES and self._is_capturing():
             self._reads.watches(module)  # ``teacher.parameters()`` asks for nothing else
-        if name == "__dict__" and self._is_capturing() and self._reads.note_itself():
+        if name == "__dict__" and self._is_capturing() and self._reads.asks.note_itself():
             self._reads.note_all(module)
         if not name.startswith("__") and self._is_capturing() and self._reads.counts(module, name):
             self._reads.note_read(module, name, value)
@@ -105,7 +105,7 @@ class _WatchedQuestion:
 
     def __call__(self) -> bool:
         if self._is_capturing():
-            self._reads.note_gradients()
+            self._reads.asks.note_gradients()
         return self._function()
 
     def __eq__(self, other: object) -> bool:

@@ -35,7 +35,7 @@ def export_call(call: Call, graphs: Sequence[CapturedGraph]) -> tuple[ExportedPr
     """
     reads = Reads(call.source)
     program = _exported(call, graphs, reads, gradients=True)
-    if reads.asks_for_gradients and not torch.is_grad_enabled():
+    if reads.asks.for_gradients and not torch.is_grad_enabled():
         program = _exported(call, graphs, reads, gradients=False)
     return program, reads
 

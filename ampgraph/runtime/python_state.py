@@ -65,10 +65,10 @@ class PythonState:
         self._questions = [torch.get_default_dtype, *asked]
         self._answers = [ask() for ask in self._questions]
         self._values = [_Value(tensor) for tensor in reads.values.values()]
-        self._autograd = _autograd(source, args, kwargs) if reads.asks_for_gradients else None
+        self._autograd = _autograd(source, args, kwargs) if reads.asks.for_gradients else None
         self._outside = OutsideParts(reads.elsewhere.values(), source) if reads.elsewhere else None
         self._layouts = (
-            Layouts(source, args, kwargs, reads.asks_for_offset) if reads.asks_for_layout else None
+            Layouts(source, args, kwargs, reads.asks.for_offset) if reads.asks.for_layout else None
         )
 
     def fits(self, args: tuple, kwargs: dict[str, Any], is_untouched: bool = False) -> bool:

@@ -229,7 +229,7 @@ def _is_complete(captured: CapturedGraph, reads: Reads) -> bool:
     """Whether nothing is in a graph but what its block has by name, and what its code makes."""
     if captured.lost or reads.carried or reads.only_set or reads.lost_paths():
         return False
-    if reads.asks_for_itself or reads.elsewhere or not reads.code.names.isdisjoint(("id", "hash")):
+    if reads.asks.for_itself or reads.elsewhere or not reads.code.names.isdisjoint(("id", "hash")):
         return False
     graph_module = captured.graph_module
     if any(isinstance(m, fx.GraphModule) for m in graph_module._modules.values()):
