@@ -83,7 +83,7 @@ def loop_without_scaler():
     ("case", "where", "text"),
     [
         (custom_backward, custom_backward, "a capture ahead of time loses the backward of Straight"),
-        (nothing_captured, nothing_captured, "captured no graph"),
+        (nothing_captured, nothing_captured, "no part of it was captured"),
         (break_inside_a_guard, Broken.forward, "runs outside the captured graph"),
         (foreign_optimizer, foreign_optimizer, "it is the optimizer of another"),
         (loop_over_a_method, loop_over_a_method, "the converted model was not called with gradients"),

@@ -14,6 +14,8 @@ from . import kernel_tables
 
 T = TypeVar("T")
 _NUMBER_TYPES = ("Tensor", "number", "Optional[number]", "Optional[Tensor]")
+# Numbers that are elements of a result, although the schema calls them parameters (float).
+_FILL_NAMES = ("value", "padding_value")
 
 
 @cache
@@ -63,8 +65,9 @@ def written_slots(target: OpOverload) -> tuple[tuple[int, str], ...]:
 @cache
 def number_slots(target: OpOverload) -> tuple[tuple[int, str], ...]:
     """Returns position and name of the arguments that take a tensor or a scalar value."""
-    types = (str(argument.type) for argument in target._schema.arguments)
-    return tuple(compress(enumerate(argument_names(target)), (t in _NUMBER_TYPES for t in types)))
+    arguments = target._schema.arguments
+    are_numbers = (str(a.type) in _NUMBER_TYPES or a.name in _FILL_NAMES for a in arguments)
+    return tuple(compress(enumerate(argument_names(target)), are_numbers))
 
 
 @cache

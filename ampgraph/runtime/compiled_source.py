@@ -131,7 +131,7 @@ class CompiledSource:
             "not, or shows the reason."
         )
         warn_user(
-            f"{self._name} ran unconverted, in the source's dtypes: torch.compile captured no graph of it."
+            f"{self._name} ran unconverted, in the source's dtypes: no part of it was captured and rewritten."
             f"{see}"
         )
 

@@ -102,7 +102,7 @@ class Sizes:
         """Returns the size of an argument: a node, a number, or nothing."""
         if isinstance(value, Node):
             return self[value]
-        if isinstance(value, (int, float)):
+        if isinstance(value, (int, float)) and not math.isnan(value):
             return Size(float(value), float(value))
         return UNKNOWN
 

@@ -167,7 +167,8 @@ def div(sizes: Sizes, node: Node) -> Size:
     if (divisor := sizes.constant(bottom)) is not None:
         scale = sizes.of(1 / divisor) if divisor else UNKNOWN
         return _scaled(sizes.of(top), scale.high, interval_product(sizes.of(top), scale))
-    assert isinstance(bottom, Node)
+    if not isinstance(bottom, Node):  # infinity or NaN
+        return UNKNOWN
     a, b = sizes.of(top), sizes.of(bottom)
     if isinstance(top, Node) and root(top) in ancestors(bottom):
         return _normalised(sizes, top, bottom)

@@ -79,6 +79,8 @@ def squared(sizes: Sizes, node: Node) -> Size:
 def power_of(sizes: Sizes, node: Node, base: object, power: float) -> Size:
     """A power of a value; a high one is large, and any that a sum reads."""
     base, power = _whole_power(base, power)
+    if power == 0:
+        return Size(1.0, 1.0)
     size = sizes.of(base)
     high = raised(size.peak, power)
     low = raised(max(size.low, 0.0), power) if size.low >= 0 or power % 2 == 0 else -high
