@@ -1,4 +1,4 @@
-"""Numbers in a model's code that arithmetic on them must survive: zero, infinity, NaN, the largest and smallest."""
+"""Numbers in a model's code that the passes must survive: zero, infinity, NaN, very large and very small ones."""
 
 from __future__ import annotations
 

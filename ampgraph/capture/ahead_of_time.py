@@ -243,7 +243,7 @@ def _traced(
     check_kept(model, kept)
     check_written(model, written)
     check_random_numbers(model, random_numbers.found)
-    reads.code.follow(*reads.elsewhere.values())
+    reads.code.follow(*reads.elsewhere.values(), *reads.ran)
     reads.asks.note_program(program, reads.code.names)
     reads.note_only_set(set_tensors, set_attributes)
     program.graph_module.meta[LOST_KEY] = tuple(lost.found)

@@ -23,6 +23,7 @@ from ..proxy.module_proxy import source_of
 from .code import Code
 from .code_place import GONE, Place
 from .containers import copied, has_plain_leaves, same
+from .functions_run import FunctionsRun
 from .held_objects import Change
 from .outside_modules import OutsideModules
 from .questions import Questions
@@ -50,6 +51,7 @@ class Reads:
         values: Tensors that are no parameters or buffers, and whose values the code read as Python's.
         real: Tensors outside of the model that functions of torch got, by ``id``.
         asks: What else the model's code asks for.
+        ran: The functions that ran.
     """
 
     def __init__(self, source: nn.Module) -> None:
@@ -70,6 +72,7 @@ class Reads:
         self.values: dict[int, torch.Tensor] = {}
         self.real: dict[int, torch.Tensor] = {}
         self.asks = Questions()
+        self.ran = FunctionsRun()
         self._set: set[Key] = set()
         self._set_first: set[Key] = set()
         self._set_by_torch: set[Key] = set()

@@ -90,6 +90,7 @@ class WatchedCalls(TorchFunctionMode):
             self._kept.note(func, result, read)
             self._lost.note_read(read)
             self._reads.note_tensors(read)
+            self._reads.ran.note(sys._getframe(1))
             if kwargs.get("requires_grad"):
                 self._lost.note_made(result)
         return self._lost.watched(result) if is_watched and func == _GRAD_FN else result
