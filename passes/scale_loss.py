@@ -21,8 +21,10 @@ from .analysis.gradient_flow import (
     groups,
     is_differentiable,
     reached_by_gradients,
+    rewritten_sources,
 )
 from .base import Pass
+from .written_memory import WrittenMemory
 
 _SWAPS = ("aten.set_", "aten.shallow_copy_data_")  # the second on torch 2.15
 
@@ -47,10 +49,13 @@ class ScaleLoss(Pass):
 
     def run(self, graph_module: GraphModule) -> bool:
         graph, slots = graph_module.graph, dict(self.slots)
-        outputs = differentiable_outputs(graph)
+        written = [n for n in rewritten_sources(graph) if n.name not in slots]
+        memory = WrittenMemory(graph, written)
+        outputs = [n for n in differentiable_outputs(graph) if n not in memory.returned]
         reached = reached_by_gradients(graph, outputs)
         parameters, inputs = _parameters(graph, slots, reached), self._inputs(graph, slots, reached)
-        if not outputs or not (parameters or inputs):
+        inputs += [n for n in written if n not in inputs]
+        if not (outputs or written) or not (parameters or inputs):
             return False
         scale, inverse, probe = self._state_nodes(graph)
         entrances = Entrances(graph)
@@ -61,9 +66,16 @@ class ScaleLoss(Pass):
         slots |= {new.name: slots[n.name] for new, n in swapped.items()}
         kept = [[n for n in nodes if not all(map(_swaps, n.users))] for nodes in (parameters, inputs)]
         alone = [[new] for new in swapped]
+        inside: dict[Node, Node] = {}
         for group in (*groups(kept[0], reached), *groups(kept[1], reached), *alone):
             arguments = probe, inverse, _text(slots[n.name] for n in group)
-            _wrap(graph, unscale_gradients, arguments, group, entrances.of(group))
+            inside |= _wrap(graph, unscale_gradients, arguments, group, entrances.of(group))
+        for node in written:
+            last = memory.written(memory.inside(node, inside[node]))
+            memory.write_back(
+                node, _wrap(graph, scale_gradients, (scale,), [last], graph.output_node())[last]
+            )
+        memory.return_own()
         for node in outputs:  # one by one: a backward from one output must not run the branches of the others
             _wrap(graph, scale_gradients, (scale,), [node], graph.output_node())
         return True
@@ -111,10 +123,15 @@ def _text(slots: Iterable[int]) -> str:
     return " ".join(map(str, slots))
 
 
-def _wrap(graph: Graph, function: Callable, arguments: tuple, nodes: list[Node], at: Node) -> None:
+def _wrap(
+    graph: Graph, function: Callable, arguments: tuple, nodes: list[Node], at: Node
+) -> dict[Node, Node]:
     """Passes ``nodes`` through a boundary function before ``at``; their users read its results.
 
     At the output, only the output reads the results.
+
+    Returns:
+        The result for each node.
     """
     # A node that is also an output passes unchanged, because nothing was scaled on that path.
     is_output = at.op == "output"
@@ -125,12 +142,15 @@ def _wrap(graph: Graph, function: Callable, arguments: tuple, nodes: list[Node],
         mark = BoundaryMark("scale" if function is scale_gradients else "unscale")
         call.meta["val"] = tuple(n.meta["val"] for n in nodes)
         set_mark(call, mark)
+        results = {}
         for index, node in enumerate(nodes):
             result = graph.call_function(operator.getitem, (call, index))
             result.meta["val"] = node.meta["val"]
             set_mark(result, mark)
+            results[node] = result
             for user in users[node]:
                 user.replace_input_with(node, result)
+    return results
 
 
 def is_boundary(node: Node) -> bool:

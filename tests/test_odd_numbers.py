@@ -1,4 +1,4 @@
-"""Numbers in a model's code that the passes must survive: zero, infinity, NaN, very large and very small ones."""
+"""Numbers in the code of a model that passes must survive: zero, infinity, NaN, very large and small ones."""
 
 from __future__ import annotations
 

@@ -314,3 +314,38 @@ def test_a_cache_of_an_installed_library_is_no_state(folder, tells, monkeypatch)
         amp(X)
     assert any("sets it for the next call" in str(each.message) for each in told) == tells
     assert len(amp.graph_modules) == 1
+
+
+# As transformers finds attention functions: the code names the table alone, which another module has.
+ATTENTIONS = types.ModuleType("attentions")
+exec(
+    "import torch\n"
+    "GAIN = 1.0\n"
+    "def attend(q):\n"
+    "    return torch.nn.functional.scaled_dot_product_attention(q, q, q) * GAIN\n",
+    vars(ATTENTIONS),
+)
+
+
+class Found(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.name = nn.Linear(4, 4), "attend"
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        attend = sys.modules["attentions"].__dict__[self.name]
+        return attend(self.layer(x)[None])[0]
+
+
+@pytest.mark.parametrize("what", ["function of torch", "global"])
+def test_functions_count_that_only_ran(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    monkeypatch.setitem(sys.modules, "attentions", ATTENTIONS)
+    model = Found()
+    amp = ampgraph.convert(model, (X,), **LOW, capture="ahead of time")
+    close(amp(X), model(X))
+    if what == "global":
+        monkeypatch.setattr(ATTENTIONS, "GAIN", 3.0)
+    else:
+        attention = F.scaled_dot_product_attention
+        monkeypatch.setattr(F, "scaled_dot_product_attention", lambda *given: 3 * attention(*given))
+    close(amp(X), model(X))

@@ -535,6 +535,33 @@ def test_assigned_buffers(step, is_inside, level, backend):
             close(actual, expected, 0.01)
 
 
+class Centred(nn.Module):
+    """The teacher of DINO, whose centre is assigned without gradients: both networks read the input."""
+
+    def __init__(self):
+        super().__init__()
+        self.student, self.teacher = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.register_buffer("center", torch.zeros(1, 8))
+
+    def forward(self, x):
+        told = self.student(x)
+        with torch.no_grad():
+            known = self.teacher(x)
+            target = (known - self.center).softmax(-1)
+            self.center = self.center * 0.9 + known.mean(0, keepdim=True) * 0.1
+        return -(target * told.log_softmax(-1)).sum(-1).mean()
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_the_copy_of_an_assigned_buffer_comes_after_the_inputs(level):
+    source = Centred()
+    twin = copy.deepcopy(source)
+    amp = ampgraph.convert(source, (X,), policy=level, dtype=LOW, capture="ahead of time")
+    for _ in range(3):
+        close(amp(X), twin(X))
+        close(source.center, twin.center, 0.01)
+
+
 def _moves_by_assignment(m, y):
     m.mean = 0.999 * m.mean + 0.001 * y
 

@@ -5,6 +5,7 @@ In the source the old tensor stays as it is. A graph copies the new values into 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Container
 from operator import attrgetter
 
@@ -13,7 +14,7 @@ from torch import fx, nn
 from torch.export import ExportedProgram
 
 from ..guards import FP32, set_guard
-from ..passes.analysis.alias import AliasSets, written_args
+from ..passes.analysis.alias import SOURCES, AliasSets, written_args
 from ..passes.analysis.gradient_flow import matter_to_gradients
 
 aten = torch.ops.aten
@@ -62,8 +63,8 @@ def _keep(graph_module: fx.GraphModule, buffers: list[fx.Node]) -> None:
 
 
 def _read_copy(graph: fx.Graph, buffer: fx.Node, writer: fx.Node) -> None:
-    last = graph.find_nodes(op="placeholder")[-1] if buffer.op == "placeholder" else buffer
-    with graph.inserting_after(last):
+    sources = itertools.takewhile(lambda node: node.op in SOURCES, graph.nodes)
+    with graph.inserting_after(max(buffer, *sources)):  # passes expect no call before a source
         old = graph.create_node("call_function", aten.clone.default, (buffer,), name=f"{buffer.name}_before")
     old.meta.update({key: value for key, value in buffer.meta.items() if key != "val"})
     old.meta["val"] = buffer.meta["val"].clone()

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 from torch.utils._pytree import tree_leaves
 
 from .._compat import (
@@ -24,6 +25,7 @@ from .._compat import (
 )
 
 _LEFT = "_amp_left"
+_VIEWS = 5
 
 
 class CheckedGradients:
@@ -68,10 +70,9 @@ class CheckedGradients:
         """
         if is_compiling():
             return
-        nodes = {id(t.grad_fn): t.grad_fn for t in tree_leaves(outputs) if isinstance(t, Tensor)}
-        for node in nodes.values():
-            if node is not None:
-                node.register_hook(self._after(weakref.ref(node), weakref.ref(probe), slot_of))
+        found = [_compiled_node(t.grad_fn) for t in tree_leaves(outputs) if isinstance(t, Tensor)]
+        for node in {id(node): node for node in found if node is not None}.values():
+            node.register_hook(self._after(weakref.ref(node), weakref.ref(probe), slot_of))
 
     def _after(self, node_ref: weakref.ref, probe_ref: weakref.ref, slot_of: Callable) -> Callable:
         this = weakref.ref(self)
@@ -90,3 +91,15 @@ class CheckedGradients:
             checked.note([slot for slot, _ in found], [g for _, g in found])
 
         return note
+
+
+def _compiled_node(node: Any) -> Any:
+    """Returns autograd's node of the compiled graph that made a tensor; None if it is not near.
+
+    An output that is a view of an argument, which the graph has written, has nodes of autograd before it.
+    """
+    for _ in range(_VIEWS):
+        if node is None or isinstance(node, BackwardCFunction):
+            return node
+        node = node.next_functions[-1][0] if node.next_functions else None
+    return None

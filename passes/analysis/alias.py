@@ -41,7 +41,7 @@ def returned_views(graph: Graph) -> set[Node]:
     waiting = list(graph.output_node().all_input_nodes)
     while waiting:
         if (node := waiting.pop()) not in owners:
-            owners[node] = _owners(node)
+            owners[node] = owners_of(node)
             waiting += owners[node]
     found: set[Node] = set()
     for node in sorted(owners):  # in graph order: owners first
@@ -74,7 +74,7 @@ def _viewed(call: Node, result: Node) -> list[Node]:
     return [n for n in of if keys & of[n]] if keys <= set().union(*of.values()) else []
 
 
-def _owners(node: Node) -> list[Node]:
+def owners_of(node: Node) -> list[Node]:
     """As `viewed`, plus ops that return their input in the source: casts to the same dtype, in-place ops.
 
     For one of several results, these are the arguments whose memory this result has.

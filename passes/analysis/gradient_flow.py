@@ -13,7 +13,7 @@ from torch.fx import Graph, Node
 from ampgraph._compat import OpOverload, fake_mode_of, size_hint
 from ampgraph.ops.kernels import reads_no_values
 
-from .alias import returned_input, written_args
+from .alias import SOURCES, owners_of, returned_input, written_args
 from .facts import tensors
 from .grad_modes import without_gradients
 
@@ -103,6 +103,27 @@ def matter_to_gradients(graph: Graph) -> set[Node]:
         if node in reached or any(user in found for user in node.users):
             found.add(node)
     return found
+
+
+def rewritten_sources(graph: Graph) -> list[Node]:
+    """Returns the inputs and attributes that get other gradients by a write in place.
+
+    Writes without gradients, and those to ``x.data``, leave the gradients as they were.
+    """
+    cut = without_gradients(graph)
+    writes = (node for node in graph.nodes if node not in cut and node.op == "call_function")
+    found = (_source_of(written) for node in writes for written in written_args(node))
+    return [*dict.fromkeys(n for n in found if n is not None and is_differentiable(n))]
+
+
+def _source_of(node: Node) -> Node | None:
+    """Returns the input or attribute whose memory and gradients a node has; None if there is none."""
+    while node.op not in SOURCES:
+        owners = owners_of(node)
+        if not owners or node.target is torch.ops.aten.detach.default:
+            return None
+        node = owners[0]
+    return node
 
 
 def _passing(graph: Graph) -> set[Node]:
