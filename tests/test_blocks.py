@@ -12,6 +12,7 @@ from torch import nn
 import ampgraph
 from ampgraph import DynamicLossScale, Policy, PolicyError
 from ampgraph.testing import assert_dtype
+from ampgraph.training import distributed
 
 from .helpers import close
 
@@ -254,3 +255,15 @@ def test_levels_that_keep_low_weights(level) -> None:
         model.layers[0].down.weight.zero_()
         model.layers[1].down.weight.zero_()
     assert not torch.equal(model(x), low)
+
+
+@pytest.mark.parametrize(
+    ("sharded", "which"),
+    [
+        (["", "model.layers.0", "model.layers.1"], "'model.layers.*'"),
+        (["layers.0.mlp.experts.3", "head"], "['layers.*.mlp.experts.*', 'head']"),
+        ([""], "'layers.*'"),
+    ],
+)
+def test_the_advice_for_sharded_modules_is_a_call_that_works(sharded: list[str], which: str) -> None:
+    assert f"ampgraph.convert_blocks(model, {which})" in distributed._advice(sharded)

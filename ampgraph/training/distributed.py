@@ -114,10 +114,13 @@ def _advice(sharded: list[str]) -> str:
     """Returns what to do with a module that ``fully_shard`` wraps, or wraps modules of."""
     inside = [path for path in sharded if path]
     named = f" inside it, {', '.join(map(repr, inside[:NAMED]))}{', ..' if len(inside) > NAMED else ''}"
+    # The path of the block "model.layers.3" is "model.layers.*" for all of its list.
+    globs = dict.fromkeys(".".join("*" if part.isdecimal() else part for part in p.split(".")) for p in inside)
+    which = repr([*globs]) if len(globs) > 1 else repr(next(iter(globs), "layers.*"))
     return (
         "its parameters are DTensors that fully_shard has made, and one graph of it does not call the modules"
         f" that gather them. Convert the modules that fully_shard wraps{named if inside else ''}, each by "
-        "itself: ampgraph.convert_blocks(model, 'layers.*'). Parameters that parallelize_module has split, "
+        f"itself: ampgraph.convert_blocks(model, {which}). Parameters that parallelize_module has split, "
         "too, stay DTensors when they are gathered; ampgraph decides no dtypes for them."
     )
 

@@ -16,8 +16,8 @@ from ..errors import CaptureError
 # What both FSDPs set on the modules whose parameters they hold.
 MANAGED = "_is_fsdp_managed_module"
 _ADVICE = (
-    "Use FSDP2: ampgraph.convert_blocks(model, 'layers.*'), then torch.distributed.fsdp.fully_shard on each "
-    "block and on the model."
+    "Use FSDP2: ampgraph.convert_blocks(model, which), where which is a glob of its blocks, 'layers.*' for "
+    "instance, then torch.distributed.fsdp.fully_shard on each block and on the model."
 )
 
 
