@@ -41,7 +41,9 @@ def test_a_backward_in_parts_is_a_whole_one(policy):
     torch.manual_seed(0)
     stage, x = nn.Sequential(Residual(), Residual()), torch.randn(4, 16)
     amp = ampgraph.convert(stage, (x,), policy=policy, backend="eager")
-    torch.testing.assert_close(gradients(amp, x.detach(), parts=True), gradients(amp, x.detach(), parts=False))
+    torch.testing.assert_close(
+        gradients(amp, x.detach(), parts=True), gradients(amp, x.detach(), parts=False)
+    )
 
 
 def test_low_copies_of_some_weights_are_refused_by_torch():

@@ -115,7 +115,9 @@ def _advice(sharded: list[str]) -> str:
     inside = [path for path in sharded if path]
     named = f" inside it, {', '.join(map(repr, inside[:NAMED]))}{', ..' if len(inside) > NAMED else ''}"
     # The path of the block "model.layers.3" is "model.layers.*" for all of its list.
-    globs = dict.fromkeys(".".join("*" if part.isdecimal() else part for part in p.split(".")) for p in inside)
+    globs = dict.fromkeys(
+        ".".join("*" if part.isdecimal() else part for part in p.split(".")) for p in inside
+    )
     which = repr([*globs]) if len(globs) > 1 else repr(next(iter(globs), "layers.*"))
     return (
         "its parameters are DTensors that fully_shard has made, and one graph of it does not call the modules"
