@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass
@@ -10,9 +11,7 @@ from typing import ClassVar
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from ampgraph._compat import OpOverload
 from ampgraph.marks import BoundaryMark, mark_of, set_mark
-from ampgraph.ops import kernels
 from ampgraph.training.gradient_boundary import scale_gradients, unscale_gradients
 
 from .analysis.gradient_flow import (
@@ -21,12 +20,10 @@ from .analysis.gradient_flow import (
     groups,
     is_differentiable,
     reached_by_gradients,
-    rewritten_sources,
+    swaps_memory,
 )
 from .base import Pass
 from .written_memory import WrittenMemory
-
-_SWAPS = ("aten.set_", "aten.shallow_copy_data_")  # the second on torch 2.15
 
 
 @dataclass(frozen=True)
@@ -37,6 +34,8 @@ class ScaleLoss(Pass):
         slots: Parameter node name to its slot in the probe; all other differentiable inputs use the last.
         size: Length of the probe.
         state: Names of the nodes that give scale, inverse scale and probe: attributes, or placeholders.
+        apart: Whether inputs that are alike get calls of their own: a caller may pass one tensor twice, and
+            Dynamo takes no tensor twice in a call.
         part: The attribute that selects the part of the probe that the slots count in; empty for all of it.
             Graphs of blocks that are alike then have the same slots, and the same code.
     """
@@ -45,16 +44,17 @@ class ScaleLoss(Pass):
     size: int
     state: tuple[str, str, str] = ("_amp.scale", "_amp.inverse", "_amp.probe")
     part: str = ""
+    apart: bool = False
     name: ClassVar[str] = "scale_loss"
 
     def run(self, graph_module: GraphModule) -> bool:
         graph, slots = graph_module.graph, dict(self.slots)
-        written = [n for n in rewritten_sources(graph) if n.name not in slots]
-        memory = WrittenMemory(graph, written)
+        memory = WrittenMemory(graph, slots)
+        written = memory.sources
         outputs = [n for n in differentiable_outputs(graph) if n not in memory.returned]
         reached = reached_by_gradients(graph, outputs)
-        parameters, inputs = _parameters(graph, slots, reached), self._inputs(graph, slots, reached)
-        inputs += [n for n in written if n not in inputs]
+        parameters = [n for n in _parameters(graph, slots, reached) if n not in written]
+        inputs = [n for n in self._inputs(graph, slots, reached) if n not in written] + written
         if not (outputs or written) or not (parameters or inputs):
             return False
         scale, inverse, probe = self._state_nodes(graph)
@@ -64,25 +64,39 @@ class ScaleLoss(Pass):
             new: n for n in (*parameters, *inputs) for new in _swapped(n) if new in reached and new.users
         }
         slots |= {new.name: slots[n.name] for new, n in swapped.items()}
-        kept = [[n for n in nodes if not all(map(_swaps, n.users))] for nodes in (parameters, inputs)]
+        kept = [[n for n in nodes if not all(map(swaps_memory, n.users))] for nodes in (parameters, inputs)]
         alone = [[new] for new in swapped]
         inside: dict[Node, Node] = {}
-        for group in (*groups(kept[0], reached), *groups(kept[1], reached), *alone):
+        entering = [part for group in groups(kept[1], reached) for part in self._split(group)]
+        for group in (*groups(kept[0], reached), *entering, *alone):
             arguments = probe, inverse, _text(slots[n.name] for n in group)
             inside |= _wrap(graph, unscale_gradients, arguments, group, entrances.of(group))
         for node in written:
-            last = memory.written(memory.inside(node, inside[node]))
+            last = memory.last(memory.inside(node, inside[node]))
             memory.write_back(
                 node, _wrap(graph, scale_gradients, (scale,), [last], graph.output_node())[last]
             )
+        for node in memory.siblings:
+            if node in inside and node not in written:
+                memory.inside(node, inside[node])
         memory.return_own()
         for node in outputs:  # one by one: a backward from one output must not run the branches of the others
-            _wrap(graph, scale_gradients, (scale,), [node], graph.output_node())
+            _wrap(graph, scale_gradients, (scale,), [memory.last(node)], graph.output_node())
         return True
 
     def _inputs(self, graph: Graph, slots: Mapping[str, int], reached: Container[Node]) -> list[Node]:
         found = [n for n in graph.find_nodes(op="placeholder") if n.name not in slots and n in reached]
         return [n for n in found if is_differentiable(n) and not self._is_added(n)]
+
+    def _split(self, inputs: list[Node]) -> list[list[Node]]:
+        """Returns the inputs in lists that have no two of one shape and dtype, where these must be apart."""
+        alike: dict[object, list[Node]] = {}
+        for node in inputs:
+            value = node.meta["val"]
+            alike.setdefault((str(value.shape), value.dtype) if self.apart else None, []).append(node)
+        if not self.apart:
+            return [*alike.values()]
+        return [[n for n in row if n is not None] for row in itertools.zip_longest(*alike.values())]
 
     def _is_added(self, placeholder: Node) -> bool:
         """Whether a placeholder is the loss scale or the low copy of a weight, not an input."""
@@ -108,14 +122,9 @@ def _parameters(graph: Graph, slots: Mapping[str, int], reached: Container[Node]
     return sorted(found, key=lambda node: slots[node.name])
 
 
-def _swaps(node: Node) -> bool:
-    """Whether a call gives its argument other memory: ``parameter.data = new``."""
-    return isinstance(node.target, OpOverload) and kernels.packet_name(node.target) in _SWAPS
-
-
 def _swapped(node: Node) -> list[Node]:
     """Returns what stands for an input after each change of its memory, which must not reach a copy of it."""
-    found = [user for user in node.users if _swaps(user) and user.args[0] is node]
+    found = [user for user in node.users if swaps_memory(user) and user.args[0] is node]
     return [new for user in found for new in (user, *_swapped(user))]
 
 
@@ -135,7 +144,7 @@ def _wrap(
     """
     # A node that is also an output passes unchanged, because nothing was scaled on that path.
     is_output = at.op == "output"
-    inside = {n: [u for u in n.users if u.op != "output" and not _swaps(u)] for n in nodes}
+    inside = {n: [u for u in n.users if u.op != "output" and not swaps_memory(u)] for n in nodes}
     users = {n: [at] if is_output else inside[n] for n in nodes}
     with graph.inserting_before(at):
         call = graph.call_function(function, (*arguments, *nodes))

@@ -7,69 +7,109 @@ boundary to the outside and goes to the tensor's own memory.
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Container
+
 import torch
 from torch.fx import Graph, Node
 
 from ampgraph._compat import OpOverload
-from ampgraph.marks import BoundaryMark, BoundaryRole, set_mark
+from ampgraph.errors import PassError
+from ampgraph.marks import BoundaryMark, BoundaryRole, input_mark, set_mark
 
-from .analysis.alias import SOURCES, AliasSets, owners_of, written_args
+from .analysis.alias import (
+    DETACH,
+    SOURCES,
+    AliasSets,
+    owners_of,
+    strided_memory,
+    written_args,
+    written_memory,
+)
+from .analysis.gradient_flow import carrying_gradients, writes_to_sources
 
 aten = torch.ops.aten
 
 
 class WrittenMemory:
-    """The memory of some sources of a graph, for `ScaleLoss`.
+    """The memory that a graph writes, for `ScaleLoss`.
 
     Args:
         graph: The graph, before it has boundaries.
-        sources: Inputs and attributes that it writes.
+        trained: Names of the sources that are parameters or have gradients.
 
     Attributes:
+        sources: Inputs and attributes that get other gradients by a write.
+        siblings: Other inputs and attributes with a part of the same storage: the write of a source at the
+            end of the graph counts as one of theirs.
         returned: The outputs that are views of the sources, or these themselves after a write.
+
+    Raises:
+        PassError: Another source has elements of one of them, so that no boundary of one holds for both; or
+            ``as_strided`` reads beyond one.
     """
 
-    def __init__(self, graph: Graph, sources: list[Node]) -> None:
-        self._graph, self.returned = graph, set[Node]()
-        self._shared: set[Node] = set()
-        aliases = AliasSets(graph) if sources else None
-        outputs = graph.output_node().all_input_nodes
-        for source in sources:
+    def __init__(self, graph: Graph, trained: Container[str]) -> None:
+        self._graph = graph
+        written = _rewritten(graph, trained)
+        aliases = AliasSets(graph) if written else None
+        beyond = strided_memory(graph) if written else set()
+        self.sources: list[Node] = []
+        self.siblings: dict[Node, None] = {}
+        for source, carries in written.items():
             assert aliases is not None
-            alike = aliases.of(source)
-            if any(n.op in SOURCES and n is not source for n in alike):
-                self._shared.add(source)
-            else:
-                self.returned |= {n for n in outputs if n in alike and _begins_at(n, source)} - {source}
+            others = [n for n in aliases.of(source) if n.op in SOURCES and n is not source]
+            unclear = [n for n in others if _overlap(n.meta["val"], source.meta["val"])]
+            if carries and (unclear or source in beyond):
+                raise PassError(_refusal(source, unclear))
+            if not unclear:
+                self.sources.append(source)
+                self.siblings |= dict.fromkeys(others)
+        outputs = graph.output_node().all_input_nodes
+        self.returned = {n for n in outputs if _source_of_view(n) in self.sources} - {*self.sources}
         self._views = sorted(_between(self.returned))
         self._own: dict[Node, Node] = {}  # what stands for the memory of a source inside, with the source
+        self._detached = {_source_of_view(n.args[0]) for n in graph.nodes if n.target is DETACH}
+        self._written = written_memory(graph)
 
     def inside(self, source: Node, result: Node) -> Node:
-        """Returns what the graph writes in place of a source, whose boundary has this result.
+        """Returns what the graph reads and writes in place of a source, whose boundary has this result.
 
-        Values that the backward reads must not change any more, so it is a copy. Memory that other sources
-        share, or whose layout a copy does not have, is written as it is.
+        It is a copy of the same layout: values that the backward reads must not change any more.
         """
         value = source.meta["val"]
         copied = value.clone()
-        if source in self._shared or copied.stride() != value.stride():
-            self._own[result] = source
-            return result
-        with self._graph.inserting_after(result):
-            copy = self._call("unscale", aten.clone.default, (result,), copied)
-        result.replace_all_uses_with(copy, lambda user: user is not copy)
+        if copied.stride() == value.stride():
+            with self._graph.inserting_after(result):
+                copy = last = self._call("unscale", aten.clone.default, (result,), copied)
+        else:
+            layout = [*value.shape], [*value.stride()]
+            if not all(isinstance(n, int) for numbers in layout for n in numbers):
+                raise PassError(_refusal(source, []))
+            empty = value.new_empty_strided(*layout)
+            with self._graph.inserting_after(result):
+                copy = self._call("unscale", aten.new_empty_strided.default, (result, *layout), empty)
+            with self._graph.inserting_after(copy):
+                last = self._call("unscale", aten.copy_.default, (copy, result), empty)
+        result.replace_all_uses_with(copy, lambda user: user not in (copy, last))
         self._own[copy] = source
         return copy
 
-    def written(self, inside: Node) -> Node:
-        """Returns what was written, at the end of the graph."""
+    def last(self, node: Node) -> Node:
+        """Returns what an output, or the inside of a source, is at the end of the graph."""
+        if node not in self._written and node not in self._own:
+            return node
         with self._graph.inserting_before(self._graph.output_node()):
             # Dynamo knows of a tensor whether it had gradients when it was made, before the writes.
-            return self._call("scale", aten.alias.default, (inside,), inside.meta["val"])
+            last = self._call("scale", aten.alias.default, (node,), node.meta["val"])
+        self._graph.output_node().replace_input_with(node, last)
+        return last
 
     def write_back(self, source: Node, scaled: Node) -> None:
         """Writes what left the boundary to the memory of a source, at the end of the graph."""
         with self._graph.inserting_before(self._graph.output_node()):
+            if source in self._detached:
+                self._call("scale", DETACH, (source,), source.meta["val"])
             self._call("scale", aten.copy_.default, (source, scaled), source.meta["val"])
 
     def return_own(self) -> None:
@@ -81,7 +121,7 @@ class WrittenMemory:
         for node in self.returned:
             output.replace_input_with(node, self._own[node])
 
-    def _call(self, role: BoundaryRole, op: OpOverload, args: tuple[Node, ...], value: torch.Tensor) -> Node:
+    def _call(self, role: BoundaryRole, op: OpOverload, args: tuple, value: torch.Tensor) -> Node:
         call = self._graph.call_function(op, args)
         call.meta["val"] = value
         set_mark(call, BoundaryMark(role))
@@ -89,11 +129,49 @@ class WrittenMemory:
 
     def _viewed_again(self, node: Node) -> Node:
         """Returns the node's view of the source's memory, after all writes."""
-        if written := written_args(node):
+        if (written := written_args(node)) and written[0] in self._own:
             return self._own[written[0]]
         again = self._graph.node_copy(node, lambda n: self._own.get(n, n))
         again.meta = dict(node.meta)
         return again
+
+
+def _rewritten(graph: Graph, trained: Container[str]) -> dict[Node, bool]:
+    """Returns the sources whose gradients a write may change, and whether it writes values with gradients.
+
+    What a caller passes may have gradients, which a write of any values ends.
+    """
+    writes = writes_to_sources(graph)
+    carrying = carrying_gradients(graph, trained) if writes else set()
+    found = {}
+    for source, calls in writes.items():
+        given = [n for call in calls for n in call.all_input_nodes if n not in written_args(call)]
+        carries = not carrying.isdisjoint(given)
+        is_passed = source.op == "placeholder" and not input_mark(source).is_table
+        if carries or is_passed or source.name in trained:
+            found[source] = carries
+    return found
+
+
+def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors of one storage may have an element in common."""
+    spans = []
+    for tensor in (a, b):
+        reach = [(n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True)]
+        ends = tensor.storage_offset(), tensor.storage_offset() + sum(reach) + 1
+        if not all(isinstance(end, int) for end in ends):
+            return True
+        spans.append([end * tensor.itemsize for end in ends])
+    return spans[0][0] < spans[1][1] and spans[1][0] < spans[0][1]
+
+
+def _refusal(source: Node, others: list[Node]) -> str:
+    what = f"it shares memory with {others[0].name!r}" if others else "it is a part of other memory"
+    return (
+        f"{source.name!r} is written with values that have gradients, and {what}: a loss scale cannot tell "
+        "whose gradients these are. Pass separate tensors, or convert without a loss scale (bfloat16, "
+        "NoLossScale)."
+    )
 
 
 def _between(nodes: set[Node]) -> set[Node]:
@@ -103,14 +181,15 @@ def _between(nodes: set[Node]) -> set[Node]:
         node = waiting.pop()
         if node.op not in SOURCES and node not in found:
             found.add(node)
-            waiting += owners_of(node)[:1]
+            # One of several results needs their call, too.
+            waiting += node.all_input_nodes if node.target is operator.getitem else owners_of(node)[:1]
     return found
 
 
-def _begins_at(node: Node, source: Node) -> bool:
-    """Whether a node is a view of a source, or of such a view, along the first argument of each."""
+def _source_of_view(node: Node) -> Node | None:
+    """Returns the source that a node is a view of, or of such a view, along the first argument of each."""
     while node.op not in SOURCES:
-        if node.target is aten.detach.default or not (owners := owners_of(node)):
-            return False
+        if not (owners := owners_of(node)):
+            return None
         node = owners[0]
-    return node is source
+    return node

@@ -401,3 +401,31 @@ def test_parameters_of_inference_mode():
         assert amp.is_just_in_time
     with torch.inference_mode():
         assert not ampgraph.convert(model, (X,), dtype=BF16).is_just_in_time
+
+
+class Shifts(nn.Module):
+    """Seq2seq models shift their labels so; then a part follows that torch.compile refuses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        shifted = x.new_zeros(x.shape)
+        shifted[1:] = x[:-1]
+        y = self.layer(shifted)
+        torch._dynamo.graph_break()
+        return y * len(str(refused(y.detach())))
+
+
+@torch.compiler.disable
+def refused(x: torch.Tensor) -> int:
+    return int(x.isnan().sum())
+
+
+def test_a_write_to_memory_of_the_graph_itself_is_no_effect() -> None:
+    from ampgraph.runtime.compiled_source import _has_effects
+
+    shifts = ampgraph.convert(Shifts(), dtype=torch.bfloat16)
+    shifts(torch.randn(3, 4))
+    assert not any(_has_effects(graph_module.graph) for graph_module in shifts.graph_modules)

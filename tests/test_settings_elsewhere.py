@@ -321,7 +321,12 @@ ATTENTIONS = types.ModuleType("attentions")
 exec(
     "import torch\n"
     "GAIN = 1.0\n"
+    "CALLS = 0\n"
+    "SEEN = {}\n"
     "def attend(q):\n"
+    "    global CALLS\n"
+    "    CALLS += 1\n"
+    "    SEEN[CALLS] = q.shape\n"
     "    return torch.nn.functional.scaled_dot_product_attention(q, q, q) * GAIN\n",
     vars(ATTENTIONS),
 )
@@ -349,3 +354,15 @@ def test_functions_count_that_only_ran(monkeypatch: pytest.MonkeyPatch, what: st
         attention = F.scaled_dot_product_attention
         monkeypatch.setattr(F, "scaled_dot_product_attention", lambda *given: 3 * attention(*given))
     close(amp(X), model(X))
+
+
+def test_what_such_a_function_counts_is_no_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "attentions", ATTENTIONS)
+    model = Found()
+    amp = ampgraph.convert(model, (X,), **LOW, capture="ahead of time")
+    for number in range(6):
+        amp.train(number % 2 == 0)
+        amp(X)
+        attend = ATTENTIONS.attend
+        attend(X[None])
+    assert len(amp.graph_modules) == 2

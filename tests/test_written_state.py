@@ -200,6 +200,200 @@ def test_what_a_graph_writes_without_gradients_costs_nothing():
         )
 
 
+SCALED_1024 = Policy(dtype=BF16, loss_scale=StaticLossScale(1024.0))
+
+
+class Made(nn.Module):
+    """Returns memory of its own, which it wrote after it was made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.k, self.o = nn.Linear(8, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = self.k(x)
+        made = torch.zeros(2, 8)
+        made[0] = hidden
+        return made, self.o(hidden)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_memory_that_was_made_without_gradients_has_them_after_a_write(backend):
+    x, found = torch.linspace(-1, 1, 8), []
+    for model in (Made(), ampgraph.convert(Made(), (x,), policy=SCALED_1024, backend=backend)):
+        made, out = model(x)
+        (made.sum() + out.sum()).backward()
+        found.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+    assert (found[0] - found[1]).norm() < 0.02 * found[0].norm()
+
+
+class Trained(nn.Module):
+    """A buffer or a frozen parameter with gradients that other code computes."""
+
+    def __init__(self, written: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.k, self.o = nn.Linear(8, 8), nn.Linear(8, 3)
+        self.register_buffer("gain", torch.ones(8))
+        self.frozen = nn.Parameter(torch.zeros(8), requires_grad=False)
+        self.written = written
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.k(x)) * self.gain
+        if self.written:
+            self.frozen.copy_(hidden)
+        return self.o(hidden)
+
+
+@pytest.mark.parametrize("written", [False, True])
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_buffers_with_gradients_and_frozen_parameters_that_are_written(backend, written):
+    x, found = torch.linspace(-1, 1, 8), []
+    for how in ("source", "ampgraph"):
+        own = Trained(written)
+        model = ampgraph.convert(own, (x,), policy=SCALED_1024, backend=backend) if how == "ampgraph" else own
+        base = torch.full((8,), 0.5, requires_grad=True)
+        own.gain = base * 2
+        (model(x).sum() + own.frozen.sum()).backward()
+        found.append(torch.cat([own.k.weight.grad.flatten(), own.o.weight.grad.flatten(), base.grad]))
+    assert (found[0] - found[1]).norm() < 0.02 * found[0].norm()
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_one_tensor_may_be_passed_several_times(backend):
+    torch.manual_seed(0)
+    source = nn.MultiheadAttention(8, 2, batch_first=True)
+    amp = ampgraph.convert(source, tuple(torch.randn(3, 2, 4, 8)), policy=SCALED_1024, backend=backend)
+    found = []
+    for model in (source, amp):
+        x = torch.linspace(-1, 1, 64).view(2, 4, 8).requires_grad_()
+        model(x * 1, x * 1, x * 1)[0].square().sum().backward()
+        y = torch.linspace(-1, 1, 64).view(2, 4, 8).requires_grad_()
+        twice = y * 1
+        model(twice, twice, twice)[0].square().sum().backward()
+        torch.testing.assert_close(x.grad, y.grad, rtol=0.03, atol=0.03)
+        found.append(y.grad)
+    assert (found[0] - found[1]).norm() < 0.03 * found[0].norm()
+
+
+def test_a_returned_detached_state_is_the_callers_memory():
+    def way(cell, x, state):
+        state[0] = torch.tanh(cell.k(x)).float()
+        return cell.o(torch.tanh(cell.k(x))), state.detach()
+
+    state = torch.zeros(2, 8)
+    amp = ampgraph.convert(
+        Cell(way), (torch.randn(8), torch.zeros(2, 8)), policy=SCALED_1024, backend="eager"
+    )
+    _, detached = amp(torch.randn(8), state)
+    assert not detached.requires_grad
+    assert detached.data_ptr() == state.data_ptr()
+
+
+class Pair(nn.Module):
+    def __init__(self, detached: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.k, self.detached = nn.Linear(8, 8), detached
+
+    def forward(self, x: Tensor, h: Tensor, c: Tensor) -> Tensor:
+        new = torch.tanh(self.k(x)).float()
+        h.copy_(new.detach() if self.detached else new)
+        return new * c
+
+
+def test_states_that_share_memory_are_refused_where_gradients_would_be_wrong():
+    rows = torch.zeros(3, 8)
+    shared = (torch.randn(8), rows[0], rows[0])
+    amp = ampgraph.convert(Pair(detached=False), shared, policy=SCALED_1024, backend="eager")
+    with pytest.raises(ampgraph.PassError, match=r"'h' is written .* and it shares memory with 'c'"):
+        amp(*shared)
+    amp = ampgraph.convert(Pair(detached=True), shared, policy=SCALED_1024, backend="eager")
+    assert amp(*shared).requires_grad
+
+
+def squared(cell, x, state):
+    state.mul_(0.5).add_(torch.tanh(cell.k(x)))
+    return cell.o((state * state).sum(0))
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("parts", ["rows", "columns"])
+def test_states_may_be_parts_of_other_tensors(parts, backend):
+    """Two rows of one tensor, or every other column: the backward reads the state after the write."""
+    found = []
+    for how in ("source", "ampgraph"):
+        start = torch.ones(2, 16, requires_grad=True)
+        example, whole = torch.zeros(2, 16), start * 1.0
+        if parts == "rows":
+            own: nn.Module = Pair(detached=False)
+            given, states = [*example[:, :8]], [whole[0, :8], whole[1, :8]]
+        else:
+            own = Cell(squared)
+            given, states = [example[:, ::2]], [whole[:, ::2]]
+        args = torch.linspace(-1, 1, 8), *given
+        model = ampgraph.convert(own, args, policy=SCALED_1024, backend=backend) if how != "source" else own
+        out = model(args[0], *states)
+        (out.sum() + states[0].square().sum()).backward()
+        gradients = [p.grad.flatten() for p in own.parameters() if p.grad is not None]
+        found.append(torch.cat([*gradients, start.grad.flatten(), whole.detach().flatten(), out.detach()]))
+    assert (found[0] - found[1]).norm() < 0.02 * found[0].norm()
+
+
+def several_results(cell, x, state):
+    state[0] = torch.tanh(cell.k(x)).float()
+    return cell.o(torch.tanh(cell.k(x))), *state.unbind()
+
+
+def test_views_of_one_call_are_returned_as_the_models():
+    own, state = Cell(several_results), torch.zeros(2, 8)
+    amp = ampgraph.convert(own, (torch.randn(8), torch.zeros(2, 8)), policy=SCALED_1024, backend="eager")
+    _, first, second = amp(torch.linspace(-1, 1, 8), state)
+    assert [first.data_ptr(), second.data_ptr()] == [state[0].data_ptr(), state[1].data_ptr()]
+    assert torch.equal(first, state[0])
+    first.sum().backward()
+    source = Cell(several_results)
+    source(torch.linspace(-1, 1, 8), torch.zeros(2, 8))[1].sum().backward()
+    assert (own.k.weight.grad - source.k.weight.grad).norm() < 0.02 * source.k.weight.grad.norm()
+
+
+def viewed_without_gradients(cell, x, state):
+    with torch.no_grad():
+        row = state[0]
+    row.add_(1.0)
+    return cell.o(torch.tanh(cell.k(x)) * state[0])
+
+
+def bits(cell, x, state):
+    state.view(torch.int32).bitwise_and_(-2)
+    return cell.o(torch.tanh(cell.k(x)) * state[0])
+
+
+@pytest.mark.parametrize("way", [viewed_without_gradients, bits])
+def test_writes_through_views_without_gradients_are_captured(way):
+    found = []
+    for how in ("source", "ampgraph"):
+        own, state = Cell(way), torch.ones(2, 8)
+        args = torch.linspace(-1, 1, 8), state.clone()
+        model = ampgraph.convert(own, args, policy=SCALED_1024, backend="eager") if how != "source" else own
+        model(args[0], state).sum().backward()
+        found.append(torch.cat([own.k.weight.grad.flatten(), state.flatten()]))
+    assert (found[0] - found[1]).norm() < 0.02 * found[0].norm()
+
+
+def mean_of_buffer(cell, x, state):
+    cell.h.mul_(0.9).add_(cell.k(x).detach().expand(2, 8) * 0.1)
+    return cell.o(torch.tanh(cell.k(x)) - cell.h[0])
+
+
+def test_a_buffer_that_gets_no_gradients_is_not_copied():
+    args = torch.randn(8), torch.zeros(2, 8)
+    amp = ampgraph.convert(Cell(mean_of_buffer), args, policy=SCALED_1024, backend="eager")
+    copies = [n for n in amp.training_graph.graph.nodes if n.target is torch.ops.aten.clone.default]
+    assert not copies
+
+
 def test_float16_training_through_a_written_state_is_autocasts():
     """Backpropagation through time over four calls, with the default loss scale of float16."""
     weights = {}

@@ -11,6 +11,7 @@ from types import CodeType
 # What reads or sets a global; inside a class body also what reads a name.
 _OF_GLOBALS = {name for name in dis.opmap if "GLOBAL" in name} | {"LOAD_NAME"}
 _ASKING = ("getattr", "hasattr")
+_SETTING = ("STORE_GLOBAL", "STORE_ATTR", "DELETE_GLOBAL", "DELETE_ATTR")
 _BETWEEN = ("PUSH_NULL", "PRECALL", "CACHE", "EXTENDED_ARG")
 
 
@@ -28,6 +29,13 @@ def global_names(code: CodeType) -> frozenset[str]:
     own = (step.argval for step in dis.get_instructions(code) if step.opname in _OF_GLOBALS)
     inner = (constant for constant in code.co_consts if isinstance(constant, CodeType))
     return frozenset(own).union(*map(global_names, inner))
+
+
+@functools.lru_cache(maxsize=4096)
+def names_set(code: CodeType) -> frozenset[str]:
+    """Returns the names of globals and attributes that a function, or one inside it, sets or deletes."""
+    steps = (step for own in codes_in(code) for step in dis.get_instructions(own))
+    return frozenset(step.argval for step in steps if step.opname in _SETTING)
 
 
 @functools.lru_cache(maxsize=4096)

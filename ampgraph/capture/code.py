@@ -22,7 +22,7 @@ from torch import nn
 from ..own_files import AMPGRAPH, TORCH, is_pythons
 from ..proxy.bound_proxy import class_behind
 from ..proxy.module_parts import OF_EVERY_MODULE
-from .bytecode import asked_for, codes_in, global_names, imported
+from .bytecode import asked_for, codes_in, global_names, imported, names_set
 from .code_place import GONE, Place
 from .containers import copied, has_plain_leaves, is_container, is_frozen, is_small, items_of, same
 from .user_code import is_foreign, is_foreign_module
@@ -69,6 +69,7 @@ class Code:
         places: The reads that were found, in order.
         hooks: The hooks of the modules: objects, and arguments of partials, may have settings.
         asking_types: The functions that read Python's own ``type``; those of torch are left out.
+        names_set: The names of globals and attributes that the code sets, which was followed last.
     """
 
     def __init__(self, *roots: Any) -> None:
@@ -77,6 +78,7 @@ class Code:
         self.places: dict[tuple[int, str], Place] = {}
         self.hooks: list[Place] = []
         self.asking_types: list[FunctionType] = []
+        self.names_set: set[str] = set()
         self._functions: list[FunctionType] = []
         self._seen: set[int] = set()
         self._holders: dict[int, tuple[Any, str]] = {}
@@ -100,6 +102,18 @@ class Code:
                     self._follow_held(value, _DEPTH)
                 self.hooks += hooks
         self._read()
+
+    def add_settings(self, *functions: FunctionType) -> None:
+        """Adds the places that more functions read, which have run since this was made.
+
+        What they set themselves, and containers that they may fill, are no settings: it is unknown what those
+        held before.
+        """
+        known, self.names_set = set(self.places), set()
+        self.follow(*functions)
+        for key, place in [(k, p) for k, p in self.places.items() if k not in known]:
+            if place.name in self.names_set or is_container(place.value()):
+                del self.places[key]
 
     def changed(self) -> list[Place]:
         """Returns the places whose plain values are others than when this was made."""
@@ -141,6 +155,7 @@ class Code:
         for name in globals_read:
             if name in known or name not in _BUILTINS:  # a name that is not there may come
                 self._add(known, name, f"{module}.{name}")
+        self.names_set |= names_set(function.__code__)
         for path, name in asked_for(function.__code__):
             value = _found(known, path)
             held = (vars(value), value.__qualname__) if isinstance(value, FunctionType) else _holder(value)

@@ -92,18 +92,25 @@ def gradient_passes(plan: Plan, graph_module: fx.GraphModule, options: Options) 
 
 
 def boundary_pass(
-    scaler: LossScaler, values: Iterable[tuple[str, object]], state: tuple[str, str, str] | None = None
+    scaler: LossScaler,
+    values: Iterable[tuple[str, object]],
+    state: tuple[str, str, str] | None = None,
+    apart: bool = False,
 ) -> ScaleLoss:
     """Returns the boundary pass for a graph whose nodes, by name, hold the given live values."""
     size = scaler.state.probe.shape[0]
     slots = []
     for name, value in values:
         slot = scaler.slot_of(value)
-        if slot is None and isinstance(value, torch.nn.Parameter):
-            slot = size - 1  # the parameter was added after the conversion
+        is_trained = isinstance(value, torch.Tensor) and (
+            value.requires_grad or isinstance(value, torch.nn.Parameter)
+        )
+        if slot is None and is_trained:
+            slot = size - 1  # a parameter that was added after the conversion, or a buffer
         if slot is not None:
             slots.append((name, slot))
-    return ScaleLoss(tuple(slots), size, state) if state else ScaleLoss(tuple(slots), size)
+    scale_loss = ScaleLoss(tuple(slots), size, apart=apart)
+    return dataclasses.replace(scale_loss, state=state) if state else scale_loss
 
 
 def of_part(scale_loss: ScaleLoss, part: str) -> tuple[ScaleLoss, list[int]]:

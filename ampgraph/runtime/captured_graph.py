@@ -315,7 +315,8 @@ class CapturedGraph:
             holders = {name: f"_shadows.{copy}" for name, copy in zip(masters, copies, strict=True)}
             passes.append(ReadShadows(holders, differentiable=training))
         if training and self.scaler.is_enabled() and has_low(self.plan):
-            passes.append(boundary_pass(self.scaler, values.items()))
+            apart = self.options.backend != "eager"
+            passes.append(boundary_pass(self.scaler, values.items(), apart=apart))
             self._is_scaled = True
         return tuple(passes)
 

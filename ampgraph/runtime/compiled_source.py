@@ -13,7 +13,7 @@ from .._compat import compiled_by_dynamo, is_backend_error, is_dynamo_error, tra
 from ..errors import AmpGraphError, did_you_mean, warn_user
 from ..guards import keep_errors_out_of_log, warn_about_uncaptured_guards
 from ..origin import module_names, names_of
-from ..passes.analysis.alias import written_args
+from ..passes.analysis.alias import SOURCES, written_memory
 from ..policy.rules import NODE_PREFIX, RuleBook
 from ..training.scaler import LossScaler
 from .absent_ops import warn_of_absent_ops
@@ -151,7 +151,9 @@ class CompiledSource:
 
 
 def _has_effects(graph: fx.Graph) -> bool:
-    """Whether a graph writes to memory or draws random numbers, so that no call may run it twice."""
+    """Whether a graph writes to others' memory or draws random numbers, so that no call may run it twice."""
+    written = written_memory(graph)
     return any(
-        written_args(n) or Tag.nondeterministic_seeded in getattr(n.target, "tags", ()) for n in graph.nodes
+        (n.op in SOURCES and n in written) or Tag.nondeterministic_seeded in getattr(n.target, "tags", ())
+        for n in graph.nodes
     )

@@ -5,13 +5,13 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 
 import torch
 from torch.fx import Graph, Node
 
 from ampgraph._compat import OpOverload, fake_mode_of, size_hint
-from ampgraph.ops.kernels import reads_no_values
+from ampgraph.ops.kernels import packet_name, reads_no_values
 
 from .alias import SOURCES, owners_of, returned_input, written_args
 from .facts import tensors
@@ -20,6 +20,7 @@ from .grad_modes import without_gradients
 # Parameters pass a boundary in groups of about these bytes, the size of DistributedDataParallel's buckets.
 # So gradients leave the backward, and a wrapper can all-reduce them, while the backward still runs.
 GROUP_BYTES = 25 * 2**20
+_SWAPS = ("aten.set_", "aten.shallow_copy_data_")  # the second on torch 2.15
 
 
 def groups(nodes: Sequence[Node], reached: Mapping[Node, int], most: float = math.inf) -> list[list[Node]]:
@@ -105,22 +106,46 @@ def matter_to_gradients(graph: Graph) -> set[Node]:
     return found
 
 
-def rewritten_sources(graph: Graph) -> list[Node]:
-    """Returns the inputs and attributes that get other gradients by a write in place.
+def writes_to_sources(graph: Graph) -> dict[Node, list[Node]]:
+    """Returns the inputs and attributes that calls write in place with gradients on, with these calls.
 
-    Writes without gradients, and those to ``x.data``, leave the gradients as they were.
+    Writes to what has no gradients of the source, such as ``x.data``, do not count.
     """
-    cut = without_gradients(graph)
-    writes = (node for node in graph.nodes if node not in cut and node.op == "call_function")
-    found = (_source_of(written) for node in writes for written in written_args(node))
-    return [*dict.fromkeys(n for n in found if n is not None and is_differentiable(n))]
+    cut, passing = without_gradients(graph), _passing(graph)
+    found: dict[Node, list[Node]] = {}
+    for node in graph.nodes:
+        if node.op != "call_function" or node in cut or swaps_memory(node):
+            continue
+        for source in {_source_of(written, passing) for written in written_args(node)}:
+            if source is not None and is_differentiable(source):
+                found.setdefault(source, []).append(node)
+    return found
 
 
-def _source_of(node: Node) -> Node | None:
+def swaps_memory(node: Node) -> bool:
+    """Whether a call gives its argument other memory: ``parameter.data = new``."""
+    return isinstance(node.target, OpOverload) and packet_name(node.target) in _SWAPS
+
+
+def carrying_gradients(graph: Graph, trained: Container[str]) -> set[Node]:
+    """Returns the nodes whose values may have gradients of inputs or of the sources with these names."""
+    passing = _passing(graph)
+    found: set[Node] = set()
+    for node in graph.nodes:
+        if node.op in SOURCES:
+            carries = is_differentiable(node) and (node.op == "placeholder" or node.name in trained)
+        else:
+            carries = node in passing and not found.isdisjoint(node.all_input_nodes)
+        if carries:
+            found |= {node, *written_args(node)}
+    return found
+
+
+def _source_of(node: Node, passing: set[Node]) -> Node | None:
     """Returns the input or attribute whose memory and gradients a node has; None if there is none."""
     while node.op not in SOURCES:
         owners = owners_of(node)
-        if not owners or node.target is torch.ops.aten.detach.default:
+        if not owners or not (node in passing or written_args(node)):
             return None
         node = owners[0]
     return node
