@@ -8,7 +8,8 @@ boundary to the outside and goes to the tensor's own memory.
 from __future__ import annotations
 
 import operator
-from collections.abc import Container
+from collections.abc import Container, Iterable
+from typing import Any
 
 import torch
 from torch.fx import Graph, Node
@@ -77,23 +78,33 @@ class WrittenMemory:
 
         It is a copy of the same layout: values that the backward reads must not change any more.
         """
-        value = source.meta["val"]
+        readers, value = [*result.users], source.meta["val"]
         copied = value.clone()
-        if copied.stride() == value.stride():
-            with self._graph.inserting_after(result):
-                copy = last = self._call("unscale", aten.clone.default, (result,), copied)
-        else:
-            layout = [*value.shape], [*value.stride()]
-            if not all(isinstance(n, int) for numbers in layout for n in numbers):
-                raise PassError(_refusal(source, []))
-            empty = value.new_empty_strided(*layout)
-            with self._graph.inserting_after(result):
-                copy = self._call("unscale", aten.new_empty_strided.default, (result, *layout), empty)
-            with self._graph.inserting_after(copy):
-                last = self._call("unscale", aten.copy_.default, (copy, result), empty)
-        result.replace_all_uses_with(copy, lambda user: user not in (copy, last))
+        with self._graph.inserting_before(result.next):
+            if copied.stride() == value.stride():
+                copy = self._call("unscale", aten.clone.default, (result,), copied)
+            else:
+                copy = self._laid_out_copy(result, value)
+        for reader in readers:
+            reader.replace_input_with(result, copy)
         self._own[copy] = source
         return copy
+
+    def _laid_out_copy(self, result: Node, value: torch.Tensor) -> Node:
+        """Returns a copy with the strides of a tensor with gaps, which ``clone`` would close."""
+        sizes = self._numbers(aten.sym_size.int, result, value.shape)
+        steps = self._numbers(aten.sym_stride.int, result, value.stride())
+        empty = value.new_empty_strided(value.shape, value.stride())
+        copy = self._call("unscale", aten.new_empty_strided.default, (result, sizes, steps), empty)
+        self._call("unscale", aten.copy_.default, (copy, result), empty)
+        return copy
+
+    def _numbers(self, op: OpOverload, result: Node, numbers: Iterable[Any]) -> list[int | Node]:
+        """Returns sizes or strides; those that are symbols as calls, by which the graph asks for them."""
+        return [
+            n if isinstance(n, int) else self._call("unscale", op, (result, i), n)
+            for i, n in enumerate(numbers)
+        ]
 
     def last(self, node: Node) -> Node:
         """Returns what an output, or the inside of a source, is at the end of the graph."""
@@ -121,7 +132,7 @@ class WrittenMemory:
         for node in self.returned:
             output.replace_input_with(node, self._own[node])
 
-    def _call(self, role: BoundaryRole, op: OpOverload, args: tuple, value: torch.Tensor) -> Node:
+    def _call(self, role: BoundaryRole, op: OpOverload, args: tuple, value: Any) -> Node:
         call = self._graph.call_function(op, args)
         call.meta["val"] = value
         set_mark(call, BoundaryMark(role))

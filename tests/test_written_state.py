@@ -341,6 +341,21 @@ def test_states_may_be_parts_of_other_tensors(parts, backend):
     assert (found[0] - found[1]).norm() < 0.02 * found[0].norm()
 
 
+def test_strided_states_of_any_size():
+    """Just in time, the second size makes sizes and strides symbols."""
+    found = []
+    for how in ("source", "ampgraph"):
+        own = Cell(squared)
+        model = ampgraph.convert(own, policy=SCALED_1024, backend="eager") if how != "source" else own
+        starts = [torch.ones(rows, 16, requires_grad=True) for rows in (2, 3, 4)]
+        for start in starts:
+            state = (start * 1.0)[:, ::2]
+            (model(torch.linspace(-1, 1, 8), state).sum() + state.square().sum()).backward()
+        gradients = [p.grad.flatten() for p in own.parameters()] + [s.grad.flatten() for s in starts]
+        found.append(torch.cat(gradients))
+    assert (found[0] - found[1]).norm() < 0.02 * found[0].norm()
+
+
 def several_results(cell, x, state):
     state[0] = torch.tanh(cell.k(x)).float()
     return cell.o(torch.tanh(cell.k(x))), *state.unbind()
