@@ -397,6 +397,32 @@ def test_writes_through_views_without_gradients_are_captured(way):
     assert (found[0] - found[1]).norm() < 0.02 * found[0].norm()
 
 
+def detached_buffer(cell, x, state):
+    cell.h = cell.h.detach() * 0.5 + torch.tanh(cell.k(x))
+    return cell.o(cell.h)
+
+
+def buffer_detached_in_place(cell, x, state):
+    cell.h.detach_()
+    cell.h.mul_(0.5).add_(torch.tanh(cell.k(x)))
+    return cell.o(cell.h.clone())
+
+
+@pytest.mark.parametrize("scale", [1024.0, None])
+@pytest.mark.parametrize("way", [detached_buffer, buffer_detached_in_place])
+def test_truncated_backpropagation_through_a_buffer(way, scale):
+    """Each step has a backward of its own, and the history of the buffer ends with the step."""
+    policy = Policy(dtype=BF16, loss_scale=StaticLossScale(scale) if scale else NoLossScale())
+    args, found = (torch.linspace(-1, 1, 8), torch.zeros(2, 8)), []
+    for how in ("source", "ampgraph"):
+        own = Cell(way)
+        model = ampgraph.convert(own, args, policy=policy, backend="eager") if how != "source" else own
+        for _ in range(4):
+            (model(*args).sum() + own.h.square().sum()).backward()
+        found.append(torch.cat([own.k.weight.grad.flatten(), own.h.detach().flatten()]))
+    assert (found[0] - found[1]).norm() < 0.02 * found[0].norm()
+
+
 def mean_of_buffer(cell, x, state):
     cell.h.mul_(0.9).add_(cell.k(x).detach().expand(2, 8) * 0.1)
     return cell.o(torch.tanh(cell.k(x)) - cell.h[0])
