@@ -244,7 +244,7 @@ def _traced(
     check_written(model, written)
     check_random_numbers(model, random_numbers.found)
     reads.code.follow(*reads.elsewhere.values())
-    reads.code.add_settings(*reads.ran)
+    reads.code.add_settings(*reads.ran.found())
     reads.asks.note_program(program, reads.code.names)
     reads.note_only_set(set_tensors, set_attributes)
     program.graph_module.meta[LOST_KEY] = tuple(lost.found)

@@ -21,7 +21,8 @@ class FunctionsRun:
     def __init__(self) -> None:
         self._seen: dict[int, tuple[CodeType, Any]] = {}
 
-    def __iter__(self) -> Iterator[FunctionType]:
+    def found(self) -> Iterator[FunctionType]:
+        """Yields the functions that their Python modules have under their own names."""
         for code, value in self._seen.values():
             while value is not None and getattr(value, "__code__", None) is not code:
                 value = getattr(value, "__wrapped__", None)

@@ -32,14 +32,14 @@ STATE_READERS = _OF_AUTOGRAD | _OF_LAYOUT | _COPY_OR_NOT | {torch.Tensor.storage
 
 
 class Questions:
-    """Whether a model's code asks for these.
+    """What a model's code asks for during a capture.
 
     Attributes:
-        for_gradients: For the grad mode, or a tensor's ``requires_grad``.
-        for_layout: For strides, or for a conjugate or negative bit; or it writes in place to what may be a
-            copy or not.
-        for_offset: Where in its memory a tensor begins.
-        for_itself: For more of a module than attributes by name.
+        for_gradients: Whether it asks for the grad mode, or for a tensor's ``requires_grad``.
+        for_layout: Whether it asks for strides, or for a conjugate or negative bit, or writes in place to
+            what may be a copy or not.
+        for_offset: Whether it asks where in its memory a tensor begins.
+        for_itself: Whether it asks for the dict or the hash of a module, which show more than attributes.
     """
 
     def __init__(self) -> None:

@@ -64,7 +64,7 @@ def written_slots(target: OpOverload) -> tuple[tuple[int, str], ...]:
 
 @cache
 def number_slots(target: OpOverload) -> tuple[tuple[int, str], ...]:
-    """Returns position and name of the arguments that take a tensor or a scalar value."""
+    """Returns position and name of the arguments whose numbers are values like those of tensors."""
     arguments = target._schema.arguments
     are_numbers = (str(a.type) in _NUMBER_TYPES or a.name in _FILL_NAMES for a in arguments)
     return tuple(compress(enumerate(argument_names(target)), are_numbers))

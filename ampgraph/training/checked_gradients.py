@@ -25,7 +25,7 @@ from .._compat import (
 )
 
 _LEFT = "_amp_left"
-_VIEWS = 5
+_NEAR = 5  # nodes of autograd
 
 
 class CheckedGradients:
@@ -94,11 +94,11 @@ class CheckedGradients:
 
 
 def _compiled_node(node: Any) -> Any:
-    """Returns autograd's node of the compiled graph that made a tensor; None if it is not near.
+    """Returns the node of the compiled graph that made a tensor; None if it is not within `_NEAR` nodes.
 
     An output that is a view of an argument, which the graph has written, has nodes of autograd before it.
     """
-    for _ in range(_VIEWS):
+    for _ in range(_NEAR):
         if node is None or isinstance(node, BackwardCFunction):
             return node
         node = node.next_functions[-1][0] if node.next_functions else None
