@@ -90,12 +90,12 @@ class ScaleLoss(Pass):
 
     def _split(self, inputs: list[Node]) -> list[list[Node]]:
         """Returns the inputs in lists that have no two of one shape and dtype, where these must be apart."""
+        if not self.apart:
+            return [inputs]
         alike: dict[object, list[Node]] = {}
         for node in inputs:
             value = node.meta["val"]
-            alike.setdefault((str(value.shape), value.dtype) if self.apart else None, []).append(node)
-        if not self.apart:
-            return [*alike.values()]
+            alike.setdefault((str(value.shape), value.dtype), []).append(node)
         return [[n for n in row if n is not None] for row in itertools.zip_longest(*alike.values())]
 
     def _is_added(self, placeholder: Node) -> bool:

@@ -63,7 +63,7 @@ class WrittenMemory:
             unclear = [n for n in others if _overlap(n.meta["val"], source.meta["val"])]
             if carries and (unclear or source in beyond):
                 raise PassError(_refusal(source, unclear))
-            if not unclear:
+            if not unclear and source not in beyond:
                 self.sources.append(source)
                 self.siblings |= dict.fromkeys(others)
         outputs = graph.output_node().all_input_nodes
