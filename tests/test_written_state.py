@@ -457,3 +457,19 @@ def test_float16_training_through_a_written_state_is_autocasts():
                 optimizer.step()
         weights[name] = torch.cat([p.detach().flatten() for p in model.parameters()])
     assert (weights["autocast"] - weights["ampgraph"]).norm() < 2e-3 * weights["autocast"].norm()
+
+
+def reads_beyond(cell, x, state):
+    state[0] = torch.tanh(cell.k(x)).detach()
+    return cell.o(torch.tanh(cell.k(x)) * state.as_strided((8,), (1,), 8))
+
+
+def test_memory_that_as_strided_reads_is_written_as_it_is():
+    found = []
+    for how in ("source", "ampgraph"):
+        own, whole = Cell(reads_beyond), torch.arange(32.0).view(4, 8)
+        args = torch.linspace(-1, 1, 8), torch.zeros(4, 8)[1:3]
+        model = ampgraph.convert(own, args, policy=SCALED_1024, backend="eager") if how != "source" else own
+        model(args[0], whole[1:3]).sum().backward()
+        found.append(torch.cat([own.k.weight.grad.flatten(), whole.flatten()]))
+    assert (found[0] - found[1]).norm() < 0.02 * found[0].norm()
