@@ -9,6 +9,7 @@ from torch.distributed.pipelining._backward import stage_backward_input, stage_b
 
 import ampgraph
 from ampgraph import Policy
+from ampgraph._compat import VERSION
 
 BF16, F16 = torch.bfloat16, torch.float16
 
@@ -36,7 +37,14 @@ def gradients(stage: nn.Module, x: Tensor, parts: bool) -> Tensor:
     return torch.cat([g.flatten() for g in found if g is not None])
 
 
-@pytest.mark.parametrize("policy", [Policy(dtype=BF16, weight_copies=False), Policy(dtype=F16)], ids=str)
+TWICE = pytest.mark.skipif(VERSION < (2, 13), reason="torch 2.11 counts intermediates of a group twice")
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [Policy(dtype=BF16, weight_copies=False), pytest.param(Policy(dtype=F16), marks=TWICE)],
+    ids=["bfloat16", "float16"],
+)
 def test_a_backward_in_parts_is_a_whole_one(policy):
     torch.manual_seed(0)
     stage, x = nn.Sequential(Residual(), Residual()), torch.randn(4, 16)
