@@ -23,6 +23,7 @@ from .analysis.alias import (
     SOURCES,
     AliasSets,
     owners_of,
+    source_of,
     strided_memory,
     written_args,
     written_memory,
@@ -67,10 +68,10 @@ class WrittenMemory:
                 self.sources.append(source)
                 self.siblings |= dict.fromkeys(others)
         outputs = graph.output_node().all_input_nodes
-        self.returned = {n for n in outputs if _source_of_view(n) in self.sources} - {*self.sources}
+        self.returned = {n for n in outputs if source_of(n) in self.sources} - {*self.sources}
         self._views = sorted(_between(self.returned))
         self._own: dict[Node, Node] = {}  # what stands for the memory of a source inside, with the source
-        self._detached = {_source_of_view(n.args[0]) for n in graph.nodes if n.target is DETACH}
+        self._detached = {source_of(n.args[0]) for n in graph.nodes if n.target is DETACH}
         self._written = written_memory(graph)
 
     def inside(self, source: Node, result: Node) -> Node:
@@ -195,12 +196,3 @@ def _between(nodes: set[Node]) -> set[Node]:
             # One of several results needs their call, too.
             waiting += node.all_input_nodes if node.target is operator.getitem else owners_of(node)[:1]
     return found
-
-
-def _source_of_view(node: Node) -> Node | None:
-    """Returns the source that a node is a view of, or of such a view, along the first argument of each."""
-    while node.op not in SOURCES:
-        if not (owners := owners_of(node)):
-            return None
-        node = owners[0]
-    return node

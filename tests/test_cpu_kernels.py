@@ -100,7 +100,7 @@ def test_grid_sample_runs_in_float32(layer, shape, dtype, level):
 
 
 class Resized(nn.Module):
-    """Resizes what layers return and a parameter of its own, as position embeddings are resized."""
+    """Resizes the output of a layer, and a parameter, as vision transformers resize position embeddings."""
 
     def __init__(self, mode: str, antialias: bool) -> None:
         super().__init__()

@@ -297,7 +297,7 @@ def test_another_module_may_have_the_forward_of_a_block(other: Callable, recwarn
     assert not recwarn.list
 
 
-@pytest.mark.skipif(VERSION < (2, 13), reason="Dynamo of torch 2.11 does not trace the call of a block")
+@pytest.mark.skipif(VERSION < (2, 12), reason="Dynamo of torch 2.11 does not trace the call of a block")
 def test_a_strict_export_of_a_model_with_blocks() -> None:
     model, x = model_of(nn.Linear(4, 4)), torch.randn(2, 4)
     ampgraph.convert_blocks(model, "0", policy=LOW)

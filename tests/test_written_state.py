@@ -200,7 +200,7 @@ SCALED_1024 = Policy(dtype=BF16, loss_scale=StaticLossScale(1024.0))
 
 
 class Made(nn.Module):
-    """Returns memory of its own, which it wrote after it was made."""
+    """Makes a tensor, writes to it and returns it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -407,7 +407,7 @@ def buffer_detached_in_place(cell, x, state):
 @pytest.mark.parametrize("scale", [1024.0, None])
 @pytest.mark.parametrize("way", [detached_buffer, buffer_detached_in_place])
 def test_truncated_backpropagation_through_a_buffer(way, scale):
-    """Each step has a backward of its own, and the history of the buffer ends with the step."""
+    """Each step runs one backward. The history of the buffer must end with the step."""
     policy = Policy(dtype=BF16, loss_scale=StaticLossScale(scale) if scale else NoLossScale())
     args, found = (torch.linspace(-1, 1, 8), torch.zeros(2, 8)), []
     for how in ("source", "ampgraph"):

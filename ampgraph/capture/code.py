@@ -69,7 +69,7 @@ class Code:
         places: The reads that were found, in order.
         hooks: The hooks of the modules: objects, and arguments of partials, may have settings.
         asking_types: The functions that read Python's own ``type``; those of torch are left out.
-        names_set: The names of globals and attributes that the code sets, which was followed last.
+        names_set: The names of globals and attributes that the code sets; `add_settings` empties it first.
     """
 
     def __init__(self, *roots: Any) -> None:

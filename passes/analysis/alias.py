@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 
 import torch
 from torch.fx import Graph, Node
@@ -85,6 +85,21 @@ def owners_of(node: Node) -> list[Node]:
     if isinstance(call.target, OpOverload) and may_convert(call.target):
         return _sharing(node, call.all_input_nodes[:1])
     return _viewed(call, node)
+
+
+def source_of(node: Node, passing: Container[Node] | None = None) -> Node | None:
+    """Returns the input or attribute whose memory a node has; None if it has none, or there is a call between.
+
+    Args:
+        node: A source, a view, or the result of a write. Of several owners the first counts.
+        passing: The calls that may be between, besides writes; default all.
+    """
+    while node.op not in SOURCES:
+        owners = owners_of(node)
+        if not owners or not (passing is None or node in passing or written_args(node)):
+            return None
+        node = owners[0]
+    return node
 
 
 def _sharing(node: Node, others: list[Node]) -> list[Node]:

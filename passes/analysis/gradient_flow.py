@@ -13,7 +13,7 @@ from torch.fx import Graph, Node
 from ampgraph._compat import OpOverload, fake_mode_of, size_hint
 from ampgraph.ops.kernels import packet_name, reads_no_values
 
-from .alias import SOURCES, owners_of, returned_input, written_args
+from .alias import SOURCES, returned_input, source_of, written_args
 from .facts import tensors
 from .grad_modes import without_gradients
 
@@ -116,7 +116,7 @@ def writes_to_sources(graph: Graph) -> dict[Node, list[Node]]:
     for node in graph.nodes:
         if node.op != "call_function" or node in cut or swaps_memory(node):
             continue
-        for source in {_source_of(written, passing) for written in written_args(node)}:
+        for source in {source_of(written, passing) for written in written_args(node)}:
             if source is not None and is_differentiable(source):
                 found.setdefault(source, []).append(node)
     return found
@@ -139,16 +139,6 @@ def carrying_gradients(graph: Graph, trained: Container[str]) -> set[Node]:
         if carries:
             found |= {node, *written_args(node)}
     return found
-
-
-def _source_of(node: Node, passing: set[Node]) -> Node | None:
-    """Returns the input or attribute whose memory and gradients a node has; None if there is none."""
-    while node.op not in SOURCES:
-        owners = owners_of(node)
-        if not owners or not (node in passing or written_args(node)):
-            return None
-        node = owners[0]
-    return node
 
 
 def _passing(graph: Graph) -> set[Node]:
