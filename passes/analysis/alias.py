@@ -88,7 +88,7 @@ def owners_of(node: Node) -> list[Node]:
 
 
 def source_of(node: Node, passing: Container[Node] | None = None) -> Node | None:
-    """Returns the input or attribute whose memory a node has; None if it has none, or there is a call between.
+    """Returns the input or attribute whose memory a node has; None if there is none.
 
     Args:
         node: A source, a view, or the result of a write. Of several owners the first counts.
