@@ -21,6 +21,8 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 # Of others than float32 nothing is to be touched.
 OTHER_DTYPES = (torch.float64, torch.complex64, torch.int64, torch.bool)
+# Where the ops run; `tools/op_sweep.py --device` changes it.
+DEVICE = "cpu"
 FORMS = (
     "float32",
     "low inputs",
@@ -182,9 +184,9 @@ def cases_of(op: Any, samples: int) -> Iterator[tuple[Callable[[], Case], str]]:
     The two low dtypes of a form follow each other: they may share a capture.
     """
     for dtype in (torch.float32, *OTHER_DTYPES):
-        if dtype not in op.supported_dtypes("cpu"):
+        if dtype not in op.supported_dtypes(DEVICE):
             continue
-        grad = op.supports_autograd and dtype in op.supported_backward_dtypes("cpu")
+        grad = op.supports_autograd and dtype in op.supported_backward_dtypes(DEVICE)
         empty = "empty" in op.name
         if dtype is not torch.float32:
             for call in _calls(op, dtype, 1):
@@ -216,7 +218,7 @@ def _calls(op: Any, dtype: torch.dtype, limit: int) -> list[tuple[tuple, dict]]:
     """Returns (args, kwargs) of up to ``limit`` samples, evenly spread over torch's own."""
     torch.manual_seed(0)
     random.seed(0)
-    found = list(op.sample_inputs("cpu", dtype))
+    found = list(op.sample_inputs(DEVICE, dtype))
     if len(found) > limit:
         found = [found[round(i * (len(found) - 1) / max(limit - 1, 1))] for i in range(limit)]
     return [((sample.input, *sample.args), sample.kwargs) for sample in found]
@@ -246,7 +248,8 @@ def run(
     if not case.differentiable or not ends:
         return Result(outputs, [])
     generator = torch.Generator().manual_seed(1)
-    cotangents = [torch.rand(t.shape, generator=generator).add(0.5).to(case.low).to(t.dtype) for t in ends]
+    cotangents = [torch.rand(t.shape, generator=generator).add(0.5).to(case.low) for t in ends]
+    cotangents = [c.to(t.device, t.dtype) for c, t in zip(cotangents, ends, strict=True)]
     cotangents = [move(t) for t in cotangents] if move else cotangents
     with quiet():
         gradients = torch.autograd.grad(

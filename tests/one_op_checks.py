@@ -251,7 +251,7 @@ class _Bounds:
 
     def check_discrete(self, part: str, index: int, got: torch.Tensor, wanted: torch.Tensor) -> None:
         """Integers and booleans may differ only where they differ between perturbed references as well."""
-        free = torch.zeros(wanted.shape, dtype=torch.bool)
+        free = torch.zeros(wanted.shape, dtype=torch.bool, device=wanted.device)
         for other in self._perturbed():
             if getattr(other, part)[index].shape != wanted.shape:
                 return
@@ -280,7 +280,7 @@ class _Bounds:
         generator = torch.Generator().manual_seed(seed)
 
         def move(t: torch.Tensor) -> torch.Tensor:
-            sign = torch.randint(0, 2, t.shape, generator=generator) * 2 - 1
+            sign = (torch.randint(0, 2, t.shape, generator=generator) * 2 - 1).to(t.device)
             return t * (1 + self.eps * sign) if t.dtype == torch.float32 else t
 
         return run(self.case.model, self.case, [move(t) for t in self.inputs], move)

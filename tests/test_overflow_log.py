@@ -16,13 +16,8 @@ ONE = torch.tensor(1.0)
 NAMES = ["a", "b"]
 
 
-def log_of_steps(
-    steps: list[int | None], reads: set[int], outputs: float | None = None, changes: bool = False
-) -> OverflowLog:
-    """Notes steps, each with the slot that overflows or None; reads the log after those in ``reads``.
-
-    With ``changes``, each step writes to the tensors of the last one, as a CUDA graph does.
-    """
+def log_of_steps(steps: list[int | None], reads: set[int], outputs: float | None = None) -> OverflowLog:
+    """Notes steps, each with the slot that overflows or None; reads the log after those in ``reads``."""
     log = OverflowLog(NAMES, Peers(NAMES, 0))
     for index, slot in enumerate(steps):
         flags = torch.zeros(len(NAMES) + 1)
@@ -30,9 +25,7 @@ def log_of_steps(
             flags[slot] = 1.0
         told = None if outputs is None else torch.tensor(outputs)
         tensors = flags, ONE * (index + 1), flags.amax()
-        log.note(index + 1, *tensors, outputs=told, may_change=changes)
-        for tensor in tensors if changes else ():
-            tensor.fill_(math.nan)
+        log.note(index + 1, *tensors, outputs=told)
         log.end_round()
         if index in reads:
             log.last()
@@ -43,10 +36,9 @@ def log_of_steps(
     steps=st.lists(st.sampled_from([None, None, 0, 1]), max_size=3 * MOST_NOTES),
     reads=st.sets(st.integers(0, 3 * MOST_NOTES), max_size=4),
     outputs=st.sampled_from([None, 0.0]),
-    changes=st.booleans(),
 )
-def test_the_last_overflow_counts(steps, reads, outputs, changes) -> None:
-    last = log_of_steps(steps, reads, outputs, changes).last()
+def test_the_last_overflow_counts(steps, reads, outputs) -> None:
+    last = log_of_steps(steps, reads, outputs).last()
     bad = [index for index, slot in enumerate(steps) if slot is not None]
     if not bad:
         assert last is None

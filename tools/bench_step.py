@@ -1,22 +1,27 @@
-"""Time, memory and syncs of a whole training step: float32, autocast + GradScaler, ``model.to(low)``, O1, O2.
+"""Time, memory, syncs and kernels of a training step beside autocast with GradScaler.
 
     python tools/bench_step.py                                    # small models, the device that is there
     python tools/bench_step.py --model "9 x Linear 8192" --compiled
-    python tools/bench_step.py --json steps.json --output steps.md
+    python tools/bench_step.py --all --json steps.json
+    python tools/bench_step.py --read steps.json other.json --page steps.md --picture steps.svg
 
 The ways run in turns; each figure is a median. A step is split into forward with loss, backward, finite
-check, and optimizer with the update of the scale; `compile_step` is one part. Peak memory is that of the
-device's allocator, on CUDA alone. Syncs are reads of a value by the host, counted below autograd. Agreement
-is the largest distance of the loss from float32's over the steps, relative to float32's first loss.
+check, and optimizer with the update of the scale; `compile_step` is one part. Syncs are reads of a value by
+the host, counted below autograd. On CUDA alone: peak memory is that of the allocator, less what was there
+before the model was made, and kernels are those that the profiler sees in one step, copies included.
+Agreement is the largest distance of the loss from float32's over the steps, relative to float32's first loss.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import statistics
+import sys
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from itertools import pairwise
@@ -24,22 +29,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from provenance import written_by
-from small_models import Block
+from bench_step_report import PARTS, page, picture, table
+from provenance import commit, machine
+from step_models import MODELS, SMALL, made
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ampgraph
 
-PARTS = ("forward", "backward", "check", "optimizer")
 Timer = Callable[[], None]
-
-MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
-    "30 linears": (lambda: nn.Sequential(*(nn.Linear(64, 64) for _ in range(30))), (32, 64)),
-    "6 blocks": (lambda: nn.Sequential(*(Block(64) for _ in range(6))), (4, 32, 64)),
-    "9 x Linear 8192": (lambda: nn.Sequential(*(nn.Linear(8192, 8192) for _ in range(9))), (8192, 8192)),
-}
+WAYS = ("float32", "autocast", "to(low)", "O1", "O2", "O1, one graph", "O2, one graph")
+MOST_KERNELS = 14
 
 
 @dataclass
@@ -54,7 +54,9 @@ class Row:
     optimizer: float
     peak_memory: float | None
     syncs: int
+    kernels: int | None
     agreement: float
+    longest_kernels: list[tuple[str, int, float]]
 
 
 class Syncs(TorchDispatchMode):
@@ -72,38 +74,37 @@ class Syncs(TorchDispatchMode):
 class Way:
     """One way to train a model; a call takes a step and returns the loss."""
 
-    def __init__(self, name: str, make: Callable[[], nn.Module], x: Tensor, low: torch.dtype, compiled: bool):
-        torch.manual_seed(0)
-        self.name, self.x, self.low = name, x, low
-        self.model: nn.Module = make().to(x.device)
+    def __init__(self, name: str, title: str, device: str, low: torch.dtype, compiled: bool) -> None:
+        self.name, self.low, self.compiled = name, low, compiled
+        model, self.args = made(title, device)
+        self.run: nn.Module | Callable = model
         self.scaler: Any = None
-        run: nn.Module = self.model
         if name == "to(low)":
-            self.model.to(low)
+            model.to(low)
+            self.args = tuple(a.to(low) if a.is_floating_point() else a for a in self.args)
         if name.startswith("O"):
             backend = "inductor" if compiled else "eager"
-            run = ampgraph.convert(self.model, (x,), policy=name[:2], dtype=low, backend=backend)
-            self.scaler = run.scaler
+            self.run = ampgraph.convert(model, self.args, policy=name[:2], dtype=low, backend=backend)
+            self.scaler = self.run.scaler
         elif compiled:
-            run = torch.compile(self.model)  # type: ignore[assignment]
+            self.run = torch.compile(model)
         if name == "autocast":
-            self.scaler = torch.amp.GradScaler(x.device.type, enabled=low == torch.float16)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
-        self.run = run
+            self.scaler = torch.amp.GradScaler(device, enabled=low == torch.float16)
+        self.device = torch.device(device)
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
         self.step: Callable | None = None
         if name.endswith("one graph"):
-            assert isinstance(run, ampgraph.AmpModule)
-            self.step = ampgraph.compile_step(run, self.optimizer, lambda amp, x: F.mse_loss(amp(x), x))
+            assert isinstance(self.run, ampgraph.AmpModule)
+            self.step = ampgraph.compile_step(self.run, self.optimizer, lambda amp, *args: amp(*args))
 
     def __call__(self, tick: Timer = lambda: None) -> Tensor:
         if self.step is not None:
-            loss: Tensor = self.step(self.x)
+            loss: Tensor = self.step(*self.args)
             for _ in PARTS:
                 tick()
             return loss
-        x = self.x.to(self.low) if self.name == "to(low)" else self.x
-        with torch.autocast(x.device.type, self.low, enabled=self.name == "autocast"):
-            loss = F.mse_loss(self.run(x).float(), self.x)
+        with torch.autocast(self.device.type, self.low, enabled=self.name == "autocast"):
+            loss = self.run(*self.args)
         tick()
         (loss if self.scaler is None else self.scaler.scale(loss)).backward()
         tick()
@@ -122,7 +123,7 @@ class Way:
 
 def parts_of(way: Way) -> list[float]:
     """Returns the milliseconds of the parts of one step; a device is waited for after each."""
-    is_cuda, times = way.x.is_cuda, [0.0]
+    is_cuda, times = way.device.type == "cuda", [0.0]
 
     def tick() -> None:
         if is_cuda:
@@ -134,88 +135,127 @@ def parts_of(way: Way) -> list[float]:
     return [(b - a) * 1e3 for a, b in pairwise(times[1:])]
 
 
-def peak_of(way: Way) -> float | None:
-    """Returns the largest memory of a step in MiB; None where the allocator does not tell."""
-    if not way.x.is_cuda:
-        return None
-    torch.cuda.reset_peak_memory_stats()
+def whole(way: Way) -> float:
+    """Returns the milliseconds of one step; a device is waited for at its end alone."""
+    start = time.perf_counter()
     way()
-    return torch.cuda.max_memory_allocated() / 2**20
+    if way.device.type == "cuda":
+        torch.cuda.synchronize()
+    return (time.perf_counter() - start) * 1e3
+
+
+def kernels_of(way: Way) -> list[tuple[str, int, float]] | None:
+    """Returns the kernels of one step, their number and milliseconds, the longest first; None on a CPU."""
+    if way.device.type != "cuda":
+        return None
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        way()
+        torch.cuda.synchronize()
+    counts: Counter[str] = Counter()
+    times: Counter[str] = Counter()
+    for event in profile.events():
+        if event.device_type == torch.autograd.DeviceType.CUDA and not event.is_user_annotation:
+            counts[event.name] += 1
+            times[event.name] += event.time_range.elapsed_us()
+    return [(name, counts[name], us / 1e3) for name, us in times.most_common()]
+
+
+def first_figures(
+    name: str, title: str, options: argparse.Namespace, low: torch.dtype
+) -> tuple[Way, dict[str, Any]]:
+    """Makes a way; trains it for the losses; returns it with what one step shows."""
+    is_cuda = options.device == "cuda"
+    before = torch.cuda.memory_allocated() if is_cuda else 0
+    way = Way(name, title, options.device, low, options.compiled)
+    losses = [float(way()) for _ in range(options.steps)]
+    peak = None
+    if is_cuda:
+        torch.cuda.reset_peak_memory_stats()
+        way()
+        peak = (torch.cuda.max_memory_allocated() - before) / 2**20
+    with Syncs() as syncs:
+        way()
+    kernels = kernels_of(way)
+    figures = {
+        "peak_memory": peak,
+        "syncs": syncs.count,
+        "kernels": sum(count for _, count, _ in kernels) if kernels else None,
+        "longest_kernels": [(k[:120], c, t) for k, c, t in (kernels or [])[:MOST_KERNELS]],
+    }
+    return way, figures | {"losses": losses}
 
 
 def measure(title: str, options: argparse.Namespace) -> list[Row]:
-    """Measures all ways on one model; memory is that of one way at a time, so they are made twice."""
-    make, shape = MODELS[title]
-    low = torch.float16 if options.dtype == "float16" else torch.bfloat16
-    names = ["float32", "autocast", "to(low)", "O1", "O2", "O2, one graph"]
-    x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(options.device)
-    made: dict[str, Way] = {}
-    losses: dict[str, list[float]] = {}
-    facts: dict[str, tuple[float | None, int]] = {}
-    for name in names:
-        made[name] = way = Way(name, make, x, low, options.compiled)
-        losses[name] = [float(way()) for _ in range(options.steps)]
-        peak = peak_of(way)
-        with Syncs() as syncs:
-            way()
-        facts[name] = peak, syncs.count
-    found: dict[str, list[list[float]]] = {name: [] for name in names}
+    """Measures all ways on one model, in turns."""
+    low = getattr(torch, options.dtype)
+    ways: dict[str, Way] = {}
+    figures: dict[str, dict[str, Any]] = {}
+    for name in options.ways:
+        start = time.perf_counter()
+        ways[name], figures[name] = first_figures(name, title, options, low)
+        print(f"{title}, {name}: {time.perf_counter() - start:.1f} s", file=sys.stderr, flush=True)
+    parts: dict[str, list[list[float]]] = {name: [] for name in ways}
+    totals: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(options.rounds):
-        for name, way in made.items():
-            found[name].append(parts_of(way))
+        for name, way in ways.items():
+            parts[name].append(parts_of(way))
+            totals[name].append(whole(way))
     rows = []
-    for name, measured in found.items():
-        parts = [statistics.median(column) for column in zip(*measured, strict=True)]
-        total = statistics.median(map(sum, measured))
-        apart = max(abs(a - b) for a, b in zip(losses[name], losses["float32"], strict=True))
-        rows.append(Row(name, total, *parts, *facts[name], apart / losses["float32"][0]))
+    exact = figures[options.ways[0]]["losses"]
+    for name, shown in figures.items():
+        losses = shown.pop("losses")
+        apart = max(abs(a - b) for a, b in zip(losses, exact, strict=True)) / exact[0]
+        medians = [statistics.median(column) for column in zip(*parts[name], strict=True)]
+        split = dict(zip(PARTS, medians, strict=True))
+        rows.append(Row(way=name, total=statistics.median(totals[name]), agreement=apart, **split, **shown))
     return rows
 
 
-def table(title: str, rows: list[Row]) -> list[str]:
-    """Returns the Markdown table of one model."""
-    base = rows[0].total
-    lines = [
-        f"## {title}",
-        "",
-        f"| way | step, ms | {' | '.join(PARTS)} | float32 / way | peak MiB | syncs | loss apart |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
-    ]
-    for row in rows:
-        cells = ["" if "one graph" in row.way else f"{getattr(row, part):.2f}" for part in PARTS]
-        parts = " | ".join(cells)
-        peak = "" if row.peak_memory is None else f"{row.peak_memory:,.0f}"
-        lines.append(
-            f"| {row.way} | {row.total:.2f} | {parts} | {base / row.total:.2f} | {peak} | {row.syncs} | "
-            f"{row.agreement:.1e} |"
-        )
-    return [*lines, ""]
-
-
-def main() -> None:
+def parse() -> argparse.Namespace:
+    """Reads the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--model", choices=MODELS, action="append", help="all but the largest by default")
+    parser.add_argument("--model", choices=MODELS, action="append", help="the small ones by default")
+    parser.add_argument("--all", action="store_true", help="all models")
+    parser.add_argument("--ways", type=lambda text: text.split(";"), default=list(WAYS), help="; between")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", choices=("bfloat16", "float16"), default="bfloat16")
     parser.add_argument("--compiled", action="store_true", help="torch.compile, and backend='inductor'")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--steps", type=int, default=50, help="for the agreement of losses, and as warm-up")
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--output", type=Path, help="the page to write")
-    options = parser.parse_args()
+    parser.add_argument("--json", type=Path, help="where to write the figures")
+    parser.add_argument("--read", type=Path, nargs="+", help="measures nothing: figures written before")
+    parser.add_argument("--page", type=Path, help="the page to write, of --read's figures")
+    parser.add_argument("--picture", type=Path, help="the picture to draw, of --read's figures")
+    return parser.parse_args()
+
+
+def main() -> None:
+    options = parse()
+    if options.read:
+        runs = [json.loads(path.read_text()) for path in options.read]
+        if options.page:
+            options.page.write_text(page(runs, str(__doc__), options.picture), encoding="utf-8")
+        if options.picture:
+            picture(runs, options.picture)
+        return
     warnings.filterwarnings("ignore")
     if options.device == "cpu":
         torch.set_num_threads(1)
-    found = {title: measure(title, options) for title in options.model or list(MODELS)[:-1]}
-    lines = [line for title, rows in found.items() for line in table(title, rows)]
-    print("\n".join(lines))
-    if options.json:
-        options.json.write_text(
-            json.dumps({t: [asdict(r) for r in rows] for t, rows in found.items()}, indent=1)
-        )
-    if options.output:
-        head = ["# Time of a training step", "", written_by("python tools/bench_step.py"), ""]
-        options.output.write_text("\n".join([*head, *lines]), encoding="utf-8")
+    where = torch.cuda.get_device_name() if options.device == "cuda" else "CPU, one thread"
+    run = {
+        "commit": commit(),
+        "machine": f"{where}; {machine()}",
+        "dtype": options.dtype,
+        "compiled": options.compiled,
+        "models": {},
+    }
+    for title in options.model or list(MODELS if options.all else SMALL):
+        rows = run["models"][title] = [asdict(row) for row in measure(title, options)]
+        gc.collect()
+        print("\n".join(table(title, rows)), flush=True)
+        if options.json:
+            options.json.write_text(json.dumps(run, indent=1))
 
 
 if __name__ == "__main__":

@@ -33,6 +33,7 @@ import torch  # noqa: E402
 from provenance import commit  # noqa: E402
 
 from ampgraph.errors import did_you_mean  # noqa: E402
+from tests import one_op  # noqa: E402
 from tests.one_op import Case, Unusable, cases_of, first_line, name_of, op_db, op_names  # noqa: E402
 from tests.one_op_checks import Finding, KernelError, TorchError, check, check_just_in_time  # noqa: E402
 
@@ -53,7 +54,7 @@ def sweep(name: str, samples: int, levels: tuple[str, ...]) -> Record:
     op = next(op for op in op_db() if name_of(op) == name)
     record: Record = {
         "op": name,
-        "float": torch.float32 in op.supported_dtypes("cpu"),
+        "float": torch.float32 in op.supported_dtypes(one_op.DEVICE),
         "counts": {},
         "failures": [],
     }
@@ -64,7 +65,7 @@ def sweep(name: str, samples: int, levels: tuple[str, ...]) -> Record:
             counts[outcome] += 1
             if error and not any(f["outcome"] == outcome for f in record["failures"]):
                 record["failures"].append({"outcome": outcome, "where": f"{where}, {level}", "error": error})
-    return record | {"counts": dict(counts), "cpu": bool(op.supported_dtypes("cpu"))}
+    return record | {"counts": dict(counts), "here": bool(op.supported_dtypes(one_op.DEVICE))}
 
 
 def _usable(op: Any, samples: int) -> Iterator[tuple[Case, str]]:
@@ -112,7 +113,7 @@ def _too_slow(*_: object) -> None:
 
 
 def sweep_all(
-    names: list[str], path: Path, samples: int, levels: tuple[str, ...], processes: int
+    names: list[str], path: Path, samples: int, levels: tuple[str, ...], processes: int, device: str = "cpu"
 ) -> list[Record]:
     """Sweeps the ops that ``path`` lacks, each in a separate process; returns all records of this code."""
     here = commit()
@@ -124,7 +125,7 @@ def sweep_all(
     start = time.perf_counter()
     context = multiprocessing.get_context("spawn")
     with context.Pool(processes, maxtasksperchild=40) as pool, path.open("a") as file:
-        for index, record in enumerate(pool.imap_unordered(_Sweep(samples, levels), todo), 1):
+        for index, record in enumerate(pool.imap_unordered(_Sweep(samples, levels, device), todo), 1):
             record["commit"] = here
             records.append(record)
             file.write(json.dumps(record) + "\n")
@@ -140,10 +141,11 @@ def sweep_all(
 class _Sweep:
     """`sweep` with its options, for worker processes."""
 
-    def __init__(self, samples: int, levels: tuple[str, ...]) -> None:
-        self.samples, self.levels = samples, levels
+    def __init__(self, samples: int, levels: tuple[str, ...], device: str) -> None:
+        self.samples, self.levels, self.device = samples, levels, device
 
     def __call__(self, name: str) -> Record:
+        one_op.DEVICE = self.device
         try:
             return sweep(name, self.samples, self.levels)
         except Exception as error:
@@ -152,7 +154,7 @@ class _Sweep:
                 "where": "samples",
                 "error": f"{type(error).__name__}: {first_line(error)}",
             }
-            return {"op": name, "float": True, "cpu": True, "counts": {"crash": 1}, "failures": [failure]}
+            return {"op": name, "float": True, "here": True, "counts": {"crash": 1}, "failures": [failure]}
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -161,6 +163,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--names", nargs="+", metavar="NAME", help="only these ops (globs); default: all")
     parser.add_argument("--samples", type=int, default=4, help="samples of each op; default: %(default)s")
     parser.add_argument("--levels", default="O1,O2", help="comma-separated; default: %(default)s")
+    parser.add_argument("--device", default="cpu", help="default: %(default)s")
     parser.add_argument("--processes", type=int, default=2, help="default: %(default)s")
     parser.add_argument("--records", type=Path, default=ROOT / "out/op_sweep.jsonl", help="read and extended")
     parser.add_argument("--output", type=Path, help="where to write the report; default: print it")
@@ -177,7 +180,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"op_sweep: no op is named {' or '.join(patterns)}.{near}", file=sys.stderr)
         return 2
     levels = tuple(options.levels.split(","))
-    records = sweep_all(names, options.records, options.samples, levels, options.processes)
+    records = sweep_all(names, options.records, options.samples, levels, options.processes, options.device)
     report = op_sweep_report.report(sorted(records, key=lambda r: r["op"]), options.samples, levels)
     if options.output:
         options.output.write_text(report)

@@ -57,7 +57,7 @@ def report(records: list[Record], samples: int, levels: tuple[str, ...]) -> str:
 
 def _rates(records: list[Record]) -> str:
     floats = [r for r in records if r["float"]]
-    rest = [r for r in records if not r["float"] and r["cpu"]]
+    rest = [r for r in records if not r["float"] and r["here"]]
     runs: Counter[str] = sum((Counter(r["counts"]) for r in records), Counter())
     passed = sum(not failed(r) for r in floats)
     lines = [

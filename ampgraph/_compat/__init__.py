@@ -8,6 +8,7 @@ from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 
+from .cuda_streams import is_recording, stream_handle
 from .custom_functions import AppliedFunction, float32_forward, function_of, in_float32_forward, native_apply
 from .dict_versions import dict_versions, has_dict_versions
 from .dynamo import (
@@ -191,6 +192,7 @@ __all__ = [
     "is_of_transform",
     "is_plain_call",
     "is_read_of_a_value",
+    "is_recording",
     "is_same_shape",
     "is_scaled_by_grad_scaler",
     "is_shallow_copy",
@@ -236,6 +238,7 @@ __all__ = [
     "sizes_written_as_numbers",
     "storage_key",
     "store_of_ranks",
+    "stream_handle",
     "takes_found_inf",
     "telling_no_export",
     "times_asked",

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.amp import GradScaler
 
+from .cuda_streams import is_recording
 from .statements import passes_result_of
 
 _FACTORS = {"MulBackward0", "DivBackward0"}
@@ -59,7 +60,7 @@ def _roots(backward: FrameType) -> list[Tensor]:
 
 
 def _is_capturing(tensors: list[Tensor]) -> bool:
-    return any(t.is_cuda for t in tensors) and torch.cuda.is_current_stream_capturing()
+    return any(is_recording(t.device) for t in tensors)
 
 
 def _factors_of(product: Tensor) -> list[Any]:

@@ -238,7 +238,7 @@ def new_scale_of(value: float | Tensor, scale: Tensor) -> Tensor:
         value = float(value)
     if not _is_number(value) or not _TINY <= as_float32(value) <= _HUGE:
         raise PolicyError(f"update: new_scale={value!r} must be positive and finite in float32.")
-    return torch.tensor(float(value), dtype=torch.float32, device=scale.device)
+    return torch.full_like(scale, float(value))
 
 
 def as_float32(value: float) -> float:

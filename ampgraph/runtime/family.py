@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from .._compat import calling_convention, inductor_modes, new_lock, with_own_code
+from .._compat import calling_convention, new_lock, with_own_code
 from ..capture.unlift import WHOLE, hold
 from ..passes import Pass, ScaleLoss, run_passes
 from ..proxy.bound_proxy import over_dict_of
@@ -143,17 +143,13 @@ class Families:
 
     def of(self, graph_module: fx.GraphModule, options: Options) -> Family | None:
         """Returns the family of a planned graph; None if its blocks cannot share code."""
-        if _is_of_one_block(options.mode) or not is_writable(graph_module):
+        # CUDA graphs belong to the addresses of one block's parameters.
+        if options.records_cuda_graphs or not is_writable(graph_module):
             return None
         key = _key(graph_module)
         if key not in self._found:
             self._found[key] = Family(graph_module, options)
         return self._found[key]
-
-
-def _is_of_one_block(mode: str | None) -> bool:
-    """Whether a mode records CUDA graphs, which belong to the addresses of one block's parameters."""
-    return mode is not None and bool(inductor_modes().get(mode, {}).get("triton.cudagraphs"))
 
 
 def parts_of(source: nn.Module, planned: fx.GraphModule, constants: dict[str, torch.Tensor]) -> nn.Module:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from .._compat import inductor_modes
 from ..errors import CaptureError, PolicyError, did_you_mean
 from ..policy.policy import Policy
 
@@ -50,6 +51,12 @@ class Options:
     def low_dtype(self) -> torch.dtype:
         """The policy's low dtype."""
         return self.policy.low_dtype
+
+    @property
+    def records_cuda_graphs(self) -> bool:
+        """Whether the mode records CUDA graphs: a run writes to the tensors that the run before returned."""
+        modes = inductor_modes() if self.mode is not None else {}
+        return bool(modes.get(str(self.mode), {}).get("triton.cudagraphs"))
 
     @property
     def just_in_time(self) -> bool:

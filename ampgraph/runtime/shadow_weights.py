@@ -29,6 +29,7 @@ from .._compat import (
 )
 from ..proxy.all_parameters import all_parameters
 from ..training.optimizer_steps import tell_after_steps
+from .writers import Writers
 
 # Names of the inputs of a just-in-time graph that hold low copies.
 SHADOW_PREFIX = "amp_shadow_"
@@ -82,18 +83,21 @@ class _Columns(NamedTuple):
         copies: Their copies.
         aliases: See `_Shadow`.
         shapes: The sizes of the copies.
+        devices: The CUDA devices of the copies, each once.
     """
 
     masters: list[Callable[[], Tensor | None]]
     copies: list[Tensor]
     aliases: list[Tensor]
     shapes: list[torch.Size]
+    devices: list[torch.device]
 
     @classmethod
     def of(cls, shadows: Iterable[_Shadow]) -> _Columns:
         """Returns the fields of some shadows."""
         rows = [(s.master, s.copy, s.alias, s.copy.shape) for s in shadows]
-        return cls(*map(list, zip(*rows, strict=True))) if rows else cls([], [], [], [])
+        devices = [*dict.fromkeys(copy.device for _, copy, _, _ in rows if copy.is_cuda)]
+        return cls(*map(list, zip(*rows, strict=True)), devices) if rows else cls([], [], [], [], devices)
 
 
 class ShadowWeights(nn.Module):
@@ -105,7 +109,8 @@ class ShadowWeights(nn.Module):
     between training and evaluation (for writes through an older ``.data`` or numpy, which nothing records).
     Until an optimizer of ``torch.optim`` has stepped one of the parameters, the loop may update them by hand
     through an older ``.data``. Then every call after one with gradients refreshes all shadows. So does every
-    call if another process may write the parameters (``share_memory``).
+    call if another process may write the parameters (``share_memory``), and every call that a CUDA graph
+    records, and all calls after it.
 
     Args:
         model: The model, for its training flag.
@@ -133,6 +138,7 @@ class ShadowWeights(nn.Module):
         self._asked = -1
         self._stepped = False
         self._are_shared = False
+        self._writers = Writers()
         self._mode: bool | None = None
         self.replaced = 0
 
@@ -195,7 +201,9 @@ class ShadowWeights(nn.Module):
         model = self._model()
         mode = model.training if model is not None else None
         with _lock:
-            everything = self._all_stale or self._are_shared or mode is not self._mode
+            self._writers.wait()
+            everything = self._all_stale or self._are_shared or self._writers.are_recorded
+            everything = everything or mode is not self._mode
             masters = self._masters()
             now = self._state(masters)
             if masters and (everything or now != self._seen):
@@ -221,6 +229,7 @@ class ShadowWeights(nn.Module):
             every = range(len(self._shadows))
             self._leave(self._without(copies, every), every, now)
             self._seen = now
+            self._writers.note(self._columns.devices)
 
     def after_step(self, optimizer: Optimizer, parameters: set[int]) -> None:
         """Called after the step of any optimizer."""
@@ -286,13 +295,14 @@ class ShadowWeights(nn.Module):
             self._make_others(stale, sources)
         # The same rule as for parameters: a backward may not follow an update that autograd has seen, but may
         # follow one that it has not seen.
-        _, copies, targets, _ = self._columns
+        _, copies, targets, _, devices = self._columns
         before, after = self._seen.versions, now.versions
         if before != after:
             pairs = zip(before, after, targets, copies, strict=True)
             targets = [alias if old == new else copy for old, new, alias, copy in pairs]
         if stale:
             _write(_at(stale, targets), sources)
+            self._writers.note(devices)
         self._seen = now
 
     def _make_others(self, stale: Sequence[int], sources: Sequence[Tensor]) -> None:

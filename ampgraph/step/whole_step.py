@@ -111,7 +111,7 @@ class WholeStep(State):
         if shadows is not None:
             shadows.note_fresh(self._fresh)
         if scaler.is_enabled():
-            scaler.take_step(outputs[self._parts :][:SCALED], may_change=self._is_compiled)
+            scaler.take_step(outputs[self._parts :][:SCALED])
         results = [*outputs[: self._parts]]
         for position, value in self._plain.items():
             results.insert(position, value)
@@ -155,9 +155,8 @@ class Rates:
 def _rate(group: dict[str, Any]) -> Tensor:
     device = group["params"][0].device if group["params"] else torch.device("cpu")
     # The kernels of a CPU read it exactly, those of other devices as float32.
-    return torch.tensor(
-        group["lr"], dtype=torch.float64 if device.type == "cpu" else torch.float32, device=device
-    )
+    dtype = torch.float64 if device.type == "cpu" else torch.float32
+    return torch.full((), group["lr"], dtype=dtype, device=device)  # does not wait, as a copy would
 
 
 def scale_inputs(amp: AmpModule) -> list[Tensor]:

@@ -56,6 +56,7 @@ class GradientFlags:
 
         def backward_reached_probe(reported: Tensor) -> None:
             if (flags := this()) is not None:
+                reported = reported.clone() if flags._state.is_rewritten else reported
                 flags._state.note(reported)
                 flags._is_new = True
                 flags.watch.note_backward()

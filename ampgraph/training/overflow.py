@@ -112,11 +112,16 @@ class OverflowLog:
         self._seen: int | None = None  # which of them is of this round
         self._is_noted = self._looks_next = self._is_whole = False
 
-    def note_outputs(self, outputs: Any) -> None:
-        """Keeps what a call returned, up to `MOST_BYTES` each; nothing is computed before the step."""
+    def note_outputs(self, outputs: Any, may_change: bool = False) -> None:
+        """Keeps what a call returned, up to `MOST_BYTES` each; nothing is computed before the step.
+
+        Args:
+            outputs: What it returned.
+            may_change: Whether a run before the step may write to these tensors. Then none is kept.
+        """
         leaves = (outputs,) if isinstance(outputs, Tensor) else tree_leaves(outputs)
         tensors = [t for t in leaves if isinstance(t, Tensor)]
-        self._outputs = [t.detach() for t in tensors if t.nbytes <= MOST_BYTES]
+        self._outputs = [t.detach() for t in tensors if t.nbytes <= MOST_BYTES and not may_change]
         self._has_all = self._calls == 0 and len(self._outputs) == len(tensors)
         self._calls += 1
 
@@ -139,7 +144,6 @@ class OverflowLog:
         found: Tensor,
         key: Tensor | None = None,
         outputs: Tensor | None = None,
-        may_change: bool = False,
     ) -> None:
         """Records a step; the last one whose ``found`` is positive counts.
 
@@ -150,13 +154,12 @@ class OverflowLog:
             found: Whether any rank has such a gradient.
             key: What the ranks agreed on; None without other ranks.
             outputs: `largest` of the outputs, of a step that ran as one graph; None: it is asked here.
-            may_change: Whether the next step may write to these tensors, as a CUDA graph does.
         """
         self._is_noted, self._is_whole = True, outputs is not None
         step = step.to(found) if isinstance(step, Tensor) else torch.full_like(found, step)
         outputs = self._of_forward(found) if outputs is None else outputs
         self._notes.append(_Note(step, flags, scale, outputs, key, found))
-        if may_change or len(self._notes) > MOST_NOTES:
+        if len(self._notes) > MOST_NOTES:
             self._notes = [_picked(self._notes)]
 
     def last(self) -> Overflow | None:

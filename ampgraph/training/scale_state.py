@@ -22,6 +22,7 @@ class ScaleState(nn.Module):
     Attributes:
         flags: The flags that the last backward reported to the probe.
         checked: The gradients that boundaries have checked in the current backward.
+        is_rewritten: Whether the next run of a graph may write to the tensors that the last one returned.
     """
 
     scale: Tensor
@@ -29,6 +30,7 @@ class ScaleState(nn.Module):
     probe: Tensor
     flags: Tensor | None
     checked: CheckedGradients
+    is_rewritten: bool
     _tell: Callable[[Tensor], None]
 
     def __init__(self, scale: float, size: int, device: torch.device):
@@ -38,6 +40,7 @@ class ScaleState(nn.Module):
     def _build(self, scale: Tensor, size: int) -> None:
         object.__setattr__(self, "_tell", lambda _: None)
         object.__setattr__(self, "flags", None)
+        object.__setattr__(self, "is_rewritten", False)
         object.__setattr__(self, "checked", CheckedGradients())
         self.set(scale)
         self._set_probe(size)

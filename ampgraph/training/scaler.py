@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .._compat import apart_from_dynamo
+from .._compat import apart_from_dynamo, is_recording
 from ..errors import LoopError, PolicyError, warn_user
 from ..policy.loss_scale import (
     DynamicLossScale,
@@ -45,6 +45,12 @@ if TYPE_CHECKING:
 
 # A scaler that steps an optimizer over several converted models also asks the scalers of the other models.
 _all_scalers: PartnerRegistry[LossScaler] = PartnerRegistry()
+
+_RECORDED = (
+    "a CUDA graph that is recorded by hand would read the same loss scale in each replay, and skip no step. "
+    'Use ampgraph.compile_step with mode="reduce-overhead", which records CUDA graphs itself, or train in '
+    "bfloat16, or without steps that are skipped: Policy(loss_scale=NoLossScale())."
+)
 
 
 class LossScaler(ScaleNumbers):
@@ -293,30 +299,37 @@ class LossScaler(ScaleNumbers):
 
     def note_outputs(self, outputs: Any) -> Any:
         """Returns the outputs of a call, and remembers them for `last_overflow`."""
-        self.guard.overflows.note_outputs(outputs)
+        self.guard.overflows.note_outputs(outputs, self.state.is_rewritten)
         return outputs
 
     def check_loop(self) -> None:
-        """Warns once about each optimizer that steps without the active scaler."""
+        """Warns once about each optimizer that steps without the active scaler.
+
+        Raises:
+            PolicyError: The call is recorded as a CUDA graph, and steps may be skipped.
+        """
+        if self.skips() and is_recording(self.state.scale.device):
+            raise PolicyError(_RECORDED)
         if self.skips():
             self._watch.check()
         self.guard.before_call()
         self.count_left_out()
         self.guard.note_call()
 
-    def take_step(self, results: Sequence[Tensor], may_change: bool) -> None:
+    def take_step(self, results: Sequence[Tensor]) -> None:
         """Takes over the round of a step that ran as one graph.
 
         Args:
             results: The flags, positive in the slots of gradients that were not finite; whether there were
                 any, 1 or 0; the largest absolute value of the model's outputs, infinity or NaN if there is
                 one; scale, its inverse and the counters of the next step.
-            may_change: Whether the next step may write to these tensors.
         """
+        if self.state.is_rewritten:
+            results = [result.clone() for result in results]
         flags, found, outputs, scale, inverse, counters = results
         self.guard.steps += 1
         note = self.guard.overflows.note
-        note(self.guard.steps, flags, self.state.scale, found, outputs=outputs, may_change=may_change)
+        note(self.guard.steps, flags, self.state.scale, found, outputs=outputs)
         self.state.set(scale, inverse)
         self._counters = counters
         self.guard.end_round()

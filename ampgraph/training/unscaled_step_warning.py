@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .._compat import is_scaled_by_grad_scaler
+from .._compat import is_recording, is_scaled_by_grad_scaler
 from ..errors import warn_user
 from ..proxy.all_parameters import all_parameters
 from .distributed import local
@@ -122,7 +122,7 @@ class UnscaledStepWarning:
         found = {id(p): local(p).detach().reshape(-1) for p in all_parameters(self._model) if p.requires_grad}
         found = {number: p for number, p in found.items() if p.numel() and p.device.type != "meta"}
         watched = list(found.values())
-        if not watched or any(_is_capturing(p.device) for p in watched):
+        if not watched or any(is_recording(p.device) for p in watched):
             return False
         values = torch.cat([p[:: -(-p.numel() // _VALUES)].to(watched[0].device) for p in watched])
         before, self._values = self._values, (tuple(found), values)
@@ -141,7 +141,3 @@ class UnscaledStepWarning:
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
         self._forget_optimizers()
-
-
-def _is_capturing(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()

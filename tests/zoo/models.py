@@ -33,7 +33,9 @@ def projection(output: Any) -> Tensor:
     generator = torch.Generator().manual_seed(0)
     tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
     floating = [leaf.float() for leaf in tensors if leaf.is_floating_point()]
-    return sum((leaf * torch.randn(leaf.shape, generator=generator)).mean() for leaf in floating)
+    return sum(
+        (leaf * torch.randn(leaf.shape, generator=generator).to(leaf.device)).mean() for leaf in floating
+    )
 
 
 @dataclass(frozen=True)
