@@ -83,5 +83,5 @@ MODELS = SMALL | LARGE
 def made(name: str, device: str) -> Made:
     """Returns a model and its inputs on a device, the same each time."""
     torch.manual_seed(0)
-    model, args = MODELS[name]()
-    return model.to(device), tuple(a.to(device) for a in args)
+    with torch.device(device):
+        return MODELS[name]()
