@@ -45,6 +45,7 @@ from .fake_tensors import (
     result_dtypes,
     with_dtypes,
 )
+from .foreach_fusion import sound_foreach_fusion
 from .forked import after_fork, new_lock
 from .global_hooks import has_global_hooks, no_global_hooks, optimizer_hooks
 from .grad_scaler import is_scaled_by_grad_scaler
@@ -236,6 +237,7 @@ __all__ = [
     "size_expression",
     "size_hint",
     "sizes_written_as_numbers",
+    "sound_foreach_fusion",
     "storage_key",
     "store_of_ranks",
     "stream_handle",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch import Tensor, fx
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
-from .._compat import compiled_by_dynamo, note_step
+from .._compat import compiled_by_dynamo, note_step, sound_foreach_fusion
 from ..module import AmpModule
 from ..passes.analysis.alias import written_memory
 from ..runtime.captured_graph import CapturedGraph
@@ -85,7 +85,7 @@ class WholeStep(State):
         self._fresh = {id(c) for c, m in self._pairs if id(c) in written or id(m) not in written}
         if traced.is_compiled:
             backend, mode = amp.options.backend, amp.options.mode
-            self._run = compiled_by_dynamo(graph_module, backend, mode=mode, fullgraph=True)
+            self._run = _soundly(compiled_by_dynamo(graph_module, backend, mode=mode, fullgraph=True))
         else:
             self._run = flat_program(graph_module)
 
@@ -127,6 +127,22 @@ class WholeStep(State):
         optimizer.zero_grad(set_to_none=True)
         if self._pairs:
             torch._foreach_copy_([copy for copy, _ in self._pairs], [master for _, master in self._pairs])
+
+
+def _soundly(run: Callable) -> Callable:
+    """Returns a function that compiles at its first call."""
+    is_compiled = False
+
+    def call(*inputs: Tensor) -> Any:
+        nonlocal is_compiled
+        if is_compiled:
+            return run(*inputs)
+        with sound_foreach_fusion():
+            outputs = run(*inputs)
+        is_compiled = True
+        return outputs
+
+    return call
 
 
 def _written(graph_module: fx.GraphModule) -> set[int]:

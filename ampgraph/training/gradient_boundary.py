@@ -28,6 +28,7 @@ from torch.autograd import Function
 from torch.fx import traceback as fx_traceback
 
 from .._compat import (
+    FakeTensor,
     flag_if_not_finite,
     is_batched,
     is_compiling,
@@ -43,6 +44,8 @@ from .scale_state import CHECKED
 # A trace carries an annotation onto every node made inside it.
 _ROLE_KEY = "ampgraph_boundary"
 _NOT_TRACED = nullcontext()
+# A step as one graph is traced with fake tensors.
+_PLAIN = (Tensor, FakeTensor)
 _traced = LocalSwitch()
 
 
@@ -299,6 +302,7 @@ class ShadowWeights(Function):
     @returns_no_argument
     def forward(ctx: Any, copies: tuple[Tensor, ...], *parameters: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
+        ctx.fuses = is_for_a_compiler()
         views = tuple([t.detach() for t in copies])
         needed = ctx.needs_input_grad[1:]
         if not all(needed):
@@ -308,8 +312,30 @@ class ShadowWeights(Function):
     @staticmethod
     @never_compiled
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        if not ctx.fuses and any(g is not None and g.is_cuda for g in grads):
+            return None, *_widened(grads)
         # Autograd casts a gradient to the dtype of its input, faster than a call of `to` for each.
         return None, *grads
+
+
+def _widened(grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Returns gradients with the plain ones among them in float32.
+
+    CUDA's kernel for a list of copies moves the same bytes as casts in half the time (H200, torch 2.11), and
+    is one for many gradients.
+    """
+    if torch.is_grad_enabled() or any(g is not None and is_batched(g) for g in grads):
+        return [*grads]
+    low = [g for g in grads if g is not None and _is_plain_low(g)]
+    wide = [torch.empty_like(g, dtype=torch.float32) for g in low]
+    if low:
+        torch._foreach_copy_(wide, low)
+    wide_of = {id(g): w for g, w in zip(low, wide, strict=True)}
+    return [wide_of.get(id(g), g) for g in grads]
+
+
+def _is_plain_low(grad: Tensor) -> bool:
+    return type(grad) in _PLAIN and grad.dtype != torch.float32 and grad.layout == torch.strided
 
 
 def shadow_weights(*tensors: Tensor) -> tuple[Tensor, ...]:

@@ -1,0 +1,30 @@
+"""A mend of Inductor's fusion of lists (torch 2.11 to 2.15): kernels for GPUs run the parts side by side.
+
+Inductor fuses what makes a tensor into one part of such a kernel, although other parts of it read the tensor
+too: they read memory that is not written yet. Seen on an H200 with torch 2.11: the number that says whether a
+step is skipped, made in one part, and read in the parts of all parameters.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+_lock = threading.RLock()
+
+
+@contextlib.contextmanager
+def sound_foreach_fusion() -> Iterator[None]:
+    """Inductor fuses into a kernel over lists only what one of its parts reads."""
+    from torch._inductor.scheduler import ForeachKernelSchedulerNode as Kernel
+
+    def only_reader(self: Any, producer: Any) -> Any:
+        made = {buffer.get_name() for buffer in producer.get_outputs()}
+        readers = [part for part in self.snodes if any(r.name in made for r in part.read_writes.reads)]
+        return readers[0] if len(readers) == 1 else None
+
+    with _lock, mock.patch.object(Kernel, "get_consumer_subnode_for", only_reader):
+        yield
