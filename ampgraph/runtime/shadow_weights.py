@@ -29,6 +29,7 @@ from .._compat import (
 )
 from ..proxy.all_parameters import all_parameters
 from ..training.optimizer_steps import tell_after_steps
+from .empty_copies import empty_copies
 from .writers import Writers
 
 # Names of the inputs of a just-in-time graph that hold low copies.
@@ -50,10 +51,9 @@ class _Shadow:
         self.master, self.name = weakref.ref(master), name
         watch_data(master)
 
-    def make(self, master: Tensor, dtype: torch.dtype) -> None:
-        """Makes an empty copy."""
-        self.copy = torch.empty_like(master, dtype=dtype, requires_grad=False)
-        self.alias = self.copy.data
+    def hold(self, copy: Tensor) -> None:
+        """Takes a copy, which need not have the values yet."""
+        self.copy, self.alias = copy, copy.data
 
 
 class _State(NamedTuple):
@@ -256,8 +256,8 @@ class ShadowWeights(nn.Module):
         if not self._shadows:
             tell_after_steps(self)
         for master in new:
-            shadow = self._shadows[id(master)] = _Shadow(master, f"weight_{next(self._numbers)}")
-            self._make(shadow, master)
+            self._shadows[id(master)] = _Shadow(master, f"weight_{next(self._numbers)}")
+        self._make([self._shadows[id(master)] for master in new], new)
         self._columns = _Columns.of(self._shadows.values())
         self._seen = _State(*([*field, *[-1] * len(new)] for field in self._seen))
         self._asked = -1
@@ -308,17 +308,18 @@ class ShadowWeights(nn.Module):
     def _make_others(self, stale: Sequence[int], sources: Sequence[Tensor]) -> None:
         """Replaces copies of another size or on another device than their parameters."""
         shadows = [*self._shadows.values()]
-        for i, master in zip(stale, sources, strict=True):
-            copy = shadows[i].copy
-            if (copy.device, copy.shape) != (master.device, master.shape):
-                self._make(shadows[i], master)
-                self.replaced += 1
+        pairs = [(shadows[i], master) for i, master in zip(stale, sources, strict=True)]
+        other = [(s, m) for s, m in pairs if (s.copy.device, s.copy.shape) != (m.device, m.shape)]
+        self._make([shadow for shadow, _ in other], [master for _, master in other])
+        self.replaced += len(other)
         self._columns = _Columns.of(shadows)
 
-    def _make(self, shadow: _Shadow, master: Tensor) -> None:
+    def _make(self, shadows: Sequence[_Shadow], masters: Sequence[Tensor]) -> None:
         with _plainly():
-            shadow.make(master, self._low_dtype)
-        object.__setattr__(self, shadow.name, shadow.copy)
+            copies = empty_copies(masters, self._low_dtype)
+        for shadow, copy in zip(shadows, copies, strict=True):
+            shadow.hold(copy)
+            object.__setattr__(self, shadow.name, copy)
 
 
 class _Home:

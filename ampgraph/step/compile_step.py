@@ -19,8 +19,9 @@ from ..proxy.all_parameters import all_parameters
 from ..training.distributed import is_distributed
 from ..training.optimizer_step import parameters_of
 from .fit import Fit, Key, is_size, loss_of, varying_settings
+from .reasons import why
 from .state import Refused
-from .trace_step import trace_step, why
+from .trace_step import trace_step
 from .whole_step import WholeStep
 
 # Each kind of arguments and of settings has a graph, and a kind has one for each set of Python values.

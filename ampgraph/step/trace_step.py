@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import logging
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -19,12 +18,9 @@ from .._compat import (
     FakeTensor,
     KernelLayouts,
     compiled_calls,
-    is_read_of_a_value,
-    is_untraced_generator,
     storage_key,
 )
 from ..capture.ahead_of_time import capturing
-from ..capture.user_code import user_line
 from ..errors import AmpGraphError, NoStateError
 from ..module import AmpModule
 from ..policy.loss_scale import DynamicLossScale, adapted, adapted_by_kernel
@@ -41,12 +37,11 @@ from .fit import PLAIN, is_size, loss_of
 from .grad_mode import keep_workspaces
 from .live_graph import has_generator, hold_live, live_tensors
 from .optimizer_math import can_update, update
+from .reasons import reason_of
 from .state import Refused
 from .surroundings import Surroundings
 from .traced_model import TracedModel
 from .whole_step import Rates, Traced, WholeStep, scale_inputs, take
-
-log = logging.getLogger("ampgraph")
 
 # Backends that compile nothing, and those that fuse an update in ops with the backward before it.
 EAGER, FUSING = ("eager", "aot_eager"), ("inductor",)
@@ -90,28 +85,7 @@ def trace_step(
     except NoStateError:
         raise
     except Exception as error:  # user code and torch's tracing may raise anything; the loop is as right
-        return Refused(amp, surroundings, tracer.traced.used, _reason(error))
-
-
-def _reason(error: Exception) -> str:
-    """Returns why a step cannot be one graph, from the error of its trace."""
-    if isinstance(error, AmpGraphError):
-        return str(error)
-    if is_untraced_generator(error):
-        return "loss_fn draws from a torch.Generator, which this version of torch does not trace"
-    if is_read_of_a_value(error):
-        line = user_line(error)
-        return f"loss_fn reads the value of a tensor, which a graph does not know{line and f' ({line})'}"
-    return why("tracing", error)
-
-
-def why(work: str, error: Exception) -> str:
-    """Returns the first line of an error, and that of the C++ compiler if one speaks in it."""
-    log.info("compile_step", exc_info=error)
-    lines = str(error).strip().splitlines() or [""]
-    first = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
-    said = next((f": {line.partition(' error: ')[2]}" for line in lines[1:] if " error: " in line), "")
-    return f"{work} fails with {type(error).__name__}: {first}{said}"
+        return Refused(amp, surroundings, tracer.traced.used, reason_of(error))
 
 
 def _graph_of(

@@ -308,7 +308,7 @@ class LossScaler(ScaleNumbers):
         Raises:
             PolicyError: The call is recorded as a CUDA graph, and steps may be skipped.
         """
-        if self.skips() and is_recording(self.state.scale.device):
+        if self.is_enabled() and self.skips() and is_recording(self.state.scale.device):
             raise PolicyError(_RECORDED)
         if self.skips():
             self._watch.check()
