@@ -66,6 +66,25 @@ def test_a_call_with_scans_of_compilers_is_captured_as_an_export() -> None:
     assert "upsample_nearest" in ops(amp)
 
 
+def _recurrence_of_compilers(x: Tensor) -> Tensor:
+    from torch._higher_order_ops.associative_scan import associative_scan_op
+
+    if not torch.compiler.is_compiling():
+        states = [x[0]]
+        for row in x[1:]:
+            states.append(row * states[-1] + row)
+        return torch.stack(states)
+
+    # `associative_scan` does so for tensors on a GPU.
+    return associative_scan_op(lambda a, b, c, d: (a * c, c * b + d), (x, x), ())[1]
+
+
+def test_a_call_with_the_scan_op_has_the_gradients_of_an_export() -> None:
+    model = Asking(_recurrence_of_compilers)
+    amp = ampgraph.convert(model, (X,), policy="O0", capture="ahead of time")
+    assert "associative_scan" not in ops(amp)
+
+
 class Failing(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         torch.compiler.is_exporting()

@@ -209,3 +209,27 @@ def test_a_reference_cycle_that_forward_leaves_behind_keeps_nothing(recwarn):
     amp = ampgraph.convert(Cycle(), (BATCHES[0],), capture="ahead of time", **EXACT)
     assert torch.equal(amp(BATCHES[2]), BATCHES[2] * 2 + 1)
     assert not recwarn
+
+
+class Irrep(tuple):
+    """As e3nn has them: a tuple that refuses what would be ambiguous."""
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+
+def test_tuples_without_a_length_are_read() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.irrep, self.more = nn.Linear(4, 4), Irrep((1, -1)), [Irrep((0, 1))]
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            degree, parity = self.irrep
+            return self.linear(x) * degree * parity
+
+    x, model = torch.randn(2, 4), Model()
+    amp = ampgraph.convert(model, (x,), policy="O0", capture="ahead of time")
+    assert torch.equal(amp(x), model(x))
+    model.irrep = Irrep((2, 1))
+    assert torch.equal(amp(x), model(x))

@@ -96,3 +96,37 @@ def test_tools_free_a_model_captured_just_in_time(tool) -> None:
     del source, amp
     gc.collect()
     assert [each() for each in gone] == [None] * 3
+
+
+def _wrapped(forward):
+    def wrapper(self, *args):
+        torch._dynamo.graph_break()
+        return forward(self, *args)
+
+    return wrapper
+
+
+class Wrapped(nn.Module):
+    """Its class shares a wrapper with others, as the models of transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    @_wrapped
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        torch._dynamo.graph_break()
+        return self.linear(x)
+
+
+@pytest.mark.filterwarnings("error:.*unconverted")
+def test_models_with_one_wrapper_share_no_limit_and_no_graphs_of_models_that_are_gone() -> None:
+    """In torch 2.11 a refused wrapper ran what it called with graphs of any model."""
+    x = torch.randn(2, 4)
+    with torch._dynamo.config.patch(recompile_limit=3):
+        for cls in (Wrapped, *(type(f"Wrapped{i}", (Wrapped,), {}) for i in range(4)), Wrapped):
+            model = cls()
+            amp = ampgraph.convert(model, dtype=torch.bfloat16, backend="eager", capture="just in time")
+            assert not torch.equal(amp(x), model(x))
+            del amp
+            gc.collect()

@@ -21,7 +21,7 @@ from torch.fx import GraphModule, Node
 from torch.nn import Module, RNNBase
 from torch.utils.hooks import RemovableHandle
 
-from .guarded_calls import guards, guards_of_whole
+from .guarded_calls import compiling_for, guards, guards_of_whole
 from .modes import active_data_parallel, is_compiling, is_traced
 from .quiet import ignore_contexts_of_dynamo
 from .version import VERSION
@@ -52,9 +52,18 @@ def compiled_by_dynamo(
     """
     ignore_contexts_of_dynamo()
     held = _Held(backend) if isinstance(backend, FunctionType) else None
-    compiled = _compiled_for(model, held.for_dynamo() if held else backend, keeps_whole, **given)
-    compiled.held = held  # type: ignore[attr-defined]  # the only strong reference to it
-    return compiled
+    seen = held.for_dynamo() if held else backend
+    compiled = _compiled_for(model, seen, keeps_whole, **given)
+    own = seen if held else None
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            return compiled(*args, **kwargs)
+        with compiling_for(own):
+            return compiled(*args, **kwargs)
+
+    call.held = held  # type: ignore[attr-defined]  # the only strong reference to it
+    return call
 
 
 class _Held:

@@ -5,14 +5,16 @@ Tried on torch 2.11, 2.13 and 2.14, where no other versions are named.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 import torch
+from torch._C._dynamo.eval_frame import _FrameAction
 
 from .tracing import compiled_calls
 from .version import VERSION
@@ -83,6 +85,10 @@ def _replacements() -> tuple[tuple[Any, str, Any, Any], ...]:
     name = "exceeds_recompile_limit"
     if (exceeds := vars(convert_frame).get(name)) is not None:
         found.append((convert_frame, name, exceeds, _own_limit_only(exceeds)))
+    if VERSION < (2, 13):  # without `isolate_recompiles`
+        for name, replacement in (("compute_cache_size", _own_entries), ("FrameExecStrategy", _own_strategy)):
+            of_torch = vars(convert_frame)[name]
+            found.append((convert_frame, name, of_torch, replacement(of_torch)))
     helper, name = getattr(autograd_function, "DynamoAutogradFunctionTraceHelper", None), "fwd_trace_helper"
     if helper is not None:
         found.append((helper, name, vars(helper)[name], staticmethod(_trace_helper(getattr(helper, name)))))
@@ -103,7 +109,70 @@ def _own_limit_only(exceeds: Callable) -> Callable:
     return check
 
 
+def _own_entries(of_torch: Callable) -> Callable:
+    """Returns Dynamo's count of what it compiled of a code object, in calls of a model only for that model.
+
+    Otherwise models that share a wrapper of their layers use up the limit for each other.
+    """
+
+    def count(frame: Any, entry: Any) -> Any:
+        backend = getattr(_here, "backend", None)
+        return of_torch(frame, entry if backend is None else _own_from(entry, backend))
+
+    return count
+
+
+class _Own:
+    """An entry of Dynamo's cache whose next one is of the same backend."""
+
+    def __init__(self, entry: Any, backend: Callable) -> None:
+        self._entry, self._backend = entry, backend
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._entry, name)
+
+    @property
+    def next(self) -> _Own | None:
+        return _own_from(self._entry.next, self._backend)
+
+
+def _own_from(entry: Any, backend: Callable) -> _Own | None:
+    """Returns the first of an entry and those after it that is of a backend."""
+    while entry is not None:
+        # torch.compile wraps what it is given.
+        if getattr(entry.backend, "compiler_fn", entry.backend) is backend:
+            return _Own(entry, backend)
+        entry = entry.next
+    return None
+
+
+def _own_strategy(of_torch: Callable) -> Callable:
+    """Returns Dynamo's constructor for what happens to a refused function, in calls of models only to itself.
+
+    Dynamo would run what the function calls with graphs of any backend whose guards hold: those of other
+    models, or of some that are gone. What Dynamo compiled of the function itself runs on.
+    """
+
+    def strategy(current: Any, inside: Any) -> Any:
+        if getattr(_here, "calls", 0) and inside == _FrameAction.RUN_ONLY:
+            return of_torch(_FrameAction.RUN_ONLY, _FrameAction.DEFAULT)
+        return of_torch(current, inside)
+
+    return strategy
+
+
 _here = threading.local()
+
+
+@contextlib.contextmanager
+def compiling_for(backend: Callable | None) -> Iterator[None]:
+    """Tells `_own_entries` which backend this thread compiles with; None if Dynamo sees another object."""
+    before = getattr(_here, "backend", None)
+    _here.backend = backend
+    try:
+        yield
+    finally:
+        _here.backend = before
 
 
 def times_refused() -> int:

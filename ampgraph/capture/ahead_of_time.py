@@ -164,8 +164,8 @@ def _exported(
 ) -> ExportedProgram:
     """Captures a call of the model; where the sizes may change, or a call cannot be captured, an export.
 
-    Code that is compiled but not exported may run a scan of ``torch.func`` in place of the loop of a call.
-    Then an export has the loop too.
+    Code that is compiled but not exported may run a scan of ``torch.func``, or on a GPU the op
+    ``associative_scan``, in place of the loop of a call. Then an export has the loop too.
     """
     given = model, args, kwargs, dynamic_shapes, reads, gradients
     asked: list[str] = []
@@ -176,16 +176,20 @@ def _exported(
         except AheadOfTimeError:
             if not asked:
                 raise
-    if program is not None and not (asked and _has_transforms(program)):
+    if program is not None and not (asked and _has_scans(program)):
         return program
     other = _traced(*given, contextlib.nullcontext())
-    return program if program is not None and _has_transforms(other) else other
+    return program if program is not None and _has_scans(other) else other
 
 
-def _has_transforms(program: ExportedProgram) -> bool:
-    """Whether a graph enters transforms of ``torch.func``."""
+def _has_scans(program: ExportedProgram) -> bool:
+    """Whether a graph enters transforms of ``torch.func``, or runs the op ``associative_scan``.
+
+    The backward of the op takes no gradient from one tensor of several to another: with ``(a, b)`` of a
+    recurrence ``a * state + b``, the gradient of ``a`` is zero (torch 2.11; pytorch/pytorch#172568).
+    """
     names = (getattr(node.target, "__name__", "") for node in program.graph_module.graph.nodes)
-    return any(name.endswith("_increment_nesting") for name in names)
+    return any(name.endswith("_increment_nesting") or name == "associative_scan" for name in names)
 
 
 @traced_nodes_forgotten()

@@ -61,7 +61,7 @@ def _leaves(value: Any, depth: int) -> list[object] | None:
     """Returns the leaves, or None if there are too many."""
     if not is_container(value):
         return [value]
-    if depth > _DEEPEST or len(value) > _MOST_LEAVES:
+    if depth > _DEEPEST or length_of(value) > _MOST_LEAVES:
         return None
     found: list[object] = []
     for item in _inside(value):
@@ -85,6 +85,12 @@ def items_of(container: Any) -> list[tuple[Any, Any]]:
     if issubclass(base, dict):
         return [*base.items(container)]
     return [*enumerate(base.__iter__(container))]
+
+
+def length_of(container: Any) -> int:
+    """Returns the number of items, past what a class of the user's makes of ``len``; e3nn's Irrep raises."""
+    length: int = _base(container).__len__(container)
+    return length
 
 
 def copied(value: Any) -> Any:
@@ -120,7 +126,10 @@ def alike(a: object, b: object, depth: int = 0) -> bool:
     if isinstance(a, dict) and isinstance(b, dict):
         return alike([*a.keys()], [*b.keys()], depth + 1) and alike([*a.values()], [*b.values()], depth + 1)
     if isinstance(a, _SEQUENCES) and isinstance(b, _SEQUENCES):
-        return len(a) == len(b) and all(alike(x, y, depth + 1) for x, y in zip(a, b, strict=True))
+        mine, other = items_of(a), items_of(b)
+        return len(mine) == len(other) and all(
+            alike(x, y, depth + 1) for (_, x), (_, y) in zip(mine, other, strict=True)
+        )
     return False
 
 

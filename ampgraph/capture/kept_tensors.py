@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from .._compat import FakeTensor
 from .code_place import GONE, Place
+from .containers import items_of, length_of
 from .held_objects import objects_inside
 from .user_code import is_foreign
 
@@ -169,11 +170,11 @@ class KeptTensors:
 
 def _containers_in(value: Any, depth: int = _DEPTH) -> Iterator[Any]:
     """Yields a list or dict, unless it is long, and those inside it."""
-    if not isinstance(value, _CONTAINERS) or len(value) > _MOST_ITEMS or not depth:
+    if not isinstance(value, _CONTAINERS) or length_of(value) > _MOST_ITEMS or not depth:
         return
     if type(value) in _RESTORABLE:
         yield value
-    for item in value.values() if isinstance(value, dict) else value:
+    for _, item in items_of(value):
         yield from _containers_in(item, depth - 1)
 
 
