@@ -32,3 +32,12 @@ def test_what_two_parts_read_goes_into_none() -> None:
         assert part_for(node("z"), FIRST, SECOND, THIRD) is THIRD
         assert part_for(node("other"), FIRST, SECOND, THIRD) is None
     assert part_for(node("found"), FIRST, SECOND, THIRD) is SECOND
+
+
+def test_loops_of_lists_are_not_reordered() -> None:
+    from torch._inductor.scheduler import ForeachKernelSchedulerNode as Kernel
+
+    before = Kernel.reorder_loops_by_dep_pair
+    with sound_foreach_fusion():
+        assert Kernel.reorder_loops_by_dep_pair(SimpleNamespace(), None, None) is False
+    assert Kernel.reorder_loops_by_dep_pair is before

@@ -3,6 +3,8 @@
 Inductor fuses what makes a tensor into one part of such a kernel, although other parts of it read the tensor
 too: they read memory that is not written yet. Seen on an H200 with torch 2.11: the number that says whether a
 step is skipped, made in one part, and read in the parts of all parameters.
+
+Torch 2.11 also tries to reorder the loops of such a kernel, and raises an assertion if a part is fused.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ _lock = threading.RLock()
 
 @contextlib.contextmanager
 def sound_foreach_fusion() -> Iterator[None]:
-    """Inductor fuses into a kernel over lists only what one of its parts reads."""
+    """Inductor fuses into a kernel over lists only what one part of it reads, and keeps its loops."""
     from torch._inductor.scheduler import ForeachKernelSchedulerNode as Kernel
 
     def only_reader(self: Any, producer: Any) -> Any:
@@ -26,5 +28,6 @@ def sound_foreach_fusion() -> Iterator[None]:
         readers = [part for part in self.snodes if any(r.name in made for r in part.read_writes.reads)]
         return readers[0] if len(readers) == 1 else None
 
-    with _lock, mock.patch.object(Kernel, "get_consumer_subnode_for", only_reader):
+    mended = {"get_consumer_subnode_for": only_reader, "reorder_loops_by_dep_pair": lambda *_: False}
+    with _lock, mock.patch.multiple(Kernel, **mended):
         yield
