@@ -249,18 +249,29 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--page", type=Path, help="where to write the page; default: print it")
     parser.add_argument("--processes", type=int, default=1, help="default: %(default)s")
+    parser.add_argument("--only", default="", help="cases whose name contains this")
     options = parser.parse_args(argv)
     kinds = [
         (task, level, *backend) for backend in BACKENDS for task in range(len(TASKS)) for level in LEVELS
     ]
     cases = [Case(*kind, one_graph) for kind in kinds for one_graph in (False, True)]
+    cases = [case for case in cases if options.only in ", ".join(case.cells())]
     rows = []
     with multiprocessing.get_context("spawn").Pool(options.processes) as pool:
         for row in pool.imap(check, cases):
             rows.append(row)
             print(*row, file=sys.stderr, flush=True)
+            if options.page:  # an interrupted run leaves what it has found
+                options.page.write_text(page(rows), encoding="utf-8")
+    if not options.page:
+        print(page(rows))
+    return 1 if any(row[-1] != "ok" for row in rows) else 0
+
+
+def page(rows: list[list[str]]) -> str:
+    """Returns the report as Markdown."""
     where = torch.cuda.get_device_name() if CUDA else "A CPU, and small models"
-    text = "\n\n".join(
+    return "\n\n".join(
         [
             "# Training on a GPU" if CUDA else "# A trial run on a CPU",
             f"Written by `python tools/gpu_check.py` at commit {commit()}. {where}; {machine()}.",
@@ -270,11 +281,6 @@ def main(argv: list[str] | None = None) -> int:
             "",
         ]
     )
-    if options.page:
-        options.page.write_text(text, encoding="utf-8")
-    else:
-        print(text)
-    return 1 if any(row[-1] != "ok" for row in rows) else 0
 
 
 if __name__ == "__main__":
