@@ -159,6 +159,8 @@ def make_case(
             inputs[i] = inputs[i].to(low)
     case = Case(model, inputs, low, differentiable=grad, scaled=form in RANGE_FORMS)
     try:
+        if DEVICE != "cpu":
+            _try_on_cpu(model, inputs)
         one, other = run(model, case), run(model, case, seed=1)
         case.random = uninitialized or not all(map(same, one.outputs, other.outputs))
     except Exception as error:
@@ -166,6 +168,13 @@ def make_case(
             return make_case(function, call, form, low, grad=False)
         raise Unusable(f"{type(error).__name__}: {first_line(error)}") from error
     return case
+
+
+def _try_on_cpu(model: OneOp, inputs: list[torch.Tensor]) -> None:
+    """Raises an error for values that an op refuses: a GPU would refuse all calls after one of them."""
+    wide = [t.float() if is_float(t) else t for t in inputs]
+    with torch.no_grad(), quiet():
+        model(*(t.detach().cpu() for t in wide))
 
 
 def op_names() -> list[str]:

@@ -176,6 +176,13 @@ def test_the_set_reaches_up_to_where_the_value_is_in_range_again():
     assert decisions(norm, X)["mean"].because == ("mul",)
 
 
+def test_squares_of_a_local_response_norm_are_averaged_behind_a_pad():
+    images = torch.randn(2, 3, 4, 4)
+    weight = torch.randn(8, 3, 1, 1)
+    found = pinned(lambda x: F.local_response_norm(F.conv2d(x, weight), 5), images)
+    assert found["mul"] == "a square that is summed: above 65504 from 256 on"
+
+
 REASONS = {
     "exp without the maximum subtracted: above 65504 from 11.1 on": lambda x: low(x).exp() * 2,
     "a power of 4: above 65504 from 16 on": lambda x: low(x) ** 4 * 2,

@@ -9,8 +9,8 @@ The ways run in turns, in another order each round; each figure is a median. A s
 with loss, backward, finite check, and optimizer with the update of the scale; `compile_step` is one part.
 Syncs are reads of a value by the host, counted below autograd. On CUDA alone: peak memory is that of the
 allocator, less what was there before the model was made, and kernels are those that the profiler sees in one
-step, copies included. Agreement is the largest distance of the loss from float32's over the steps, relative
-to float32's first loss.
+step, copies included. The last column is the largest distance of the loss from the first way's over the
+steps, relative to its first loss.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import math
 import random
 import statistics
 import sys
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -41,7 +42,7 @@ import ampgraph
 
 Timer = Callable[[], None]
 WAYS = ("float32", "autocast", "to(low)", "O1", "O2", "O1, one graph", "O2, one graph")
-MOST_KERNELS = 14
+MOST_KERNELS, LEAST_ROUNDS = 14, 3
 
 
 @dataclass
@@ -193,17 +194,24 @@ def measure(title: str, options: argparse.Namespace) -> list[Row]:
     low = getattr(torch, options.dtype)
     ways: dict[str, Way] = {}
     figures: dict[str, dict[str, Any]] = {}
+    end = time.perf_counter() + options.seconds
     for name in options.ways:
         start = time.perf_counter()
+        if start > end:
+            print(f"{title}, {name}: no time left", file=sys.stderr, flush=True)
+            continue
         ways[name], figures[name] = first_figures(name, title, options, low)
         print(f"{title}, {name}: {time.perf_counter() - start:.1f} s", file=sys.stderr, flush=True)
     parts: dict[str, list[list[float]]] = {name: [] for name in ways}
     totals: dict[str, list[float]] = {name: [] for name in ways}
-    for name in _turns(options):
-        parts[name].append(parts_of(ways[name]))
-        totals[name].append(whole(ways[name]))
+    for index, names in enumerate(_rounds(ways, options.rounds)):
+        if index > LEAST_ROUNDS and time.perf_counter() > end:
+            break
+        for name in names:
+            parts[name].append(parts_of(ways[name]))
+            totals[name].append(whole(ways[name]))
     rows = []
-    exact = figures[options.ways[0]]["losses"]
+    exact = next(iter(figures.values()))["losses"]
     for name, shown in figures.items():
         losses = shown.pop("losses")
         apart = max(abs(a - b) for a, b in zip(losses, exact, strict=True)) / exact[0]
@@ -213,16 +221,18 @@ def measure(title: str, options: argparse.Namespace) -> list[Row]:
     return rows
 
 
-def _turns(options: argparse.Namespace) -> list[str]:
-    """Returns the ways in the order of their turns.
+def _rounds(ways: Iterable[str], count: int) -> Iterator[list[str]]:
+    """Yields the ways in the order of their turns, round by round.
 
     A GPU is faster after a way that takes less power, such as float32 without tensor cores. So the order
-    differs in each round, and float32 has rounds of its own.
+    differs in each round, and float32 has a round of its own.
     """
-    low = [way for way in options.ways if way != "float32"]
+    low = [way for way in ways if way != "float32"]
+    if len(low) < len([*ways]):
+        yield ["float32"] * min(count, LEAST_ROUNDS)
     draw = random.Random(0)
-    turns = [way for _ in range(options.rounds) for way in draw.sample(low, len(low))]
-    return ["float32"] * (len(options.ways) - len(low)) * options.rounds + turns
+    for _ in range(count):
+        yield draw.sample(low, len(low))
 
 
 def parse() -> argparse.Namespace:
@@ -235,6 +245,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--dtype", choices=("bfloat16", "float16"), default="bfloat16")
     parser.add_argument("--compiled", action="store_true", help="torch.compile, and backend='inductor'")
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--seconds", type=float, default=math.inf, help="time for each model, roughly")
     parser.add_argument("--steps", type=int, default=50, help="for the agreement of losses, and as warm-up")
     parser.add_argument("--json", type=Path, help="where to write the figures")
     parser.add_argument("--read", type=Path, nargs="+", help="measures nothing: figures written before")

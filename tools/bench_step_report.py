@@ -39,7 +39,7 @@ def table(title: str, rows: list[dict[str, Any]]) -> list[str]:
 def page(runs: list[dict[str, Any]], description: str, drawing: Path | None) -> str:
     """Returns a page of several runs."""
     lines = ["# Time of a training step", ""]
-    commits = ", ".join(dict.fromkeys(run["commit"] for run in runs))
+    commits = ", ".join(dict.fromkeys(commit for run in runs for commit in run["commit"].split(", ")))
     machines = "; ".join(dict.fromkeys(run["machine"] for run in runs))
     lines += [f"Written by `python tools/bench_step.py` at commit {commits}. {machines}.", ""]
     lines += [*description.split("\n\n")[2].splitlines(), ""]

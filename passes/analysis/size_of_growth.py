@@ -21,7 +21,7 @@ AVERAGES = "avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_po
 _SUMS = frozenset(f"sum nansum cumsum mean nanmean scatter_add index_add trace {AVERAGES}".split(" "))
 
 
-_PASSED = frozenset(("add", "sub", "mul", "masked_fill", "where"))
+_PASSED = frozenset(("add", "sub", "mul", "masked_fill", "where", "pad", "constant_pad_nd"))
 
 # Activations may be as large. A power or a product that leaves float16's range before that is large.
 MODERATE = 16.0
