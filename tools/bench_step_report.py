@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 PARTS = ("forward", "backward", "check", "optimizer")
+_SHOWN = 6  # kernels
 COLORS = {"float32": "#bbbbbb", "autocast": "#888888", "to(low)": "#dddddd"}
 
 
@@ -33,7 +35,21 @@ def table(title: str, rows: list[dict[str, Any]]) -> list[str]:
         cells += ["" if row[key] is None else f"{row[key]:,.0f}" for key in ("peak_memory", "kernels")]
         cells += [str(row["syncs"]), f"{row['agreement']:.1e}"]
         lines.append(f"| {' | '.join(cells)} |")
+    if rows[0]["longest_kernels"]:
+        lines += ["", "Longest kernels of a step, with their number and milliseconds:", ""]
+        lines += [f"- {row['way']}: {_kernels(row['longest_kernels'])}" for row in rows]
     return [*lines, ""]
+
+
+def _kernels(longest: list[tuple[str, int, float]]) -> str:
+    """Returns kernels by name, without namespaces and what they are made for."""
+    found: dict[str, list[float]] = {}
+    for name, count, ms in longest:
+        short = re.sub(r"^void |\(anonymous namespace\)::|at::native::", "", name)
+        total = found.setdefault(re.split(r"[<(]", short)[0], [0, 0.0])
+        total[0], total[1] = total[0] + count, total[1] + ms
+    ordered = sorted(found.items(), key=lambda item: -item[1][1])[:_SHOWN]
+    return ", ".join(f"`{name}` {count:.0f}: {ms:.2f}" for name, (count, ms) in ordered)
 
 
 def page(runs: list[dict[str, Any]], description: str, drawing: Path | None) -> str:

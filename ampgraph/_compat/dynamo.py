@@ -52,17 +52,23 @@ def compiled_by_dynamo(
     """
     ignore_contexts_of_dynamo()
     held = _Held(backend) if isinstance(backend, FunctionType) else None
-    seen = held.for_dynamo() if held else backend
-    compiled = _compiled_for(model, seen, keeps_whole, **given)
-    own = seen if held else None
+    own = held.for_dynamo() if held else None
+    compiled = _compiled_for(model, backend if own is None else own, keeps_whole, **given)
+    if own is not None and VERSION < (2, 13):
+        compiled = _counting_for(own, compiled)
+    compiled.held = held  # type: ignore[attr-defined]  # the only strong reference to it
+    return compiled
+
+
+def _counting_for(backend: Callable, compiled: Callable) -> Callable:
+    """Returns a function of which Dynamo counts what it compiles for one backend; see `compiling_for`."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():
             return compiled(*args, **kwargs)
-        with compiling_for(own):
+        with compiling_for(backend):
             return compiled(*args, **kwargs)
 
-    call.held = held  # type: ignore[attr-defined]  # the only strong reference to it
     return call
 
 

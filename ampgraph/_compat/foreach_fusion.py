@@ -28,6 +28,7 @@ def sound_foreach_fusion() -> Iterator[None]:
         readers = [part for part in self.snodes if any(r.name in made for r in part.read_writes.reads)]
         return readers[0] if len(readers) == 1 else None
 
-    mended = {"get_consumer_subnode_for": only_reader, "reorder_loops_by_dep_pair": lambda *_: False}
-    with _lock, mock.patch.multiple(Kernel, **mended):
+    parts = mock.patch.object(Kernel, "get_consumer_subnode_for", only_reader)
+    loops = mock.patch.object(Kernel, "reorder_loops_by_dep_pair", lambda *_: False)
+    with _lock, parts, loops:
         yield

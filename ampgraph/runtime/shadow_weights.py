@@ -95,9 +95,15 @@ class _Columns(NamedTuple):
     @classmethod
     def of(cls, shadows: Iterable[_Shadow]) -> _Columns:
         """Returns the fields of some shadows."""
-        rows = [(s.master, s.copy, s.alias, s.copy.shape) for s in shadows]
-        devices = [*dict.fromkeys(copy.device for _, copy, _, _ in rows if copy.is_cuda)]
-        return cls(*map(list, zip(*rows, strict=True)), devices) if rows else cls([], [], [], [], devices)
+        shadows = [*shadows]
+        copies = [s.copy for s in shadows]
+        return cls(
+            [s.master for s in shadows],
+            copies,
+            [s.alias for s in shadows],
+            [copy.shape for copy in copies],
+            [*dict.fromkeys(copy.device for copy in copies if copy.is_cuda)],
+        )
 
 
 class ShadowWeights(nn.Module):
