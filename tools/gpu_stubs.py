@@ -116,8 +116,10 @@ def restart_with_stubs() -> None:
     blas = [name for name in _undefined(loader.with_name("libtorch_cuda.so")) if name.startswith("cublas")]
     (folder / "stubs.c").write_text(_source([*_undefined(loader), *blas]))
     library = folder / "libcuda.so.1"
-    include = _folder("triton") / "backends" / "nvidia" / "include"
-    command = ["gcc", "-shared", "-fPIC", "-O1", "-w", f"-I{include}", "-Wl,-soname,libcuda.so.1"]
+    # CUDA's own headers have the structures of torch's version. They need some of Triton's.
+    own = [_folder("nvidia") / "cu13" / "include"] if importlib.util.find_spec("nvidia") else []
+    includes = [f"-I{folder}" for folder in (*own, _folder("triton") / "backends" / "nvidia" / "include")]
+    command = ["gcc", "-shared", "-fPIC", "-O1", "-w", *includes, "-Wl,-soname,libcuda.so.1"]
     try:
         subprocess.run([*command, "-o", str(library), str(folder / "stubs.c")], check=True)
     except (OSError, subprocess.CalledProcessError) as error:
