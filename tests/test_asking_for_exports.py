@@ -85,6 +85,27 @@ def test_a_call_with_the_scan_op_has_the_gradients_of_an_export() -> None:
     assert "associative_scan" not in ops(amp)
 
 
+class Scanning(nn.Module):
+    """Runs the op in calls and exports alike."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        from torch._higher_order_ops.associative_scan import associative_scan_op
+
+        if not torch.compiler.is_compiling():
+            return self.linear(x)
+        return associative_scan_op(lambda a, b: (a + b,), (self.linear(x),), ())[0]
+
+
+def test_a_scan_that_an_export_has_too_warns_of_its_gradients() -> None:
+    with pytest.warns(UserWarning, match="whose backward leaves out gradients between its tensors"):
+        amp = ampgraph.convert(Scanning(), (X,), policy="O0", capture="ahead of time")
+    assert "associative_scan" in ops(amp)
+
+
 class Failing(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         torch.compiler.is_exporting()

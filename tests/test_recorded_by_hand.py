@@ -50,7 +50,8 @@ def shadows_of(amp: ampgraph.AmpModule) -> writers.Writers:
     return shadows
 
 
-def test_a_recorded_call_copies_weights_and_later_calls_do(streams) -> None:
+@pytest.mark.parametrize(("trains", "copies"), [(False, [2]), (True, [2, 2, 2])])
+def test_a_recorded_call_copies_weights_and_calls_after_recorded_training_do(streams, trains, copies) -> None:
     _, amp = converted(Policy("O1", dtype=torch.bfloat16))
     shadows = shadows_of(amp)
     copied: list[int] = []
@@ -58,14 +59,14 @@ def test_a_recorded_call_copies_weights_and_later_calls_do(streams) -> None:
         amp(X)
     copy_weights = shadows._copy
     shadows._copy = lambda stale, *rest: (copied.append(len(stale)), copy_weights(stale, *rest))
-    with torch.no_grad():
-        for handle, recorded in ((0, False), (7, True), (0, False)):
-            streams.handle, streams.recorded = handle, recorded
+    for handle, recorded in ((0, False), (7, True), (0, False), (0, False)):
+        streams.handle, streams.recorded = handle, recorded
+        with torch.set_grad_enabled(trains and recorded):
             amp(X)
-            shadows._writers.note([CPU])
-    # After the recorded call a replay may have updated the weights. What is recorded waits for nothing else.
-    assert copied == [2, 2]
-    assert streams.waits == [(0, 7)]
+        shadows._writers.note([CPU])
+    # After recorded training a replay may have updated the weights.
+    assert copied == copies
+    assert streams.waits == [(0, 7)]  # what is recorded waits for nothing else
 
 
 def test_other_streams_wait_for_the_copies(streams) -> None:
@@ -76,8 +77,12 @@ def test_other_streams_wait_for_the_copies(streams) -> None:
         amp(X)
         assert streams.waits == []
         streams.handle = 7
+        amp(X), amp(X)
+        assert streams.waits == [(7, 0)]
+        shadows._writers.note([CPU])
+        streams.handle = 9
         amp(X)
-    assert streams.waits == [(7, 0)]
+    assert streams.waits == [(7, 0), (9, 7)]
 
 
 @pytest.mark.parametrize("scale", [DynamicLossScale(), StaticLossScale(8.0)])

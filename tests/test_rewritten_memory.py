@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -25,28 +24,33 @@ class Rewriting:
 
     def __init__(self) -> None:
         self.given: list[Tensor] = []
+        self.parameters: list[nn.Parameter] = []
         self.backend = aot_autograd(fw_compiler=self.forward, bw_compiler=self.backward)
 
     def spoil(self, spared: Any) -> None:
-        """Overwrites what graphs returned, except weights and what the caller passes now."""
-        kept = {t.untyped_storage().data_ptr() for t in spared if isinstance(t, Tensor)}
+        """Overwrites what graphs returned, except gradients and what the caller passes now."""
+        gradients = [p.grad for p in self.parameters if p.grad is not None]
+        kept = {t.untyped_storage().data_ptr() for t in (*spared, *gradients) if isinstance(t, Tensor)}
         for tensor in self.given:
             if tensor.untyped_storage().data_ptr() not in kept:
-                tensor.fill_(float("nan") if tensor.is_floating_point() else -7)
+                tensor.zero_()
         self.given.clear()
 
     def forward(self, graph: fx.GraphModule, _: Any) -> Callable:
         def run(*args: Any) -> Any:
             self.spoil(args)
-            return self.note(graph(*args))
+            return self.note(graph(*args), args)
 
         return run
 
     def backward(self, graph: fx.GraphModule, _: Any) -> Callable:
-        return lambda *args: self.note(graph(*args))
+        return lambda *args: self.note(graph(*args), args)
 
-    def note(self, results: Any) -> Any:
-        self.given += [t for t in results if isinstance(t, Tensor) and not isinstance(t, nn.Parameter)]
+    def note(self, results: Any, args: Any) -> Any:
+        """Takes the tensors that a graph has made, and none that it was given."""
+        given = {t.untyped_storage().data_ptr() for t in args if isinstance(t, Tensor)}
+        tensors = [t for t in results if isinstance(t, Tensor)]
+        self.given += [t for t in tensors if t.untyped_storage().data_ptr() not in given]
         return results
 
 
@@ -56,47 +60,61 @@ def model() -> nn.Module:
 
 
 @pytest.fixture
-def backend(monkeypatch: pytest.MonkeyPatch) -> Callable:
-    monkeypatch.setattr(Options, "records_cuda_graphs", property(lambda options: callable(options.backend)))
-    return Rewriting().backend
+def rewriting() -> Rewriting:
+    return Rewriting()
 
 
-def scales(backend: Any, parts: int, one_graph: bool) -> tuple[list[float], Any]:
+def scales(rewriting: Rewriting | None, one_graph: bool) -> tuple[list[float], Any]:
     """Trains with overflows on the way; returns the scale after each step, and the scaler's last overflow."""
-    amp = ampgraph.convert(model(), (X,), policy=POLICY, backend=backend)
+    amp = ampgraph.convert(model(), (X,), policy=POLICY, backend=rewriting.backend if rewriting else "eager")
+    if rewriting:
+        rewriting.parameters = [*amp.parameters()]
     optimizer = torch.optim.SGD(amp.parameters(), lr=0.01, fused=True)
     step = ampgraph.compile_step(amp, optimizer, lambda m, x: m(x).square().mean()) if one_graph else None
     amp.scaler.attach(optimizer)
     found = []
     for index in range(12):
-        for part in range(parts):
-            x = BAD if index in (2, 7) and part == 0 else X
-            if step is not None:
-                step(x)
-                continue
-            amp(x).square().mean().div(parts).backward()
-            # A loop that accumulates has to copy gradients of CUDA graphs itself.
-            for p in amp.parameters():
-                p.grad = copy.deepcopy(p.grad) if part + 1 < parts else p.grad
-        if step is None:
+        x = BAD if index in (2, 7) else X
+        if step is not None:
+            step(x)
+        else:
+            amp(x).square().mean().backward()
+            with torch.no_grad():
+                amp(X)  # writes to what the forward and the backward have returned
             optimizer.step()
             optimizer.zero_grad()
         found.append(amp.scaler.get_scale())
+    assert all(p.isfinite().all() for p in amp.parameters())
     return found, amp.scaler.last_overflow
 
 
-@pytest.mark.parametrize("parts", [1, 2])
-def test_a_loop(backend, parts) -> None:
-    found, last = scales(backend, parts, one_graph=False)
-    expected, _ = scales("eager", parts, one_graph=False)
+@pytest.mark.parametrize("one_graph", [False, True])
+def test_scale_and_overflows_are_those_of_the_eager_loop(rewriting, one_graph) -> None:
+    found, last = scales(rewriting, one_graph)
+    expected, _ = scales(None, one_graph)
     assert found == expected
     assert last is not None
     assert last.step == 8
 
 
-def test_a_step_as_one_graph(backend) -> None:
-    found, last = scales(backend, 1, one_graph=True)
-    expected, _ = scales("eager", 1, one_graph=True)
-    assert found == expected
-    assert last is not None
-    assert last.step == 8
+@pytest.mark.parametrize(
+    ("backend", "mode", "records"),
+    [
+        ("eager", None, False),
+        ("aot_eager", None, False),
+        ("cudagraphs", None, True),
+        ("inductor", None, False),
+        ("inductor", "default", False),
+        ("inductor", "reduce-overhead", True),
+        ("inductor", "max-autotune", True),
+        ("inductor", "max-autotune-no-cudagraphs", False),
+        (Rewriting().backend, None, True),
+    ],
+)
+def test_backends_that_may_record(backend, mode, records) -> None:
+    assert Options(POLICY, backend, mode).records_cuda_graphs == records
+
+
+def test_a_setting_of_torch_records() -> None:
+    with torch._inductor.config.patch({"triton.cudagraphs": True}):
+        assert Options(POLICY, "inductor").records_cuda_graphs

@@ -20,6 +20,7 @@ from .dynamo import (
     has_triton,
     hooks_registered,
     inductor_modes,
+    inductor_records_cuda_graphs,
     is_module_tensor,
     keep_dynamo_out,
     known_backends,
@@ -45,7 +46,7 @@ from .fake_tensors import (
     result_dtypes,
     with_dtypes,
 )
-from .foreach_fusion import sound_foreach_fusion
+from .foreach_fusion import compiling_lists_soundly, sound_foreach_fusion
 from .forked import after_fork, new_lock
 from .global_hooks import has_global_hooks, no_global_hooks, optimizer_hooks
 from .grad_scaler import is_scaled_by_grad_scaler
@@ -154,6 +155,7 @@ __all__ = [
     "cheap_source_lines",
     "compiled_by_dynamo",
     "compiled_calls",
+    "compiling_lists_soundly",
     "current_backward",
     "data_of",
     "dict_versions",
@@ -181,6 +183,7 @@ __all__ = [
     "in_float32_forward",
     "in_transform",
     "inductor_modes",
+    "inductor_records_cuda_graphs",
     "is_any_autocast_enabled",
     "is_backend_error",
     "is_batched",

@@ -18,4 +18,5 @@ def is_recording(device: torch.device) -> bool:
     """Whether work on the device is recorded as a CUDA graph, which no default stream does."""
     if device.type != "cuda" or stream_handle(device) == 0:
         return False
-    return torch.cuda.is_current_stream_capturing()
+    with torch.cuda.device(device):
+        return torch.cuda.is_current_stream_capturing()

@@ -331,6 +331,14 @@ def inductor_modes() -> dict[str, dict[str, Any]]:
     return modes
 
 
+def inductor_records_cuda_graphs(mode: str | None) -> bool:
+    """Whether inductor records CUDA graphs in a mode; if the mode does not say, by torch's settings."""
+    from torch._inductor import config
+
+    own = inductor_modes().get(mode or "default", {})
+    return bool(own.get("triton.cudagraphs", config.triton.cudagraphs))
+
+
 def has_triton() -> bool:
     """Whether inductor can generate code for a GPU here."""
     return bool(torch.utils._triton.has_triton())

@@ -32,7 +32,7 @@ from .._compat import (
     tracing_lock,
     whole_grad_regions,
 )
-from ..errors import AheadOfTimeError, CaptureError
+from ..errors import AheadOfTimeError, CaptureError, warn_user
 from ..training.distributed import sharded_error
 from .batch_norm import with_cumulative_average
 from .body_modules import name_modules_of_bodies
@@ -162,6 +162,24 @@ def _exported(
     reads: Reads,
     gradients: bool,
 ) -> ExportedProgram:
+    """Returns the capture of a call, and warns if gradients of its ops are wrong in torch."""
+    program = _call_or_export(model, args, kwargs, dynamic_shapes, reads, gradients)
+    if gradients and _has_op(program, "associative_scan"):
+        warn_user(
+            f"{type(model).__name__}: forward runs torch's associative_scan, whose backward leaves out "
+            "gradients between its tensors (pytorch/pytorch#172568). Where it has several, run a loop in its place."
+        )
+    return program
+
+
+def _call_or_export(
+    model: nn.Module,
+    args: tuple,
+    kwargs: dict[str, Any],
+    dynamic_shapes: Any,
+    reads: Reads,
+    gradients: bool,
+) -> ExportedProgram:
     """Captures a call of the model; where the sizes may change, or a call cannot be captured, an export.
 
     Code that is compiled but not exported may run a scan of ``torch.func``, or on a GPU the op
@@ -188,8 +206,13 @@ def _has_scans(program: ExportedProgram) -> bool:
     The backward of the op takes no gradient from one tensor of several to another: with ``(a, b)`` of a
     recurrence ``a * state + b``, the gradient of ``a`` is zero (torch 2.11; pytorch/pytorch#172568).
     """
-    names = (getattr(node.target, "__name__", "") for node in program.graph_module.graph.nodes)
-    return any(name.endswith("_increment_nesting") or name == "associative_scan" for name in names)
+    return _has_op(program, "associative_scan") or _has_op(program, "_increment_nesting")
+
+
+def _has_op(program: ExportedProgram, ending: str) -> bool:
+    """Whether an op whose name ends so is in a graph of a program, also in bodies of loops and branches."""
+    graphs = (part.graph for part in program.graph_module.modules() if isinstance(part, fx.GraphModule))
+    return any(getattr(n.target, "__name__", "").endswith(ending) for graph in graphs for n in graph.nodes)
 
 
 @traced_nodes_forgotten()

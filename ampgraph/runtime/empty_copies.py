@@ -16,10 +16,11 @@ def empty_copies(masters: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
     """
     by_memory: dict[int, list[Tensor]] = {}
     for master in masters:
-        by_memory.setdefault(master.untyped_storage().data_ptr(), []).append(master)
+        if master.is_cuda and master.numel():
+            by_memory.setdefault(master.untyped_storage().data_ptr(), []).append(master)
     made: dict[int, Tensor] = {}
     for alike in by_memory.values():
-        if alike[0].is_cuda and _fill_one_memory(alike):
+        if _fill_one_memory(alike):
             made |= zip(map(id, alike), _in_one_memory(alike, dtype), strict=True)
     return [
         made[id(m)] if id(m) in made else torch.empty_like(m, dtype=dtype, requires_grad=False)

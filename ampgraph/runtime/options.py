@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from .._compat import inductor_modes
+from .._compat import inductor_records_cuda_graphs
 from ..errors import CaptureError, PolicyError, did_you_mean
 from ..policy.policy import Policy
 
@@ -54,9 +54,10 @@ class Options:
 
     @property
     def records_cuda_graphs(self) -> bool:
-        """Whether the mode records CUDA graphs: a run writes to the tensors that the run before returned."""
-        modes = inductor_modes() if self.mode is not None else {}
-        return bool(modes.get(str(self.mode), {}).get("triton.cudagraphs"))
+        """Whether the backend may record CUDA graphs: a run writes to what the run before returned."""
+        if self.backend == "inductor":
+            return inductor_records_cuda_graphs(self.mode)
+        return callable(self.backend) or self.backend == "cudagraphs"
 
     @property
     def just_in_time(self) -> bool:

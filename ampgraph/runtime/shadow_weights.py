@@ -207,8 +207,7 @@ class ShadowWeights(nn.Module):
         model = self._model()
         mode = model.training if model is not None else None
         with _lock:
-            self._writers.wait()
-            everything = self._all_stale or self._are_shared or self._writers.are_recorded
+            everything = self._writers.wait() or self._all_stale or self._are_shared
             everything = everything or mode is not self._mode
             masters = self._masters()
             now = self._state(masters)
@@ -261,9 +260,9 @@ class ShadowWeights(nn.Module):
         masters = [*self._masters(), *new]
         if not self._shadows:
             tell_after_steps(self)
-        for master in new:
-            self._shadows[id(master)] = _Shadow(master, f"weight_{next(self._numbers)}")
-        self._make([self._shadows[id(master)] for master in new], new)
+        shadows = [_Shadow(master, f"weight_{next(self._numbers)}") for master in new]
+        self._make(shadows, new)
+        self._shadows.update(zip(map(id, new), shadows, strict=True))
         self._columns = _Columns.of(self._shadows.values())
         self._seen = _State(*([*field, *[-1] * len(new)] for field in self._seen))
         self._asked = -1

@@ -34,7 +34,8 @@ def _place(error: BaseException) -> str:
 def why(work: str, error: Exception) -> str:
     """Returns the first line of an error, and that of the C++ compiler if one speaks in it."""
     log.info("compile_step", exc_info=error)
-    lines = [line.strip() for line in str(error).strip().splitlines()] or [""]
+    lines = str(error).strip().splitlines() or [""]
+    lines[0] = lines[0].strip()
     first = " ".join(lines[:2]).strip() if lines[0].endswith(":") else lines[0]
     if not first or first.endswith(":"):  # an assertion without a message
         first = f"{first} at {_place(error)}".strip()

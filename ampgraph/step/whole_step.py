@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,9 +11,10 @@ from torch import Tensor, fx
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
-from .._compat import compiled_by_dynamo, note_step, sound_foreach_fusion
+from .._compat import compiled_by_dynamo, compiling_lists_soundly, note_step
 from ..module import AmpModule
 from ..passes.analysis.alias import written_memory
+from ..runtime.backends import next_backend
 from ..runtime.captured_graph import CapturedGraph
 from ..runtime.eager_program import flat_program
 from ..training.nested_optimizers import Inside
@@ -84,8 +85,8 @@ class WholeStep(State):
         written = _written(graph_module) if traced.updates else set()
         self._fresh = {id(c) for c, m in self._pairs if id(c) in written or id(m) not in written}
         if traced.is_compiled:
-            backend, mode = amp.options.backend, amp.options.mode
-            self._run = _soundly(compiled_by_dynamo(graph_module, backend, mode=mode, fullgraph=True))
+            backend = compiling_lists_soundly(next_backend(amp.options.backend, amp.options.mode))
+            self._run = compiled_by_dynamo(graph_module, backend, fullgraph=True)
         else:
             self._run = flat_program(graph_module)
 
@@ -127,22 +128,6 @@ class WholeStep(State):
         optimizer.zero_grad(set_to_none=True)
         if self._pairs:
             torch._foreach_copy_([copy for copy, _ in self._pairs], [master for _, master in self._pairs])
-
-
-def _soundly(run: Callable) -> Callable:
-    """Returns a function that compiles at its first call."""
-    is_compiled = False
-
-    def call(*inputs: Tensor) -> Any:
-        nonlocal is_compiled
-        if is_compiled:
-            return run(*inputs)
-        with sound_foreach_fusion():
-            outputs = run(*inputs)
-        is_compiled = True
-        return outputs
-
-    return call
 
 
 def _written(graph_module: fx.GraphModule) -> set[int]:

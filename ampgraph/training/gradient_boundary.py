@@ -46,6 +46,7 @@ _ROLE_KEY = "ampgraph_boundary"
 _NOT_TRACED = nullcontext()
 # A step as one graph is traced with fake tensors.
 _PLAIN = (Tensor, FakeTensor)
+_LOW = (torch.float16, torch.bfloat16)
 _traced = LocalSwitch()
 
 
@@ -330,12 +331,12 @@ def _widened(grads: Sequence[Tensor | None]) -> list[Tensor | None]:
     wide = [torch.empty_like(g, dtype=torch.float32) for g in low]
     if low:
         torch._foreach_copy_(wide, low)
-    wide_of = {id(g): w for g, w in zip(low, wide, strict=True)}
-    return [wide_of.get(id(g), g) for g in grads]
+    made = iter(wide)
+    return [next(made) if g is not None and _is_plain_low(g) else g for g in grads]
 
 
 def _is_plain_low(grad: Tensor) -> bool:
-    return type(grad) in _PLAIN and grad.dtype != torch.float32 and grad.layout == torch.strided
+    return type(grad) in _PLAIN and grad.dtype in _LOW and grad.layout == torch.strided
 
 
 def shadow_weights(*tensors: Tensor) -> tuple[Tensor, ...]:

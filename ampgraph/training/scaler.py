@@ -48,8 +48,8 @@ _all_scalers: PartnerRegistry[LossScaler] = PartnerRegistry()
 
 _RECORDED = (
     "a CUDA graph that is recorded by hand would read the same loss scale in each replay, and skip no step. "
-    'Use ampgraph.compile_step with mode="reduce-overhead", which records CUDA graphs itself, or train in '
-    "bfloat16, or without steps that are skipped: Policy(loss_scale=NoLossScale())."
+    'Convert with mode="reduce-overhead" and use ampgraph.compile_step, which records CUDA graphs itself; or '
+    "train in bfloat16, or with Policy(loss_scale=NoLossScale()). Record inference under torch.no_grad()."
 )
 
 
