@@ -166,8 +166,8 @@ def _exported(
     program = _call_or_export(model, args, kwargs, dynamic_shapes, reads, gradients)
     if gradients and _has_op(program, "associative_scan"):
         warn_user(
-            f"{type(model).__name__}: forward runs torch's associative_scan, whose backward leaves out "
-            "gradients between its tensors (pytorch/pytorch#172568). Where it has several, run a loop in its place."
+            f"{type(model).__name__}: forward runs associative_scan, whose backward in torch leaves out"
+            " gradients between its tensors (pytorch/pytorch#172568). Where it has several, run a loop in its place."
         )
     return program
 
