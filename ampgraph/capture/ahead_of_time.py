@@ -167,7 +167,7 @@ def _exported(
     if gradients and _has_op(program, "associative_scan"):
         warn_user(
             f"{type(model).__name__}: forward runs associative_scan, whose backward in torch leaves out"
-            " gradients between its tensors (pytorch/pytorch#172568). Where it has several, run a loop in its place."
+            " gradients between its tensors (pytorch/pytorch#172568). Where it has several, run a loop."
         )
     return program
 
