@@ -47,7 +47,8 @@ docs: $(VENV)/.dev
 	$(BIN)/python -m mkdocs build --quiet
 
 # Everything that tools write into docs/: three to five hours on two cores. tools/matrix.py, which makes an
-# environment for each pair of Python and torch, and tools/gpu_check.py are run by hand.
+# environment for each pair of Python and torch, and the tools for a GPU (bench_step.py, gpu_check.py, zoo_gpu.py)
+# are run by hand.
 results: $(VENV)/.dev
 	$(BIN)/python tools/readme.py
 	$(BIN)/python tools/explaining.py
