@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from types import SimpleNamespace
 
 import pytest
@@ -99,3 +100,11 @@ def test_other_loss_scales_are_recorded(streams, scale) -> None:
     streams.handle, streams.recorded = 7, True
     amp(X).sum().backward()
     assert source.weight.grad is not None
+
+
+def test_copies_of_low_copies_leave_streams_out(streams) -> None:
+    _, amp = converted(Policy("O1", dtype=torch.bfloat16))
+    shadows = shadows_of(amp)
+    shadows._writers.note([CPU])
+    assert copy.deepcopy(shadows._writers)._last == {}
+    assert shadows._writers._last.keys() == {CPU}

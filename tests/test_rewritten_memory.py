@@ -108,11 +108,13 @@ def test_scale_and_overflows_are_those_of_the_eager_loop(rewriting, one_graph) -
         ("inductor", "reduce-overhead", True),
         ("inductor", "max-autotune", True),
         ("inductor", "max-autotune-no-cudagraphs", False),
-        (Rewriting().backend, None, True),
+        (Rewriting().backend, None, False),
     ],
 )
-def test_backends_that_may_record(backend, mode, records) -> None:
-    assert Options(POLICY, backend, mode).records_cuda_graphs == records
+def test_backends_that_record(backend, mode, records) -> None:
+    options = Options(POLICY, backend, mode)
+    assert options.records_cuda_graphs == records
+    assert options.may_rewrite_results == (records or callable(backend))
 
 
 def test_a_setting_of_torch_records() -> None:

@@ -84,7 +84,7 @@ class GraphCache:
         self.shadows = ShadowWeights(source, options.low_dtype) if copies else None
         self.lock = lock_of(source)
         self._source, self._options, self._scaler, self._stored = source, options, scaler, stored
-        scaler.state.is_rewritten = scaler.state.is_rewritten or options.records_cuda_graphs
+        scaler.state.is_rewritten = scaler.state.is_rewritten or options.may_rewrite_results
         self._siblings = None if options.policy.level == "O3" else siblings
         self._structure = Structure(source.modules(), copies)
         self._graphs: dict[tuple[Flags, Hashable], list[CapturedGraph]] = {}

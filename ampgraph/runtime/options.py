@@ -54,10 +54,15 @@ class Options:
 
     @property
     def records_cuda_graphs(self) -> bool:
-        """Whether the backend may record CUDA graphs: a run writes to what the run before returned."""
+        """Whether the backend is known to record CUDA graphs, where there is CUDA."""
         if self.backend == "inductor":
             return inductor_records_cuda_graphs(self.mode)
-        return callable(self.backend) or self.backend == "cudagraphs"
+        return self.backend == "cudagraphs"
+
+    @property
+    def may_rewrite_results(self) -> bool:
+        """Whether a run of a graph may write to the tensors that the run before returned."""
+        return self.records_cuda_graphs or callable(self.backend)
 
     @property
     def just_in_time(self) -> bool:

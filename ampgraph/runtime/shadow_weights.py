@@ -115,8 +115,8 @@ class ShadowWeights(nn.Module):
     between training and evaluation (for writes through an older ``.data`` or numpy, which nothing records).
     Until an optimizer of ``torch.optim`` has stepped one of the parameters, the loop may update them by hand
     through an older ``.data``. Then every call after one with gradients refreshes all shadows. So does every
-    call if another process may write the parameters (``share_memory``), and every call that a CUDA graph
-    records, and all calls after it.
+    call if another process may write the parameters (``share_memory``), and every call that is recorded as
+    a CUDA graph; after recorded training all calls do.
 
     Args:
         model: The model, for its training flag.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 
@@ -43,3 +44,7 @@ class Writers:
         for device in devices:
             self._last[device] = torch.cuda.current_stream(device)
             self._waited.clear()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leaves out streams: copies of a graph have low copies that no stream has written."""
+        return {**vars(self), "_last": {}, "_waited": set()}
