@@ -85,7 +85,10 @@ class WholeStep(State):
         written = _written(graph_module) if traced.updates else set()
         self._fresh = {id(c) for c, m in self._pairs if id(c) in written or id(m) not in written}
         if traced.is_compiled:
-            backend = compiling_lists_soundly(next_backend(amp.options.backend, amp.options.mode))
+            given = amp.options.backend
+            backend = next_backend(given, amp.options.mode)
+            if given == "inductor" or callable(given):  # which may call it
+                backend = compiling_lists_soundly(backend)
             self._run = compiled_by_dynamo(graph_module, backend, fullgraph=True)
         else:
             self._run = flat_program(graph_module)
