@@ -1,4 +1,4 @@
-# make demo | test | test-exhaustive | test-distributed | lint | typecheck | docs | results | gpu-compile-check | bytes-cuda | host-cuda | check | clean
+# make demo | test | test-exhaustive | test-distributed | lint | typecheck | docs | results | gpu-compile-check | bytes-cuda | host-cuda | gpu-results | check | clean
 #
 # Everything happens in $(VENV), made on first use from $(CONSTRAINTS) and remade when that or
 # pyproject.toml changes. PIP_FLAGS goes to every pip install, to name another package index, say.
@@ -15,7 +15,7 @@ GPU_TORCH ?= torch==2.14.1 torchvision==0.29.1
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) -c $(CONSTRAINTS)
 
-.PHONY: demo test test-exhaustive test-distributed lint typecheck docs results gpu-compile-check bytes-cuda host-cuda check clean
+.PHONY: demo test test-exhaustive test-distributed lint typecheck docs results gpu-compile-check bytes-cuda host-cuda gpu-results check clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python tools/demo.py
@@ -47,8 +47,7 @@ docs: $(VENV)/.dev
 	$(BIN)/python -m mkdocs build --quiet
 
 # Everything that tools write into docs/: three to five hours on two cores. tools/matrix.py, which makes an
-# environment for each pair of Python and torch, and the tools for a GPU (bench_step.py, gpu_check.py, zoo_gpu.py)
-# are run by hand.
+# environment for each pair of Python and torch, is run by hand, and make gpu-results on a machine with a GPU.
 results: $(VENV)/.dev
 	$(BIN)/python tools/readme.py
 	$(BIN)/python tools/explaining.py
@@ -81,6 +80,14 @@ gpu-compile-check: $(GPU_VENV)/.made
 # Bytes of training steps in the kernels that Inductor schedules for a GPU, also without one.
 bytes-cuda: $(GPU_VENV)/.models
 	$(GPU_VENV)/bin/python tools/bench_bytes_cuda.py --records out/bytes-cuda.json --output docs/results/bytes-cuda.md
+
+# On a machine with a GPU.
+gpu-results: $(GPU_VENV)/.models
+	$(GPU_VENV)/bin/python tools/gpu_check.py --processes 4 --page docs/results/gpu-check.md
+	$(GPU_VENV)/bin/python tools/zoo_gpu.py --processes 4 --records out/zoo-gpu.jsonl
+	$(GPU_VENV)/bin/python tools/zoo_gpu.py --records out/zoo-gpu.jsonl --page docs/results/zoo-gpu.md
+	$(GPU_VENV)/bin/python tools/bench_step.py --all --json out/steps.json
+	$(GPU_VENV)/bin/python tools/bench_step.py --read out/steps.json --page docs/results/step-time.md --picture docs/results/step-time.svg
 
 check: lint typecheck docs test test-exhaustive test-distributed
 

@@ -27,6 +27,9 @@ class Rewriting:
         self.parameters: list[nn.Parameter] = []
         self.backend = aot_autograd(fw_compiler=self.forward, bw_compiler=self.backward)
 
+    def __deepcopy__(self, memo: dict) -> Rewriting:
+        return self  # Lightning copies the arguments of torch.compile
+
     def spoil(self, spared: Any) -> None:
         """Overwrites what graphs returned, except gradients and what the caller passes now."""
         gradients = [p.grad for p in self.parameters if p.grad is not None]
