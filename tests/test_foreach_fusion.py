@@ -74,7 +74,7 @@ def test_kernels_cached_without_the_mend_have_another_key() -> None:
 
 
 def test_each_compilation_of_a_step_has_the_mend() -> None:
-    """Also those that Dynamo makes anew, when a setting of torch has changed."""
+    """Dynamo compiles a step again if a setting of torch has changed."""
     plain, seen = Kernel.get_consumer_subnode_for, []
 
     def backend(graph_module: torch.fx.GraphModule, inputs: list) -> Any:

@@ -225,7 +225,7 @@ def _rounds(ways: Iterable[str], count: int) -> Iterator[list[str]]:
     """Yields the ways in the order of their turns, round by round.
 
     A GPU is faster after a way that takes less power, such as float32 without tensor cores. So the order
-    differs in each round, and float32 has a round of its own.
+    differs in each round. float32 runs alone, in the first round.
     """
     low = [way for way in ways if way != "float32"]
     if len(low) < len([*ways]):

@@ -1,4 +1,6 @@
-"""A mend of Inductor's fusion of lists (torch 2.11 to 2.15): kernels for GPUs run the parts side by side.
+"""A mend of Inductor's fusion of lists: kernels for GPUs run the parts side by side.
+
+Tried on torch 2.11 (on a GPU), 2.13 (on a CPU) and 2.14 (compiled for a GPU, not run).
 
 Inductor fuses what makes a tensor into one part of such a kernel, although other parts of it read the tensor
 too: they read memory that is not written yet. Seen on an H200 with torch 2.11: the number that says whether a

@@ -147,23 +147,6 @@ def capture_program(
             other = _exported(model, args, kwargs, dynamic_shapes, again, gradients)
         if not (again.lost or again.only_set) and _code(other) == _code(program):
             reads.forget_decisions()
-    return program
-
-
-def _code(program: ExportedProgram) -> list[str]:
-    return [part.code for part in program.graph_module.modules() if isinstance(part, fx.GraphModule)]
-
-
-def _exported(
-    model: nn.Module,
-    args: tuple,
-    kwargs: dict[str, Any],
-    dynamic_shapes: Any,
-    reads: Reads,
-    gradients: bool,
-) -> ExportedProgram:
-    """Returns the capture of a call, and warns if gradients of its ops are wrong in torch."""
-    program = _call_or_export(model, args, kwargs, dynamic_shapes, reads, gradients)
     if gradients and _has_op(program, "associative_scan"):
         warn_user(
             f"{type(model).__name__}: forward runs associative_scan, whose backward in torch leaves out"
@@ -172,7 +155,11 @@ def _exported(
     return program
 
 
-def _call_or_export(
+def _code(program: ExportedProgram) -> list[str]:
+    return [part.code for part in program.graph_module.modules() if isinstance(part, fx.GraphModule)]
+
+
+def _exported(
     model: nn.Module,
     args: tuple,
     kwargs: dict[str, Any],

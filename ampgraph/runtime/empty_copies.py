@@ -11,8 +11,8 @@ from torch import Tensor
 def empty_copies(masters: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
     """Returns tensors like parameters, in another dtype.
 
-    Parameters on CUDA that fill one memory get copies that fill one memory in the same order: cuDNN has the
-    weights of a recurrent layer so, and packs them anew in each call otherwise.
+    Parameters on CUDA that fill one memory get copies that fill one memory in the same order. A recurrent
+    layer keeps its weights in this form for cuDNN. If they lie apart, cuDNN packs them in each call.
     """
     by_memory: dict[int, list[Tensor]] = {}
     for master in masters:
