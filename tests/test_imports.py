@@ -56,6 +56,16 @@ def printed(code: str, cwd: Path | None = None, *options: str, **environment: st
     return [json.loads(line) for line in result.stdout.splitlines()]
 
 
+def test_a_gpu_asks_for_triton_in_a_process_that_has_imported_nothing_else() -> None:
+    code = """
+import json
+import torch
+from ampgraph.runtime.backends import default_backend
+print(json.dumps(default_backend(torch.device("cuda"))))
+"""
+    assert run_python(code) in ("inductor", "eager")
+
+
 def after_torch(codes: Sequence[str]) -> list:
     """Runs each code in a process that has imported torch alone; returns the JSON that each prints."""
     fork = f"""

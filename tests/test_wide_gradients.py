@@ -20,6 +20,8 @@ from ampgraph import DynamicLossScale, NoLossScale, Policy
 from ampgraph.passes import choose_gradients
 from ampgraph.runtime.boundary import gradient_passes
 from ampgraph.step.trace_step import trace_step
+from ampgraph.training import gradient_boundary
+from ampgraph.training.new_gradients import is_new
 
 BF16, F32 = torch.bfloat16, torch.float32
 POLICY = Policy(dtype=BF16, loss_scale=NoLossScale())
@@ -99,6 +101,130 @@ def test_backward_has_no_cast_of_a_weight_gradient() -> None:
     assert sum(node.target is torch.ops.aten.mm.dtype for node in nodes) == 4
     casts = [n for n in nodes if n.target is torch.ops.aten._to_copy.default]
     assert not [n for n in casts if n.args[0].target is torch.ops.aten.mm.default]
+
+
+@pytest.fixture
+def any_size_eagerly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets eager mode choose small products too."""
+    monkeypatch.setattr(choose_gradients, "EAGER_MULTIPLICATIONS", 1)
+
+
+@pytest.mark.usefixtures("any_size_eagerly")
+@pytest.mark.parametrize("copies", [True, False], ids=["copies", "casts"])
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("dtype", [BF16, torch.float16])
+def test_eager_mode_has_exact_sums_with_a_loss_scale_too(
+    dtype: torch.dtype, level: str, copies: bool
+) -> None:
+    policy = Policy(dtype=dtype, level=level, weight_copies=copies)
+    wide = converted(Net(), policy, "eager")
+    narrow = converted(Net(), policy.replace(wide_weight_gradients=False), "eager")
+    assert len(wide.plan.wide_gradients) == 4
+    assert narrow.plan.cost.backward - wide.plan.cost.backward == 4 * sum(
+        p.numel() for p in wide.parameters() if p.dim() == 2
+    )
+    assert torch.equal(wide(X), narrow(X))
+    found, rounded = gradients(wide), gradients(narrow)
+    for name, gradient in found.items():
+        if gradient.dim() == 2:
+            torch.testing.assert_close(gradient, rounded[name], rtol=2**-8, atol=1e-6)
+            assert not torch.equal(gradient, rounded[name])
+        else:
+            assert torch.equal(gradient, rounded[name])
+    true = gradients(Net())
+    assert error(found, true) <= error(rounded, true)
+
+
+@pytest.mark.usefixtures("any_size_eagerly")
+def test_an_overflow_in_a_wide_gradient_skips_the_step() -> None:
+    policy = Policy(dtype=torch.float16, loss_scale=DynamicLossScale(init_scale=2.0**15))
+    amp = converted(Net(), policy, "eager")
+    optimizer = torch.optim.SGD(amp.parameters(), lr=0.1)
+    amp.scaler.attach(optimizer)
+    before = {name: p.detach().clone() for name, p in amp.named_parameters()}
+    (amp(X) * 1e6).backward()
+    optimizer.step()
+    amp.scaler.update()
+    assert all(torch.equal(p, before[name]) for name, p in amp.named_parameters())
+    assert amp.scaler.get_scale() == 2.0**14
+    optimizer.zero_grad()
+    amp(X).backward()
+    optimizer.step()
+    assert not any(torch.equal(p, before[name]) for name, p in amp.named_parameters())
+
+
+def without_biases() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 32, bias=False), nn.Tanh(), nn.Linear(32, 8, bias=False))
+
+
+@pytest.mark.usefixtures("any_size_eagerly")
+@pytest.mark.parametrize("factor", [1.0, 1e6])
+def test_large_new_gradients_are_unscaled_where_they_are(
+    factor: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = Policy(dtype=torch.float16, loss_scale=DynamicLossScale(init_scale=2.0**10))
+    found, in_place = {}, []
+    kernel = gradient_boundary.unscaled_in_place
+    monkeypatch.setattr(
+        gradient_boundary, "unscaled_in_place", lambda *args: in_place.append(args) or kernel(*args)
+    )
+    for least in (1, 2**60):
+        monkeypatch.setattr(gradient_boundary, "IN_PLACE_ELEMENTS", least)
+        amp = converted(without_biases(), policy, "eager")
+        optimizer = torch.optim.SGD(amp.parameters(), lr=0.1)
+        (factor * amp(X).square().mean()).backward()
+        assert bool(in_place) == (least == 1)
+        in_place.clear()
+        gradients = [p.grad.clone() for p in amp.parameters()]
+        amp.scaler.step(optimizer)
+        amp.scaler.update()
+        found[least] = [*gradients, *amp.parameters(), torch.tensor(amp.scaler.get_scale())]
+    for one, other in zip(*found.values(), strict=True):
+        assert torch.equal(one.nan_to_num(), other.nan_to_num())
+    assert found[1][-1] == (2.0**10 if factor == 1 else 2.0**9)
+
+
+@pytest.mark.usefixtures("any_size_eagerly")
+def test_sums_of_new_gradients_and_graphs_of_gradients_are_not_written(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(gradient_boundary, "IN_PLACE_ELEMENTS", 1)
+    amp = converted(without_biases(), Policy(dtype=torch.float16), "eager")
+    loss = amp(X).square().mean()
+    loss.backward(retain_graph=True)
+    (first,) = torch.autograd.grad(loss, amp[0].weight, retain_graph=True)
+    assert torch.equal(first, amp[0].weight.grad)
+    (second,) = torch.autograd.grad(loss, amp[0].weight, create_graph=True)
+    assert second.requires_grad
+    torch.testing.assert_close(second.detach(), first, rtol=2**-9, atol=1e-6)
+    amp(X).square().mean().backward()
+    assert torch.equal(amp[0].weight.grad, 2 * first)
+    assert not is_new(amp[0].weight.grad)
+
+
+@pytest.mark.usefixtures("any_size_eagerly")
+@pytest.mark.parametrize("is_batched", [True, False])
+def test_batches_of_gradients_in_eager_mode(is_batched: bool) -> None:
+    """Batching rules know no wide product."""
+    amp = converted(Net(), POLICY, "eager")
+    weight, seeds = amp.first.weight, torch.tensor([1.0, 2.0])
+    if is_batched:
+        (found,) = torch.autograd.grad(amp(X), weight, seeds, is_grads_batched=True)
+    else:
+        found = torch.stack([torch.autograd.grad(amp(X), weight, seed)[0] for seed in seeds])
+    assert found.dtype == F32
+    torch.testing.assert_close(found[1], 2 * found[0])
+    torch.testing.assert_close(found[0], gradients(Net())["first.weight"], rtol=0.1, atol=0.03)
+
+
+@pytest.mark.parametrize("rows", [15, 16])
+def test_eager_mode_takes_products_from_a_number_of_multiplications_on(
+    rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(choose_gradients, "EAGER_MULTIPLICATIONS", 16 * 24 * 8)
+    amp = converted(nn.Linear(24, 8), POLICY, "eager", torch.randn(rows, 24))
+    assert len(amp.plan.wide_gradients) == (rows == 16)
 
 
 class Tied(nn.Module):

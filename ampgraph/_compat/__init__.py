@@ -107,7 +107,14 @@ from .modes import (
     without_wrappers,
 )
 from .module_calls import calling_module, is_shallow_copy
-from .optimizers import flag_if_not_finite, has_step_hooks, note_step, takes_found_inf, update_scale
+from .optimizers import (
+    flag_if_not_finite,
+    has_step_hooks,
+    note_step,
+    takes_found_inf,
+    unscale_and_flag,
+    update_scale,
+)
 from .parameter_data import data_of, times_asked, times_asked_in_all, watch_data
 from .quiet import (
     errors_raised_not_logged,
@@ -251,6 +258,7 @@ __all__ = [
     "times_refused",
     "traced_nodes_forgotten",
     "tracing_lock",
+    "unscale_and_flag",
     "update_scale",
     "waited",
     "watch_data",

@@ -340,8 +340,10 @@ def inductor_records_cuda_graphs(mode: str | None) -> bool:
 
 
 def has_triton() -> bool:
-    """Whether inductor can generate code for a GPU here."""
-    return bool(torch.utils._triton.has_triton())
+    """Whether inductor can generate code for a GPU here. Torch does not import the module by itself."""
+    from torch.utils import _triton
+
+    return bool(_triton.has_triton())
 
 
 def is_module_tensor(placeholder: Node) -> bool:

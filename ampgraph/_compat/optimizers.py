@@ -48,4 +48,15 @@ def flag_if_not_finite(tensor: Tensor, flag: Tensor, one: Tensor) -> None:
         flag: The flag, one element, float32.
         one: The number one, 0-dim float32: the kernel of ``torch.amp.GradScaler`` multiplies by it.
     """
-    torch._amp_foreach_non_finite_check_and_unscale_([tensor], flag, one)
+    unscale_and_flag(tensor, flag, one)
+
+
+def unscale_and_flag(tensor: Tensor, flag: Tensor, inverse: Tensor) -> None:
+    """Multiplies a tensor in place, and sets a flag if a value was not finite before or is not after.
+
+    Args:
+        tensor: A dense tensor of real floating-point numbers.
+        flag: The flag, one element, float32, on the same device.
+        inverse: The factor, 0-dim float32, on the same device.
+    """
+    torch._amp_foreach_non_finite_check_and_unscale_([tensor], flag, inverse)

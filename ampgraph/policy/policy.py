@@ -113,9 +113,9 @@ class Policy:
         save_softmax_low: Whether compiled graphs save the probabilities of a float32 softmax in the low dtype
             for the backward, where a low op reads them. Only gradients change, by the rounding of these
             values. False saves the scores, from which the backward computes the probabilities again.
-        wide_weight_gradients: Whether matrix products in graphs compiled for CUDA give the gradients of their
-            weights in float32, without a loss scale. They are not rounded, and no kernel casts them. False
-            gives them in the low dtype and casts them.
+        wide_weight_gradients: Whether matrix products on CUDA give the gradients of their weights in float32:
+            in compiled graphs without a loss scale, and large products in eager mode. These gradients are
+            not rounded, and no kernel casts them. False gives them in the low dtype and casts them.
 
     Raises:
         PolicyError: A value is not legal; the message gives the legal ones.
@@ -290,12 +290,18 @@ class Policy:
     @property
     def widens_gradients(self) -> bool:
         """Whether products give float32 gradients of weights, where their device has the kernels."""
-        is_asked = self.wide_weight_gradients and self._chooses_for_kernels
-        return is_asked and isinstance(self.active_loss_scale(), NoLossScale)
+        if not self.wide_weight_gradients or self.placement != "optimal":
+            return False
+        return not self.is_for_fused_kernels or isinstance(self.active_loss_scale(), NoLossScale)
+
+    @property
+    def is_for_fused_kernels(self) -> bool:
+        """Whether the objective counts the bytes of fused kernels, which compiled backends make."""
+        return self.objective == "fused"
 
     @property
     def _chooses_for_kernels(self) -> bool:
-        return self.objective == "fused" and self.placement == "optimal"
+        return self.is_for_fused_kernels and self.placement == "optimal"
 
     def active_loss_scale(self) -> LossScale:
         """Returns the loss scale; the dtype selects it if the policy does not set one."""

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from .._compat import is_compiling, never_compiled
+from .._compat import is_batched, is_compiling, never_compiled
 from .local_switch import LocalSwitch
+from .new_gradients import note_new
 
 _low = LocalSwitch()
 
@@ -59,13 +60,18 @@ class WeightGradient(Function):
         if torch.is_grad_enabled() and not is_compiling():
             # A second derivative reaches both factors, and torch has none of a wide product.
             flat, low, is_low = rows.reshape(flat.shape), weight.to(low.dtype), True
+        if not is_compiling() and is_batched(grad):  # vmap has no rule for a wide product
+            is_low = True
         grad_rows = grad_weight = None
         if by_rows:
             grad_rows = torch.mm(grad, low if ctx.is_transposed else low.t()).reshape(ctx.shape)
         if by_weight:
             left, right = (grad, flat) if ctx.is_transposed else (flat, grad)
             left = left.t()
-            grad_weight = torch.mm(left, right) if is_low else torch.mm(left, right, out_dtype=torch.float32)
+            if is_low:
+                grad_weight = torch.mm(left, right)
+            else:
+                grad_weight = note_new(torch.mm(left, right, out_dtype=torch.float32))
         return grad_rows, grad_weight, grad.sum(0) if by_bias else None, None, None, None, None
 
 
