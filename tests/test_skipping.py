@@ -6,6 +6,7 @@ import contextlib
 import copy
 import logging
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -418,6 +419,26 @@ def test_the_methods_of_the_loop_take_an_optimizer(dtype, method) -> None:
     for value, name in ((None, "NoneType"), (amp, "AmpModule")):
         with pytest.raises(ampgraph.PolicyError, match=f"{method} takes an optimizer, got {name}"):
             getattr(amp.scaler, method)(value)
+
+
+def test_attach_without_a_scale_tells_nothing() -> None:
+    amp = ampgraph.convert(nn.Linear(4, 4), (torch.ones(1, 4),), dtype=torch.bfloat16)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        amp.scaler.attach(torch.optim.SGD(nn.Linear(4, 4).parameters(), lr=0.1))
+
+
+@pytest.mark.parametrize("steps", [False, True])
+def test_gradients_are_saved_and_loaded_without_code_of_ours(steps: bool, tmp_path: Path) -> None:
+    amp = ampgraph.convert(nn.Linear(4, 4), (torch.ones(1, 4),), dtype=torch.float16)
+    optimizers = [torch.optim.SGD([p], lr=0.1) for p in amp.parameters()]
+    amp.scaler.attach(*optimizers)
+    amp(torch.ones(1, 4)).sum().backward()
+    for optimizer in optimizers if steps else ():
+        optimizer.step()
+    torch.save([p.grad for p in amp.parameters()], tmp_path / "gradients.pt")
+    for parameter, loaded in zip(amp.parameters(), torch.load(tmp_path / "gradients.pt"), strict=True):
+        assert torch.equal(parameter.grad, loaded)
 
 
 def test_attach_tells_of_an_optimizer_of_another_model():

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -58,6 +59,57 @@ def no_modes() -> contextlib.AbstractContextManager[object]:
 def has_dispatch_modes() -> bool:
     """Whether any dispatch mode is active in this thread."""
     return bool(torch._C._len_torch_dispatch_stack())
+
+
+def has_modes_of_callers() -> bool:
+    """Whether a dispatch mode of the caller is active (a counter of ops, a logger), which sees each op.
+
+    Dynamo compiles nothing inside one: from torch 2.13 on it raises for a whole graph, and on 2.11 it never
+    again runs the code that it had compiled before.
+    """
+    return has_dispatch_modes() and bool(_modes_of_callers())
+
+
+def _modes_of_callers() -> list[TorchDispatchMode]:
+    stack = _python_dispatch._get_current_dispatch_mode_stack()
+    return [mode for mode in stack if not mode.is_infra_mode()]
+
+
+class _Aside(threading.local):
+    modes: Sequence[TorchDispatchMode] = ()
+
+
+_aside = _Aside()
+
+
+@contextlib.contextmanager
+def modes_of_callers_aside() -> Iterator[None]:
+    """Hides the modes of the caller from Dynamo; `modes_of_callers_back` shows them to graphs that run."""
+    before, _aside.modes = _aside.modes, _modes_of_callers()
+    try:
+        with no_dispatch_modes():
+            yield
+    finally:
+        _aside.modes = before
+
+
+def has_modes_aside() -> bool:
+    """Whether this code runs inside `modes_of_callers_aside`."""
+    return bool(_aside.modes)
+
+
+@contextlib.contextmanager
+def modes_of_callers_back() -> Iterator[None]:
+    """Shows the modes that are set aside."""
+    modes, _aside.modes = _aside.modes, ()
+    for mode in modes:
+        _python_dispatch._push_mode(mode)
+    try:
+        yield
+    finally:
+        for _ in modes:
+            _python_dispatch._pop_mode()
+        _aside.modes = modes
 
 
 def no_selective_checkpoint() -> contextlib.AbstractContextManager[None]:

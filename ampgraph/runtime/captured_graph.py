@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx, nn
 
-from .._compat import flat_inputs, new_lock, outside_transforms, tracing_lock
+from .._compat import flat_inputs, has_modes_of_callers, new_lock, outside_transforms, tracing_lock
 from ..guards import is_capturing
 from ..passes import ExplicitCasts, Pass, ReadShadows, run_passes
 from ..plan import Plan
@@ -159,7 +159,10 @@ class CapturedGraph:
                 runner = self._runners.setdefault(kind, self._runner(training, shadowed))
         if self.shadows is not None and shadowed:
             self.shadows.refresh()
-        outputs = runner(*args, **kwargs)
+        if self.options.backend != "eager" and has_modes_of_callers():
+            outputs = self._graph(*kind)(*args, **kwargs)
+        else:
+            outputs = runner(*args, **kwargs)
         if training and self._is_scaled:
             self.scaler.note_outputs(outputs)
             if self.options.backend != "eager":

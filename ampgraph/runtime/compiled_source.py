@@ -9,7 +9,14 @@ from typing import Any
 import torch
 from torch import Tag, fx, nn
 
-from .._compat import compiled_by_dynamo, is_backend_error, is_dynamo_error, tracing_lock
+from .._compat import (
+    compiled_by_dynamo,
+    has_modes_of_callers,
+    is_backend_error,
+    is_dynamo_error,
+    modes_of_callers_aside,
+    tracing_lock,
+)
 from ..errors import AmpGraphError, did_you_mean, warn_user
 from ..guards import keep_errors_out_of_log, warn_about_uncaptured_guards
 from ..origin import module_names, names_of
@@ -70,6 +77,12 @@ class CompiledSource:
 
     def __call__(self, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Runs a call of the model."""
+        if not has_modes_of_callers():
+            return self._call(args, kwargs)
+        with modes_of_callers_aside():
+            return self._call(args, kwargs)
+
+    def _call(self, args: tuple, kwargs: dict[str, Any]) -> Any:
         if torch.is_grad_enabled():
             self._scaler.check_loop()
         if not self._graphs.has_same_classes():

@@ -8,12 +8,14 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 
 @contextmanager
 def unchanged(model: nn.Module) -> Iterator[None]:
     """Puts back what runs inside do to a model: values of buffers, and attributes that modules set."""
-    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers() if not buffer.is_meta]
+    with_values = [b for b in model.buffers() if not b.is_meta and not is_lazy(b)]
+    buffers = [(buffer, buffer.detach().clone()) for buffer in with_values]
     spaces = [space for module in model.modules() for space in (vars(module), module._buffers)]
     names = [(space, dict(space)) for space in spaces]
     try:

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 from .._compat import (
     data_of,
     has_global_hooks,
+    has_modes_of_callers,
     has_saved_tensor_hooks,
     has_step_hooks,
     is_any_autocast_enabled,
@@ -92,6 +93,8 @@ class Fit:
             return "it is called under torch.no_grad or torch.inference_mode"
         if has_saved_tensor_hooks():
             return "it is called inside hooks for the tensors that autograd saves"
+        if has_modes_of_callers():
+            return "it is called inside a dispatch mode, which sees each op"
         if any(getattr(amp, name) for name in HOOKS):
             return "the converted model has hooks"
         if has_global_hooks():

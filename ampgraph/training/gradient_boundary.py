@@ -114,10 +114,10 @@ class UnscaleGradients(Function):
             return None, None, None, *grads
         slots = [int(s) for s, g in zip(ctx.slots.split(), grads, strict=True) if g is not None]
         if not ctx.fuses and _pays_in_place(given):
-            flags = unscaled_in_place(given, slots, ctx.size, ctx.inverse)
+            found = unscaled_in_place(given, slots, ctx.size, ctx.inverse)
             if ctx.checked is not None:
                 ctx.checked.note(slots, given)
-            return flags, None, None, *grads
+            return found, None, None, *grads
         by_vmap = _is_batched(given)
         with _role("unscale"):
             true = unscaled(given, ctx.inverse, ctx.fuses or by_vmap)

@@ -115,7 +115,8 @@ class LossScaler(ScaleNumbers):
         """
         for optimizer in optimizers:
             _check_optimizer(optimizer, "attach takes optimizers")
-            self._warn_about_strangers(optimizer, "attach")
+            if self.is_enabled():
+                self._warn_about_strangers(optimizer, "attach")
         self._check_decided("attach")
         for optimizer in optimizers if self.is_enabled() else ():
             note_wrapper_of(stepping(optimizer), optimizer)

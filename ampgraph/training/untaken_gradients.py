@@ -11,6 +11,7 @@ leaves gradients in the discriminator, which clears them and steps with others.
 from __future__ import annotations
 
 import itertools
+import secrets
 import weakref
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -25,6 +26,8 @@ from .parameter_index import ParameterIndex, Slotted
 
 SEEN = "_amp_backward"
 _numbers = itertools.count()
+# What gradients are marked with: numbers, which torch.load may read. No other process has the same.
+_marks = itertools.count(secrets.randbits(60))
 _IN_A_ROW = 2
 
 
@@ -42,9 +45,9 @@ class Backward:
 
 
 # In the place of an entry, on a gradient that a step has taken.
-_TAKEN = object()
-# The backward of a gradient, and the gradient's version when that backward ended. The gradient has it, too.
-_Entry = tuple[Backward, int]
+_TAKEN = next(_marks)
+# The backward of a gradient, the gradient's version when that backward ended, and the gradient's mark.
+_Entry = tuple[Backward, int, int]
 
 
 class LeftOut(NamedTuple):
@@ -137,8 +140,8 @@ class UntakenGradients:
         self._is_unseen = True
 
     def _enter(self, slot: int, gradient: Tensor, backward: Backward) -> None:
-        self._entries[slot] = entry = backward, gradient._version
-        setattr(gradient, self._seen, entry)
+        self._entries[slot] = entry = backward, gradient._version, next(_marks)
+        setattr(gradient, self._seen, entry[2])
 
     def take(self, optimizer: Optimizer, parameters: Slotted) -> None:
         """Notes that an optimizer got the verdict on the gradients."""
@@ -166,7 +169,7 @@ class UntakenGradients:
     def were_taken(self, parameters: Slotted) -> bool:
         """Whether a step has taken all these gradients; a loop may have clipped them since."""
         gradients = [p.grad for p, _ in parameters if p.grad is not None]
-        return all(getattr(gradient, self._seen, None) is _TAKEN for gradient in gradients)
+        return all(getattr(gradient, self._seen, None) == _TAKEN for gradient in gradients)
 
     def has_due(self, parameters: Sequence[Tensor]) -> bool:
         """Whether the gradient of one of these is of a backward here and no step has taken it."""
@@ -197,7 +200,7 @@ class UntakenGradients:
         }
         for slot in gone:
             del self._entries[slot]
-        self._note({slot: backward for slot, (backward, _) in gone.items()})
+        self._note({slot: backward for slot, (backward, *_) in gone.items()})
 
     def look_before_call(self) -> None:
         """Does so before the first call of the model after a backward, and finds what was zeroed in place."""
@@ -237,11 +240,11 @@ class UntakenGradients:
 
     def _is_gone(self, parameter: Tensor, slot: int) -> bool:
         entry = self._entries.get(slot)
-        return entry is not None and getattr(parameter.grad, self._seen, None) is not entry
+        return entry is not None and getattr(parameter.grad, self._seen, None) != entry[2]
 
     def _earlier(self, reached: set[int]) -> list[Tensor]:
         """Returns what is left of the flags of gradients that the backward was added to."""
-        sums = {slot: backward for slot, (backward, _) in self._entries.items() if slot in reached}
+        sums = {slot: entry[0] for slot, entry in self._entries.items() if slot in reached}
         # No loop clips between a call and its backward; a write there was a zero.
         zeroed = {slot: sums.pop(slot) for _, slot in self._written(by_sum=True) if slot in sums}
         self._note(zeroed)
