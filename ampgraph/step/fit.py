@@ -93,7 +93,7 @@ class Fit:
             return "it is called under torch.no_grad or torch.inference_mode"
         if has_saved_tensor_hooks():
             return "it is called inside hooks for the tensors that autograd saves"
-        if has_modes_of_callers():
+        if amp.options.backend != "eager" and has_modes_of_callers():
             return "it is called inside a dispatch mode, which sees each op"
         if any(getattr(amp, name) for name in HOOKS):
             return "the converted model has hooks"
