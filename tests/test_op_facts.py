@@ -400,6 +400,8 @@ def test_fp32_only_by_dtype():
     assert kernels.fp32_only(aten.rrelu.default, "cpu", torch.float16)
     assert not kernels.fp32_only(aten.rrelu.default, "cpu", torch.bfloat16)
     assert not kernels.fp32_only(aten.rrelu.default, "cpu")
+    assert kernels.fp32_only(aten.embedding_bag.padding_idx, "cuda", torch.bfloat16)
+    assert not kernels.fp32_only(aten.embedding_bag.padding_idx, "cuda", torch.float16)
     assert kernels.fp32_only(aten.cdist.default, "cpu", torch.float16)
 
 

@@ -177,6 +177,8 @@ DROPOUTS = _names("dropout feature_dropout alpha_dropout feature_alpha_dropout")
 # No kernel for one of the two low dtypes on this device.
 FP32_ONLY_FOR: Mapping[tuple[str, torch.dtype], frozenset[str]] = {
     ("cpu", torch.float16): _names("rrelu rrelu_with_noise rrelu_with_noise_functional"),
+    # The gradient of the weights of samples has none (torch 2.11).
+    ("cuda", torch.bfloat16): _names("embedding_bag _embedding_bag"),
 }
 
 # FakeTensor runs these during a capture but cannot run them again, because they read values.
