@@ -58,6 +58,26 @@ def test_compiled_graphs_run_again_after_a_counter(backend: str) -> None:
     assert any("Compiled" in event.name for event in profile.events())
 
 
+class Spoilt(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.log(self.linear(x) * 0 - 1).sum()
+
+
+@pytest.mark.parametrize("counts", [False, True])
+@pytest.mark.parametrize("way", ["ahead of time", "just in time"])
+def test_a_watch_sees_the_model_in_a_counter(way: str, counts: bool) -> None:
+    amp = ampgraph.convert(
+        Spoilt(), (X,) if way == "ahead of time" else None, dtype=BF16, backend="aot_eager"
+    )
+    with ampgraph.watch(amp) as seen, FlopCounterMode(display=False) if counts else torch.enable_grad():
+        amp(X)
+    assert seen.sightings
+
+
 @pytest.mark.parametrize("way", ["ahead of time", "just in time"])
 def test_a_float16_step_in_a_counter_is_the_same(way: str) -> None:
     found = []

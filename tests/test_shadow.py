@@ -129,6 +129,11 @@ def write_data_of_views(model):
         parameter.view(-1).data.mul_(0.5)
 
 
+def write_data_of_aliases(model):
+    for parameter in model.parameters():
+        torch.nn.Parameter(parameter.detach()).data.mul_(0.25)
+
+
 def write_data_of_state(model):
     for value in model.state_dict().values():
         value.data.mul_(0.25)
@@ -152,6 +157,7 @@ UPDATES = {
     "through .data": write_through_data,
     "through .data of views": write_data_of_views,
     "through .data of the state": write_data_of_state,
+    "through .data of an alias": write_data_of_aliases,
     "through .data of moved state": write_data_of_moved_state,
     "same memory": set_data_in_the_same_memory,
     "SGD": step(torch.optim.SGD),

@@ -52,7 +52,7 @@ def flag_if_not_finite(tensor: Tensor, flag: Tensor, one: Tensor) -> None:
 
 
 def unscale_and_flag(tensor: Tensor, flag: Tensor, inverse: Tensor) -> None:
-    """Multiplies a tensor in place, and sets a flag if a value was not finite before or is not after.
+    """Multiplies a tensor in place, and sets a flag if a value was not finite before.
 
     Args:
         tensor: A dense tensor of real floating-point numbers.

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from .collectives import tell_of_collectives
 from .modes import is_batched, is_compiling, is_of_transform
-from .storages import has_content
 
 _DATA: Any = torch._C.TensorBase.data
 _asked: dict[int, int] = {}
@@ -27,6 +26,7 @@ _watched: dict[int, weakref.ref[Tensor]] = {}
 _in_all = [0]
 # On the Python object of a storage, which lives as long as the storage: the keys of the parameters there.
 _KEYS = "_ampgraph_parameters"
+_PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def watch_data(parameter: Tensor) -> None:
@@ -70,7 +70,9 @@ def _keys_of(tensor: Tensor) -> Iterable[int]:
     """Returns the keys of the watched parameters in whose memory a tensor lies."""
     if id(tensor) in _asked:
         return (id(tensor),)
-    if not _asked or not has_content(tensor) or is_of_transform(tensor) or is_batched(tensor):
+    if not _asked or type(tensor) not in _PLAIN or tensor.layout != torch.strided:
+        return ()
+    if is_of_transform(tensor) or is_batched(tensor):
         return ()
     keys: set[int] = getattr(tensor.untyped_storage(), _KEYS, set())
     return keys & _asked.keys()  # one that is gone may have left its key
@@ -78,7 +80,8 @@ def _keys_of(tensor: Tensor) -> Iterable[int]:
 
 def _note(tensor: Tensor) -> None:
     for key in _keys_of(tensor):
-        _asked[key] += 1
+        if (count := _asked.get(key)) is not None:  # another thread may forget it now
+            _asked[key] = count + 1
         _in_all[0] += 1
 
 

@@ -159,7 +159,7 @@ class CapturedGraph:
                 runner = self._runners.setdefault(kind, self._runner(training, shadowed))
         if self.shadows is not None and shadowed:
             self.shadows.refresh()
-        if self.options.backend != "eager" and has_modes_of_callers():
+        if self.options.backend != "eager" and self._runs_by is None and has_modes_of_callers():
             outputs = self._graph(*kind)(*args, **kwargs)
         else:
             outputs = runner(*args, **kwargs)

@@ -15,6 +15,7 @@ from .._compat import (
     is_backend_error,
     is_dynamo_error,
     modes_of_callers_aside,
+    modes_of_callers_back,
     tracing_lock,
 )
 from ..errors import AmpGraphError, did_you_mean, warn_user
@@ -118,14 +119,16 @@ class CompiledSource:
         """Runs the source, on which ``torch.compile`` fails; from the second time on, all calls do."""
         if self._told_uncaptured:  # the first time, a trace around the call may be the cause
             self.run = self._source
-            return self.run(*args, **kwargs)
+            with modes_of_callers_back():
+                return self.run(*args, **kwargs)
         self._told_uncaptured = True
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         warn_user(
             f"{self._name} runs unconverted, in the source's dtypes: torch.compile fails on it with "
             f"{type(error).__name__}: {'; '.join(lines[:3])}"
         )
-        return self._source(*args, **kwargs)
+        with modes_of_callers_back():
+            return self._source(*args, **kwargs)
 
     def _compile_again(self) -> None:
         """Compiles for other methods of the model's classes; a capture replaces some while it lasts."""

@@ -119,7 +119,7 @@ class _Compiler:
             what = options.named("a part of the model runs unconverted, in the source's dtypes")
             warn_user(f"ampgraph: {what}: {error}")
             compiled = next_backend(options.backend, options.mode)(graph_module, inputs)
-            return _seen_by_modes(compiled, graph_module)
+            return self._seen_by_modes(compiled, graph_module)
         if self.record:
             self.record(*rewritten, inputs)
         compile_next = next_backend(backend_for(options.backend, rewritten.graphs), options.mode)
@@ -148,7 +148,7 @@ class _Compiler:
         has_passes = with_gradients and not self.is_observed
         gradients = gradient_passes(rewritten.plan, lowered, options) if has_passes else ()
         if scaling is None and not masters and not gradients:
-            return _seen_by_modes(compile_next(lowered, inputs), lowered)
+            return self._seen_by_modes(compile_next(lowered, inputs), lowered)
         bounded = fx.GraphModule(lowered, copy_graph(lowered.graph))
         bounded.meta.update(lowered.meta)
         extra = _Extra(scaling, self.shadows, tuple(masters.values()))
@@ -157,19 +157,20 @@ class _Compiler:
         warn_about_float16_gradients(bounded.graph, options)
         with traced_for_a_compiler():  # on torch 2.11 `torch.compiler.is_compiling` is false in a backend
             compiled = compile_next(bounded, [*added, *inputs])
-        return _run_with(_seen_by_modes(compiled, bounded), extra, lowered, options)
+        return _run_with(self._seen_by_modes(compiled, bounded), extra, lowered, options)
 
+    def _seen_by_modes(self, compiled: Callable, graph_module: fx.GraphModule) -> Callable:
+        """Returns what runs a compiled graph, or its ops one by one in a dispatch mode of the caller."""
+        is_tool = callable(self.options.backend)  # which may look at each node itself
+        one_by_one = compiled if is_tool else graph_module
 
-def _seen_by_modes(compiled: Callable, graph_module: fx.GraphModule) -> Callable:
-    """Returns what runs a compiled graph, or its ops one by one in a dispatch mode of the caller."""
+        def run(*args: Any) -> Any:
+            if not has_modes_aside():
+                return compiled(*args)
+            with modes_of_callers_back():
+                return one_by_one(*args)
 
-    def run(*args: Any) -> Any:
-        if not has_modes_aside():
-            return compiled(*args)
-        with modes_of_callers_back():
-            return graph_module(*args)
-
-    return run
+        return run
 
 
 def _run_with(compiled: Callable, extra: _Extra, lowered: fx.GraphModule, options: Options) -> Callable:

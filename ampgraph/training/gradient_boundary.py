@@ -40,7 +40,7 @@ from .._compat import (
 from ..guards import is_capturing
 from ..marks import BoundaryRole
 from .local_switch import LocalSwitch
-from .new_gradients import is_new, note_new
+from .new_gradients import forget_new, is_new, note_new
 from .scale_state import CHECKED
 
 # A trace carries an annotation onto every node made inside it.
@@ -202,10 +202,13 @@ def _pays_in_place(grads: Sequence[Tensor]) -> bool:
 def unscaled_in_place(grads: Sequence[Tensor], slots: Sequence[int], size: int, inverse: Tensor) -> Tensor:
     """Unscales gradients where they are, and returns their flags as `non_finite` does.
 
-    One kernel reads each gradient once. Lists take two kernels for many gradients, and read them twice.
+    One kernel reads each gradient once. Lists take two kernels for many gradients, and read them twice. The
+    kernel looks before it multiplies, as under ``torch.amp.GradScaler``: with a scale below 1 the product of
+    a finite gradient may overflow, and no flag tells.
     """
     flags = torch.zeros(size, device=grads[0].device)
     for grad, slot in zip(grads, slots, strict=True):
+        forget_new(grad)
         unscale_and_flag(grad, flags[slot : slot + 1], inverse)
     return flags
 

@@ -19,3 +19,8 @@ def note_new(grad: Tensor) -> Tensor:
 def is_new(grad: Tensor) -> bool:
     """Whether nothing else has a gradient; a fake tensor stands for others."""
     return type(grad) is Tensor and hasattr(grad, _ATTRIBUTE)
+
+
+def forget_new(grad: Tensor) -> None:
+    """Forgets it: somebody gets the gradient now."""
+    delattr(grad, _ATTRIBUTE)
