@@ -120,7 +120,7 @@ import ampgraph
 hooks = lambda: (
     len(o._global_optimizer_pre_hooks)
     + len(o._global_optimizer_post_hooks)
-    + ("data" in vars(torch.Tensor))
+    + ("data" in vars(torch.nn.Parameter))
 )
 found = [hooks()]
 model, x = torch.nn.Linear(4, 4), torch.ones(2, 4)

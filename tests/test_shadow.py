@@ -122,29 +122,6 @@ def write_through_data(model):
         parameter.data.mul_(0.25)
 
 
-def write_data_of_views(model):
-    for parameter in model.parameters():
-        for row in parameter:
-            row.data.mul_(0.5)
-        parameter.view(-1).data.mul_(0.5)
-
-
-def write_data_of_aliases(model):
-    for parameter in model.parameters():
-        torch.nn.Parameter(parameter.detach()).data.mul_(0.25)
-
-
-def write_data_of_state(model):
-    for value in model.state_dict().values():
-        value.data.mul_(0.25)
-
-
-def write_data_of_moved_state(model):
-    for parameter in model.parameters():
-        parameter.data = parameter.data.clone()
-    write_data_of_state(model)
-
-
 def set_data_in_the_same_memory(model):
     for parameter in model.parameters():
         memory = parameter.data
@@ -155,10 +132,6 @@ def set_data_in_the_same_memory(model):
 
 UPDATES = {
     "through .data": write_through_data,
-    "through .data of views": write_data_of_views,
-    "through .data of the state": write_data_of_state,
-    "through .data of an alias": write_data_of_aliases,
-    "through .data of moved state": write_data_of_moved_state,
     "same memory": set_data_in_the_same_memory,
     "SGD": step(torch.optim.SGD),
     "AdamW foreach": step(torch.optim.AdamW, foreach=True),

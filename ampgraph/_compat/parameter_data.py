@@ -2,31 +2,26 @@
 
 A write through ``.data`` (``p.data.add_(p.grad, alpha=-lr)``, ``target.data.copy_(...)``) raises none, nor
 does a collective, and no dispatch of torch tells of them. So the first parameter that is watched replaces
-``torch.Tensor.data`` by a property that counts and then asks torch (tried on torch 2.11 and 2.13), and
-`collectives` tells of the others. Both stay. The tensor may be a parameter, or another with its memory: a row
-of it, a value of ``state_dict``.
+``torch.nn.Parameter.data`` by a property that counts and then asks torch (tried on torch 2.13), and
+`collectives` tells of the others. Both stay.
 """
 
 from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .collectives import tell_of_collectives
-from .modes import is_batched, is_compiling, is_of_transform
+from .modes import is_compiling
 
 _DATA: Any = torch._C.TensorBase.data
 _asked: dict[int, int] = {}
 _watched: dict[int, weakref.ref[Tensor]] = {}
 _in_all = [0]
-# On the Python object of a storage, which lives as long as the storage: the keys of the parameters there.
-_KEYS = "_ampgraph_parameters"
-_PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def watch_data(parameter: Tensor) -> None:
@@ -36,7 +31,6 @@ def watch_data(parameter: Tensor) -> None:
     if key not in _watched:
         _asked[key] = 0
         _watched[key] = weakref.ref(parameter, lambda _: _forget(key))
-        _mark_storage(parameter)
 
 
 def _forget(key: int) -> None:
@@ -60,36 +54,18 @@ def data_of(parameter: Tensor) -> Tensor:
     return data
 
 
-def _mark_storage(parameter: Tensor) -> None:
-    if type(parameter) is torch.nn.Parameter and parameter.layout == torch.strided:
-        storage = parameter.untyped_storage()
-        setattr(storage, _KEYS, {*getattr(storage, _KEYS, ()), id(parameter)})
-
-
-def _keys_of(tensor: Tensor) -> Iterable[int]:
-    """Returns the keys of the watched parameters in whose memory a tensor lies."""
-    if id(tensor) in _asked:
-        return (id(tensor),)
-    if not _asked or type(tensor) not in _PLAIN or tensor.layout != torch.strided:
-        return ()
-    if is_of_transform(tensor) or is_batched(tensor):
-        return ()
-    keys: set[int] = getattr(tensor.untyped_storage(), _KEYS, set())
-    return keys & _asked.keys()  # one that is gone may have left its key
-
-
-def _note(tensor: Tensor) -> None:
-    for key in _keys_of(tensor):
-        if (count := _asked.get(key)) is not None:  # another thread may forget it now
-            _asked[key] = count + 1
+def _note(parameter: Tensor) -> None:
+    key = id(parameter)
+    if key in _asked:
+        _asked[key] += 1
         _in_all[0] += 1
 
 
-def _get(tensor: Tensor) -> Tensor:
+def _get(parameter: Tensor) -> Tensor:
     if is_compiling():
-        return _traced(tensor)
-    _note(tensor)
-    return data_of(tensor)
+        return _traced(parameter)
+    _note(parameter)
+    return data_of(parameter)
 
 
 def _traced(parameter: Tensor) -> Tensor:
@@ -101,11 +77,9 @@ def _traced(parameter: Tensor) -> Tensor:
     return data
 
 
-def _set(tensor: Tensor, value: Tensor) -> None:
-    _note(tensor)
-    _DATA.__set__(tensor, value)
-    if id(tensor) in _asked:
-        _mark_storage(tensor)
+def _set(parameter: Tensor, value: Tensor) -> None:
+    _note(parameter)
+    _DATA.__set__(parameter, value)
 
 
 def _delete(parameter: Tensor) -> None:
@@ -127,5 +101,5 @@ def _note_memory(tensors: list[Tensor]) -> None:
 @functools.cache
 def _install() -> None:
     torch.compiler.allow_in_graph(_traced)
-    torch.Tensor.data = property(_get, _set, _delete, _DATA.__doc__)  # type: ignore[misc, assignment]
+    torch.nn.Parameter.data = property(_get, _set, _delete, _DATA.__doc__)  # type: ignore[misc, assignment]
     tell_of_collectives(_note_memory)
