@@ -130,8 +130,14 @@ def set_data_in_the_same_memory(model):
         parameter.data = memory
 
 
+def write_through_data_of_a_state_dict(model):
+    for value in model.state_dict().values():
+        value.data.mul_(0.25)
+
+
 UPDATES = {
     "through .data": write_through_data,
+    "through .data of a state dict": write_through_data_of_a_state_dict,
     "same memory": set_data_in_the_same_memory,
     "SGD": step(torch.optim.SGD),
     "AdamW foreach": step(torch.optim.AdamW, foreach=True),
@@ -241,6 +247,25 @@ def test_compiled_code_reads_and_writes_data(backend):
     average()
     assert torch.equal(average(), torch.full((4,), 1.5))
     assert torch.equal(target, torch.full((4,), 0.75))
+
+
+def test_a_kept_state_dict_is_watched_until_it_is_gone():
+    """Evaluation, in which nothing else refreshes the copies."""
+    model, amp = converted()
+    with torch.no_grad():
+        amp(X)
+        kept = model.state_dict()
+        for _ in range(2):
+            for value in kept.values():
+                value.data.mul_(0.5)
+            assert torch.equal(amp(X), fresh_output(model, "O2"))
+        kept["0.weight"].data.mul_(0.5)
+        del kept, value
+        expected = fresh_output(model, "O2")
+        assert torch.equal(amp(X), expected)
+        with Copies() as copies:
+            amp(X)
+    assert copies.refreshed == []
 
 
 def test_only_calls_with_gradients_make_later_ones_refresh():

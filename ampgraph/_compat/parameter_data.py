@@ -2,14 +2,16 @@
 
 A write through ``.data`` (``p.data.add_(p.grad, alpha=-lr)``, ``target.data.copy_(...)``) raises none, nor
 does a collective, and no dispatch of torch tells of them. So the first parameter that is watched replaces
-``torch.nn.Parameter.data`` by a property that counts and then asks torch (tried on torch 2.13), and
-`collectives` tells of the others. Both stay.
+``torch.nn.Parameter.data`` by a property that counts and then asks torch, and
+``torch.nn.Module._save_to_state_dict`` by a function that remembers the values it gave out (both tried on
+torch 2.13), and `collectives` tells of the others. All stay.
 """
 
 from __future__ import annotations
 
 import functools
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,6 +24,8 @@ _DATA: Any = torch._C.TensorBase.data
 _asked: dict[int, int] = {}
 _watched: dict[int, weakref.ref[Tensor]] = {}
 _in_all = [0]
+# Values of state dicts that are alive, by their ids, with the parameters whose memory they share.
+_lent: dict[int, tuple[weakref.ref[Tensor], int]] = {}
 
 
 def watch_data(parameter: Tensor) -> None:
@@ -39,12 +43,18 @@ def _forget(key: int) -> None:
 
 
 def times_asked(parameter: Tensor) -> int:
-    """Returns how often the data of a watched parameter was asked for, set, or given to a collective."""
+    """Returns how often the data of a watched parameter was asked for, set, or given to a collective.
+
+    While a value of a state dict shares its memory, the number grows at each `times_asked_in_all`.
+    """
     return _asked.get(id(parameter), -1)
 
 
 def times_asked_in_all() -> int:
     """Returns a number that grows with each `times_asked`, which a hot path compares first."""
+    if _lent:
+        for _, key in [*_lent.values()]:
+            _count(key)
     return _in_all[0]
 
 
@@ -55,10 +65,24 @@ def data_of(parameter: Tensor) -> Tensor:
 
 
 def _note(parameter: Tensor) -> None:
-    key = id(parameter)
+    _count(id(parameter))
+
+
+def _count(key: int) -> None:
     if key in _asked:
         _asked[key] += 1
         _in_all[0] += 1
+
+
+def _lend(value: Tensor, parameter: Tensor) -> None:
+    """Counts until ``value`` is gone: a write through its ``.data`` tells nobody."""
+    lent, key = id(value), id(parameter)
+
+    def end(_: object) -> None:
+        _lent.pop(lent, None)
+        _count(key)
+
+    _lent[lent] = weakref.ref(value, end), key
 
 
 def _get(parameter: Tensor) -> Tensor:
@@ -98,8 +122,26 @@ def _note_memory(tensors: list[Tensor]) -> None:
                 _note(parameter)
 
 
+def _remember_values(save: Callable[..., None]) -> Callable[..., None]:
+    """Returns ``Module._save_to_state_dict`` with a note of the parameters' aliases that it makes."""
+
+    @functools.wraps(save)
+    def save_to_state_dict(
+        module: torch.nn.Module, destination: Any, prefix: str, *rest: Any, **named: Any
+    ) -> None:
+        save(module, destination, prefix, *rest, **named)
+        for name, parameter in module._parameters.items():
+            value = destination.get(prefix + name)
+            if id(parameter) in _asked and isinstance(value, Tensor) and value is not parameter:
+                _lend(value, parameter)  # type: ignore[arg-type]
+
+    return save_to_state_dict
+
+
 @functools.cache
 def _install() -> None:
+    module: Any = torch.nn.Module
     torch.compiler.allow_in_graph(_traced)
     torch.nn.Parameter.data = property(_get, _set, _delete, _DATA.__doc__)  # type: ignore[misc, assignment]
+    module._save_to_state_dict = _remember_values(module._save_to_state_dict)
     tell_of_collectives(_note_memory)
