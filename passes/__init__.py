@@ -6,6 +6,7 @@ from .choose_saved import ChooseSaved
 from .classify import ClassifyOps
 from .clean_casts import CleanCasts
 from .explicit_casts import ExplicitCasts
+from .fold_masks import FoldMasks
 from .inline_regions import InlineRegions, has_writing_regions
 from .inline_transforms import InlineTransforms
 from .insert_casts import InsertCasts, is_inserted_cast
@@ -30,6 +31,7 @@ __all__ = [
     "ClassifyOps",
     "CleanCasts",
     "ExplicitCasts",
+    "FoldMasks",
     "Hook",
     "InlineRegions",
     "InlineTransforms",

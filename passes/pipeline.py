@@ -35,6 +35,7 @@ from .choose_gradients import ChooseGradients
 from .choose_saved import ChooseSaved
 from .classify import ClassifyOps
 from .clean_casts import CleanCasts
+from .fold_masks import FoldMasks
 from .inline_regions import InlineRegions
 from .inline_transforms import InlineTransforms
 from .insert_casts import InsertCasts
@@ -75,6 +76,7 @@ def default_pipeline(
         InlineRegions(policy),
         InlineTransforms(),
         Normalize(),
+        FoldMasks(),
         LayOutMasks(),
         *analysis,
         InsertCasts(),

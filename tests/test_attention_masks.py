@@ -31,7 +31,7 @@ class Attends(nn.Module):
             "float": lambda: torch.zeros(2, 1, 1).masked_fill(~keep[:, :1, None], -1.0).expand(2, 4, 4),
             "written": lambda: written(keep),
             "input": lambda: keep,
-            "dense": lambda: torch.ones(2, 4, 4, dtype=torch.bool).tril(),
+            "dense": lambda: torch.ones(2, 4, 4, dtype=torch.bool).triu(),
         }[self.kind]()
         for layer in (self.first, self.second):
             x = F.scaled_dot_product_attention(layer(x), x, x, attn_mask=mask)

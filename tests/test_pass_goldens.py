@@ -26,6 +26,7 @@ from ampgraph.passes import (
     ChooseSaved,
     ClassifyOps,
     CleanCasts,
+    FoldMasks,
     InlineRegions,
     InsertCasts,
     KeepRead,
@@ -135,6 +136,34 @@ clone_default = clone(exp_default) f32
 select_int = select.int(clone_default, 1, 0) f32
 fill__scalar = fill_.Scalar(select_int, 3.0) f32
 return [clone_default]""",
+    )
+
+
+def test_fold_masks() -> None:
+    """A mask of numbers that hides the future becomes a flag, and nothing of it stays; an input stays."""
+    build = GraphBuilder()
+    x, given = build.input(1, 4, 8), build.input(4, 4)
+    past = build.call(aten.tril.default, build.call(aten.ones.default, [4, 4], dtype=torch.bool))
+    once = build.call(aten.scaled_dot_product_attention.default, x, x, x, past)
+    again = build.call(aten.scaled_dot_product_attention.default, x, x, x, given)
+    assert_expected_inline(
+        change(build.finish(build.call(aten.add.Tensor, once, again)), FoldMasks()),
+        """\
+x1 f32
+x0 f32
+ones_default = ones([4, 4], dtype=bool) bool
+tril_default = tril(ones_default) bool
+scaled_dot_product_attention_default = scaled_dot_product_attention(x0, x0, x0, tril_default) f32
+scaled_dot_product_attention_default_1 = scaled_dot_product_attention(x0, x0, x0, x1) f32
+add_tensor = add.Tensor(scaled_dot_product_attention_default, scaled_dot_product_attention_default_1) f32
+return [add_tensor]
+--- fold_masks
+x1 f32
+x0 f32
+scaled_dot_product_attention_default = scaled_dot_product_attention(x0, x0, x0, None, is_causal=True) f32
+scaled_dot_product_attention_default_1 = scaled_dot_product_attention(x0, x0, x0, x1) f32
+add_tensor = add.Tensor(scaled_dot_product_attention_default, scaled_dot_product_attention_default_1) f32
+return [add_tensor]""",
     )
 
 

@@ -103,6 +103,9 @@ SPARSE_GRADIENT: Mapping[str, str] = {
 # Additive masks: a value too large for the low dtype only means "hidden", so it may be clamped before a cast.
 MASK_SLOTS: Mapping[str, tuple[str, ...]] = {"scaled_dot_product_attention": ("attn_mask",)}
 
+# Attention that knows a causal mask by a flag, ``is_causal`` beside ``attn_mask``.
+CAUSAL_FLAG = _names("scaled_dot_product_attention")
+
 # Divisors: a large one makes the result small.
 DIVISOR_SLOTS: Mapping[str, tuple[str, ...]] = dict.fromkeys(
     ("div", "divide", "true_divide", "floor_divide"), ("other",)

@@ -171,6 +171,12 @@ def mask_slots(target: OpOverload) -> tuple[str, ...]:
 
 
 @cache
+def has_causal_flag(target: OpOverload) -> bool:
+    """Whether ``is_causal`` can take the place of the op's ``attn_mask``."""
+    return _listed(kernel_tables.CAUSAL_FLAG, target)
+
+
+@cache
 def divisor_slots(target: OpOverload) -> tuple[str, ...]:
     """Returns the names of the arguments that the op divides by."""
     return _row(kernel_tables.DIVISOR_SLOTS, target) or ()

@@ -1,0 +1,91 @@
+"""Replaces masks of attention that are the same in each call by what kernels know without reading a mask.
+
+Models leave such masks out when they run eagerly, and make them in a capture, where they cannot look at
+values: transformers tells by the position ids whether several sequences are packed into one. Kernels skip the
+hidden half of the scores only for ``is_causal``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, GraphModule, Node
+
+from ampgraph._compat import OpOverload
+from ampgraph.ops import kernels
+
+from .analysis.alias import written_memory
+from .analysis.arguments import argument
+from .analysis.constants import constant_value
+from .base import Pass
+from .insert_casts import set_named_argument
+
+# What a mask hides.
+_Kind = Literal["nothing", "the future"]
+# Added to a score, it makes the probability zero: float32's least number, -inf.
+_HIDES = -1e30
+
+
+@dataclass(frozen=True)
+class FoldMasks(Pass):
+    """Drops constant masks that hide nothing; ``is_causal`` replaces those that hide the future."""
+
+    name: ClassVar[str] = "fold_masks"
+
+    def run(self, graph_module: GraphModule) -> bool:
+        masked = {n: mask for n in graph_module.graph.nodes if isinstance(mask := _mask(n), Node)}
+        kinds = _kinds(graph_module.graph, [*masked.values()])
+        for node, mask in masked.items():
+            if mask not in kinds:
+                continue
+            set_named_argument(node, "attn_mask", None)
+            if kinds[mask] == "the future":
+                set_named_argument(node, "is_causal", True)
+        _erase_unread([*kinds])
+        return bool(kinds)
+
+
+def _mask(node: Node) -> object:
+    """Returns the mask of a call of attention that can do without one."""
+    if not isinstance(node.target, OpOverload) or not kernels.has_causal_flag(node.target):
+        return None
+    return None if argument(node, "is_causal") else argument(node, "attn_mask")
+
+
+def _kinds(graph: Graph, masks: list[Node]) -> dict[Node, _Kind]:
+    """Returns what the masks hide, if that is known."""
+    written = written_memory(graph) if masks else ()
+    values = ((mask, constant_value(mask, written)) for mask in dict.fromkeys(masks))
+    kinds = ((mask, _kind(value)) for mask, value in values if value is not None)
+    return {mask: kind for mask, kind in kinds if kind is not None}
+
+
+def _kind(mask: Tensor) -> _Kind | None:
+    """Returns what a mask hides; ``is_causal`` is the lower triangle of a square."""
+    if mask.dtype == torch.bool:
+        seen = mask
+    elif bool(((mask == 0) | (mask < _HIDES)).all()):
+        seen = mask == 0
+    else:
+        return None
+    if bool(seen.all()):
+        return "nothing"
+    if seen.dim() < 2 or seen.shape[-1] != seen.shape[-2]:
+        return None
+    past = torch.ones(seen.shape[-2:], dtype=torch.bool).tril()
+    return "the future" if torch.equal(seen, past.expand_as(seen)) else None
+
+
+def _erase_unread(waiting: list[Node]) -> None:
+    """Erases nodes that nobody reads any more, and what only they read."""
+    erased: set[Node] = set()
+    while waiting:
+        node = waiting.pop()
+        if node.users or node in erased:
+            continue
+        waiting += node.all_input_nodes
+        node.graph.erase_node(node)
+        erased.add(node)
