@@ -21,6 +21,7 @@ from ._compat import (
     no_global_hooks,
     waited,
 )
+from .capture import advice_of
 from .errors import AheadOfTimeError, CaptureError, PassError, warn_user
 from .guards import is_capturing
 from .plan import Plan
@@ -321,11 +322,12 @@ class AmpModule(Converted):
             compiled = self._just_in_time(options, graphs)
             # At once: a call of another thread that finds the new graphs must find the compiled form, too.
             self.__dict__.update(_compiled=compiled, _graphs=graphs, options=options)
-        why = self.options.named(str(error).splitlines()[0])
+        why, advice = self.options.named(str(error).splitlines()[0]), advice_of(error)
+        ahead = f" To capture it ahead of time: {advice}." if advice else ""
         self._graphs.watch.is_told = True
         warn_user(
-            f"{why}; it is captured just in time instead, at its first call. ampgraph.explain(amp).coverage "
-            "then lists the parts that are not captured."
+            f"{why}; it is captured just in time instead, at its first call.{ahead} "
+            "ampgraph.explain(amp).coverage then lists the parts that are not captured."
         )
 
     def _needs_gradients(self, args: tuple, kwargs: dict[str, Any]) -> bool:

@@ -7,12 +7,14 @@ from .distinct import distinct
 from .just_in_time import lower_dynamo_graph
 from .lost import LOST_KEY
 from .reads import Reads
+from .refusals import advice_of
 from .unlift import unlift
 
 __all__ = [
     "LOST_KEY",
     "Code",
     "Reads",
+    "advice_of",
     "capture_program",
     "distinct",
     "is_capturing_here",

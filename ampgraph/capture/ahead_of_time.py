@@ -350,10 +350,11 @@ def _mismatch(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> str:
 
 def _explain(model: nn.Module, error: Exception) -> str:
     lines = str(error).strip().splitlines() or ["no message"]
+    what = lines[0].partition(". If this type holds tensors")[0]  # the hint says what to do
     where = user_line(error)
     return (
         f"{type(model).__name__} could not be captured{f' at {where}' if where else ''}: "
-        f"{type(error).__name__}: {lines[0]}{_hint(error)}"
+        f"{type(error).__name__}: {what}{_hint(error)}"
     )
 
 
