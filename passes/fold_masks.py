@@ -25,7 +25,7 @@ from .insert_casts import set_named_argument
 
 # What a mask hides.
 _Kind = Literal["nothing", "the future"]
-# Added to a score, it makes the probability zero: float32's least number, -inf.
+# A smaller number that is added to a score makes the probability zero: float32's least number, -inf.
 _HIDES = -1e30
 
 

@@ -19,6 +19,16 @@ X = torch.randn(2, 4, 8, generator=torch.Generator().manual_seed(0))
 LEAST = torch.finfo(torch.float32).min
 
 
+@torch.library.custom_op("ampgraph_tests::past", mutates_args=())
+def past_of_a_custom_op(length: int) -> Tensor:
+    return torch.ones(length, length, dtype=torch.bool).tril()
+
+
+@past_of_a_custom_op.register_fake
+def _(length: int) -> Tensor:
+    return torch.empty(length, length, dtype=torch.bool)
+
+
 class Attends(nn.Module):
     """Attends under a mask that ``make`` makes of the module and the queries."""
 
@@ -74,6 +84,7 @@ KEPT = {
     "buffer": lambda model, x: model.past,
     "values of an input": lambda model, x: ones().tril() & (x[0, :, :1] < 9),
     "random": lambda model, x: ones().tril() & (torch.rand(4, 1) < 2),
+    "custom op": lambda model, x: past_of_a_custom_op(4),
     "written": written,
     "one of the batch": lambda model, x: torch.stack([ones().tril(), ones()]),
 }

@@ -50,6 +50,8 @@ def _is_constant_op(node: Node) -> bool:
         return True
     if not isinstance(node.target, OpOverload) or written_slots(node.target):
         return False
+    if node.target.namespace != "aten":  # a custom op may have a state, or no kernel for a CPU
+        return False
     if torch.Tag.nondeterministic_seeded in node.target.tags:
         return False
     value = node.meta.get("val")
