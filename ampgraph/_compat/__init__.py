@@ -9,7 +9,14 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 
 from .cuda_streams import is_recording, stream_handle
-from .custom_functions import AppliedFunction, float32_forward, function_of, in_float32_forward, native_apply
+from .custom_functions import (
+    AppliedFunction,
+    float32_forward,
+    function_of,
+    has_freed,
+    in_float32_forward,
+    native_apply,
+)
 from .dict_versions import dict_versions, has_dict_versions
 from .dynamo import (
     BreakLog,
@@ -186,6 +193,7 @@ __all__ = [
     "has_content",
     "has_dict_versions",
     "has_dispatch_modes",
+    "has_freed",
     "has_global_hooks",
     "has_modes_aside",
     "has_modes_of_callers",

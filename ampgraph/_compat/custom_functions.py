@@ -66,6 +66,18 @@ def native_apply(cls: type[torch.autograd.Function]) -> Callable[..., Any]:
     return apply
 
 
+def has_freed(context: BackwardCFunction) -> bool:
+    """Whether autograd has freed what a custom function has saved: its backward ran, and will not run again.
+
+    Only an error tells. ``saved_tensors`` raises it too, but runs hooks before.
+    """
+    try:
+        context._raw_saved_tensors  # type: ignore[attr-defined]  # noqa: B018
+    except RuntimeError:
+        return True
+    return False
+
+
 def function_of(context: BackwardCFunction) -> type[torch.autograd.Function]:
     """Returns the custom function that a context belongs to."""
     return context._forward_cls  # type: ignore[attr-defined, no-any-return]

@@ -163,6 +163,8 @@ class CapturedGraph:
             outputs = self._graph(*kind)(*args, **kwargs)
         else:
             outputs = runner(*args, **kwargs)
+        if training and shadowed and self.options.backend != "eager":
+            self.shadows.pending.note_outputs(outputs)  # type: ignore[union-attr]
         if training and self._is_scaled:
             self.scaler.note_outputs(outputs)
             if self.options.backend != "eager":

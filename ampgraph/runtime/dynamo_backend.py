@@ -176,13 +176,21 @@ class _Compiler:
 def _run_with(compiled: Callable, extra: _Extra, lowered: fx.GraphModule, options: Options) -> Callable:
     """Returns a function of the graph's inputs that passes the extra ones."""
     scaling = extra.scaler
+    pending = extra.shadows.pending if extra.shadows is not None and options.backend != "eager" else None
+
+    def run_and_note(*args: Any) -> Any:
+        outputs = compiled(*extra.tensors(args), *args)
+        if pending is not None:
+            pending.note_outputs(outputs)
+        return outputs
+
     if scaling is None:
-        return lambda *args: compiled(*extra.tensors(args), *args)
+        return run_and_note
 
     def run(*args: Any) -> Any:
         if scaling.guard.overflows.looks and torch.is_grad_enabled():
             look_for(lowered, args, scaling, options)
-        outputs = scaling.note_outputs(compiled(*extra.tensors(args), *args))
+        outputs = scaling.note_outputs(run_and_note(*args))
         return outputs if options.backend == "eager" else scaling.follow(outputs)
 
     return run
@@ -213,9 +221,8 @@ class _Extra:
         state = list(self.scaler.state.tensors()) if self.scaler else []
         if self.shadows is None or not self.masters:
             return state
-        found = [self.shadows.of(inputs[index]) for index in self.masters]
-        self.shadows.refresh()
-        return [*state, *found]
+        self.shadows.refresh()  # first: it may replace copies
+        return [*state, *(self.shadows.of(inputs[index]) for index in self.masters)]
 
 
 def _masters(

@@ -28,7 +28,9 @@ from .._compat import (
     watch_data,
 )
 from ..proxy.all_parameters import all_parameters
+from ..training.gradient_boundary import PENDING
 from ..training.optimizer_steps import tell_after_steps
+from ..training.pending_backwards import PendingBackwards
 from .empty_copies import empty_copies
 from .writers import Writers
 
@@ -51,8 +53,9 @@ class _Shadow:
         self.master, self.name = weakref.ref(master), name
         watch_data(master)
 
-    def hold(self, copy: Tensor) -> None:
+    def hold(self, copy: Tensor, pending: PendingBackwards) -> None:
         """Takes a copy, which need not have the values yet."""
+        setattr(copy, PENDING, pending)
         self.copy, self.alias = copy, copy.data
 
 
@@ -118,12 +121,16 @@ class ShadowWeights(nn.Module):
     call if another process may write the parameters (``share_memory``), and every call that is recorded as
     a CUDA graph; after recorded training all calls do.
 
+    A backward reads the values of its forward: while one is pending, a refresh makes new copies and leaves
+    the old ones to it.
+
     Args:
         model: The model, for its training flag.
         low_dtype: The copies' dtype.
 
     Attributes:
-        replaced: How often a copy was replaced by one of another size or on another device.
+        pending: The calls whose backward may still read copies.
+        replaced: How often a copy was replaced.
     """
 
     _model: Callable[[], nn.Module | None]
@@ -146,6 +153,7 @@ class ShadowWeights(nn.Module):
         self._are_shared = False
         self._writers = Writers()
         self._mode: bool | None = None
+        self.pending = PendingBackwards()
         self.replaced = 0
 
     __hash__ = object.__hash__
@@ -296,10 +304,11 @@ class ShadowWeights(nn.Module):
         shapes = [*map(_shape, sources)]
         if now.addresses != self._seen.addresses:
             self._are_shared = any(map(_is_shared, masters)) or _have_one_address(now.addresses)
-        if now.addresses != self._seen.addresses or shapes != _at(stale, self._columns.shapes):
-            self._make_others(stale, sources)
-        # The same rule as for parameters: a backward may not follow an update that autograd has seen, but may
-        # follow one that it has not seen.
+        is_awaited = bool(stale) and self.pending.are_there()
+        if is_awaited or now.addresses != self._seen.addresses or shapes != _at(stale, self._columns.shapes):
+            self._make_others(stale, sources, is_awaited)
+        # The same rule as for parameters, for a backward that is not known to be pending: it may not follow
+        # an update that autograd has seen, but may follow one that it has not seen.
         _, copies, targets, _, devices = self._columns
         before, after = self._seen.versions, now.versions
         if before != after:
@@ -310,11 +319,15 @@ class ShadowWeights(nn.Module):
             self._writers.note(devices)
         self._seen = now
 
-    def _make_others(self, stale: Sequence[int], sources: Sequence[Tensor]) -> None:
-        """Replaces copies of another size or on another device than their parameters."""
+    def _make_others(self, stale: Sequence[int], sources: Sequence[Tensor], are_awaited: bool) -> None:
+        """Replaces copies of another size or on another device than their parameters, or all awaited ones."""
         shadows = [*self._shadows.values()]
         pairs = [(shadows[i], master) for i, master in zip(stale, sources, strict=True)]
-        other = [(s, m) for s, m in pairs if (s.copy.device, s.copy.shape) != (m.device, m.shape)]
+        other = [
+            (s, m)
+            for s, m in pairs
+            if are_awaited or (s.copy.device, s.copy.shape) != (m.device, m.shape)
+        ]
         self._make([shadow for shadow, _ in other], [master for _, master in other])
         self.replaced += len(other)
         self._columns = _Columns.of(shadows)
@@ -323,7 +336,7 @@ class ShadowWeights(nn.Module):
         with _plainly():
             copies = empty_copies(masters, self._low_dtype)
         for shadow, copy in zip(shadows, copies, strict=True):
-            shadow.hold(copy)
+            shadow.hold(copy, self.pending)
             object.__setattr__(self, shadow.name, copy)
 
 

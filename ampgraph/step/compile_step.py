@@ -22,7 +22,7 @@ from .fit import Fit, Key, is_size, loss_of, varying_settings
 from .reasons import why
 from .state import Refused
 from .trace_step import trace_step
-from .whole_step import WholeStep
+from .whole_step import WholeStep, awaits_backward
 
 # Each kind of arguments and of settings has a graph, and a kind has one for each set of Python values.
 MANY_GRAPHS = 8
@@ -169,6 +169,10 @@ class CompiledStep:
             return self._loop(reason, args, kwargs)
         if any(p.grad is not None for p in parameters_of(self._optimizer)):
             return self._loop("gradients are there already, which this step takes too", args, kwargs)
+        if awaits_backward(self._amp):
+            reason = "an earlier call's backward may still run (or its outputs are kept): it needs its weights"
+            self._tell(reason)
+            return self._loop(reason, args, kwargs)
         kind = self._kind(self._fit.key_of(args, kwargs))
         found = self._find(kind, args, kwargs)
         if isinstance(found, str):

@@ -168,6 +168,12 @@ def scale_inputs(amp: AmpModule) -> list[Tensor]:
     return [scaler.state.scale, scaler.state.inverse, scaler.counters] if scaler.is_enabled() else []
 
 
+def awaits_backward(amp: AmpModule) -> bool:
+    """Whether an earlier call's backward may still read the low copies, which a graph writes in place."""
+    shadows = amp._graphs.shadows
+    return shadows is not None and shadows.pending.are_there()
+
+
 def take(optimizer: Optimizer, found: Tensor | None) -> None:
     """Steps a fused optimizer, which skips on the device where ``found`` is 1."""
     if found is not None:

@@ -11,8 +11,6 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import Tensor
-from torch.autograd.function import BackwardCFunction
-from torch.utils._pytree import tree_leaves
 
 from .._compat import (
     current_backward,
@@ -23,9 +21,9 @@ from .._compat import (
     never_compiled,
     note_of,
 )
+from .pending_backwards import compiled_nodes
 
 _LEFT = "_amp_left"
-_NEAR = 5  # nodes of autograd
 
 
 class CheckedGradients:
@@ -70,8 +68,7 @@ class CheckedGradients:
         """
         if is_compiling():
             return
-        found = [_compiled_node(t.grad_fn) for t in tree_leaves(outputs) if isinstance(t, Tensor)]
-        for node in {id(node): node for node in found if node is not None}.values():
+        for node in compiled_nodes(outputs):
             node.register_hook(self._after(weakref.ref(node), weakref.ref(probe), slot_of))
 
     def _after(self, node_ref: weakref.ref, probe_ref: weakref.ref, slot_of: Callable) -> Callable:
@@ -91,15 +88,3 @@ class CheckedGradients:
             checked.note([slot for slot, _ in found], [g for _, g in found])
 
         return note
-
-
-def _compiled_node(node: Any) -> Any:
-    """Returns the node of the compiled graph that made a tensor; None if it is not within `_NEAR` nodes.
-
-    An output that is a view of an argument, which the graph has written, has nodes of autograd before it.
-    """
-    for _ in range(_NEAR):
-        if node is None or isinstance(node, BackwardCFunction):
-            return node
-        node = node.next_functions[-1][0] if node.next_functions else None
-    return None

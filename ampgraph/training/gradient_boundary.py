@@ -51,6 +51,8 @@ _PLAIN = (Tensor, FakeTensor)
 _LOW = (torch.float16, torch.bfloat16)
 # Of a mean size: an H200 reads 2**22 float32 values in about 4 microseconds, the time of a kernel's launch.
 IN_PLACE_ELEMENTS = 2**22
+# The attribute of low copies that holds their `PendingBackwards`.
+PENDING = "_ampgraph_pending"
 _traced = LocalSwitch()
 
 
@@ -334,6 +336,9 @@ class ShadowWeights(Function):
     def forward(ctx: Any, copies: tuple[Tensor, ...], *parameters: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.fuses = is_for_a_compiler()
+        pending = None if is_compiling() else getattr(copies[0], PENDING, None)
+        if pending is not None:
+            pending.note(ctx)
         views = tuple([t.detach() for t in copies])
         needed = ctx.needs_input_grad[1:]
         if not all(needed):
