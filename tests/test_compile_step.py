@@ -299,6 +299,22 @@ def test_python_values_that_the_model_reads() -> None:
     assert after[0] == after[1] == after[2]
 
 
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_slices_of_one_tensor_are_of_one_kind(backend: str) -> None:
+    whole, apart = (Run(backend=backend, model=net(0.0)) for _ in range(2))
+    data = torch.randn(12 * 6 + 1, 8)
+    for i in range(12):
+        begin = 6 * i + i % 2
+        losses = [
+            run.step(x, Y, ONE)
+            for run, x in ((whole, data[begin : begin + 6]), (apart, data[begin : begin + 6].clone()))
+        ]
+        assert torch.equal(*losses)
+        assert (whole.step.reason is None) == (i > 1)
+    assert len(whole.step.graph_modules) == 1
+    assert_parameters_equal(whole.model, apart.model)
+
+
 def test_gradients_that_are_there_already_are_taken_too() -> None:
     runs = [Run("O1", model=net(0.0)) for _ in range(2)]
     for run in runs:
@@ -362,7 +378,15 @@ def prints_a_number(run: Run) -> None:
     run.step = ampgraph.compile_step(run.amp, run.optimizer, loss)
 
 
+def reads_its_place(run: Run) -> None:
+    def loss(amp: nn.Module, x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
+        return loss_fn(amp, x.as_strided(x.shape, x.stride(), x.storage_offset()), y, weight)
+
+    run.step = ampgraph.compile_step(run.amp, run.optimizer, loss)
+
+
 REASONS = {
+    reads_its_place: "loss_fn reads where a tensor begins in its memory",
     just_in_time: "captured just in time",
     parameter_hook: "a parameter has hooks",
     fewer_parameters: "does not hold exactly",

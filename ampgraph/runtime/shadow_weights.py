@@ -324,9 +324,7 @@ class ShadowWeights(nn.Module):
         shadows = [*self._shadows.values()]
         pairs = [(shadows[i], master) for i, master in zip(stale, sources, strict=True)]
         other = [
-            (s, m)
-            for s, m in pairs
-            if are_awaited or (s.copy.device, s.copy.shape) != (m.device, m.shape)
+            (s, m) for s, m in pairs if are_awaited or (s.copy.device, s.copy.shape) != (m.device, m.shape)
         ]
         self._make([shadow for shadow, _ in other], [master for _, master in other])
         self.replaced += len(other)

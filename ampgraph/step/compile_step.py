@@ -24,6 +24,11 @@ from .state import Refused
 from .trace_step import trace_step
 from .whole_step import WholeStep, awaits_backward
 
+_AWAITED = (
+    "the backward of an earlier call of the model may still run, with the weights of that call (drop its "
+    "outputs, or make them under torch.no_grad)"
+)
+
 # Each kind of arguments and of settings has a graph, and a kind has one for each set of Python values.
 MANY_GRAPHS = 8
 # The kinds of which a step keeps graphs, and the number of steps after which an unused kind makes room. Sizes
@@ -170,9 +175,8 @@ class CompiledStep:
         if any(p.grad is not None for p in parameters_of(self._optimizer)):
             return self._loop("gradients are there already, which this step takes too", args, kwargs)
         if awaits_backward(self._amp):
-            reason = "an earlier call's backward may still run (or its outputs are kept): it needs its weights"
-            self._tell(reason)
-            return self._loop(reason, args, kwargs)
+            self._tell(_AWAITED)
+            return self._loop(_AWAITED, args, kwargs)
         kind = self._kind(self._fit.key_of(args, kwargs))
         found = self._find(kind, args, kwargs)
         if isinstance(found, str):

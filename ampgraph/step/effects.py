@@ -29,7 +29,8 @@ class RefusedOutside(TorchFunctionMode):
     """Refuses writes to tensors that have values while a step is traced, and reads of their values.
 
     A trace gives fake tensors to parameters, buffers and arguments. All others belong to the surroundings.
-    No tensor may get other memory, which a graph does not see.
+    No tensor may get other memory, which a graph does not see, nor be asked where it begins in its memory,
+    which may differ at the next step.
 
     Raises:
         AmpGraphError: From the call inside that writes or reads.
@@ -40,6 +41,8 @@ class RefusedOutside(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name == "__set__" and getattr(func, "__self__", None) is Tensor.data:
             raise AmpGraphError(f"loss_fn replaces the memory of a tensor{_line()}")
+        if name == "storage_offset":
+            raise AmpGraphError(f"loss_fn reads where a tensor begins in its memory{_line()}")
         is_write = name == "__set__" or writes(func) or "out" in kwargs
         if is_write or name in _READS:
             involved = (kwargs["out"],) if "out" in kwargs else args[:1] if is_write else args

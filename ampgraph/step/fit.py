@@ -108,12 +108,16 @@ class Fit:
         assert self._checked is not None
         optimizer = self._optimizer
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        memory = [*map(storage_key, tensors)]
+        are_apart = len({*memory}) == len(memory)
         first: dict[object, int] = {}
         others = (
             self._checked.number,
             signature_of(args, kwargs),
-            tuple([(x.stride(), x.storage_offset(), x.is_conj(), x.is_neg()) for x in tensors]),
-            tuple([first.setdefault(storage_key(x), i) for i, x in enumerate(tensors)]),
+            tuple([(x.stride(), x.is_conj(), x.is_neg()) for x in tensors]),
+            # Where a tensor begins in its memory counts only if another one is there.
+            () if are_apart else tuple([x.storage_offset() for x in tensors]),
+            tuple([first.setdefault(key, i) for i, key in enumerate(memory)]),
             self._amp.scaler.config,
             torch.get_default_dtype(),
             torch.are_deterministic_algorithms_enabled(),
