@@ -315,6 +315,25 @@ def test_slices_of_one_tensor_are_of_one_kind(backend: str) -> None:
     assert_parameters_equal(whole.model, apart.model)
 
 
+def test_a_loss_that_asks_where_an_argument_begins() -> None:
+    def shifted(amp: nn.Module, x: Tensor) -> Tensor:
+        return amp(x.as_strided(x.shape, x.stride(), x.storage_offset() + 8)).float().square().mean()
+
+    whole, plain = Run(dtype=torch.bfloat16, model=net(0.0)), Run(dtype=torch.bfloat16, model=net(0.0))
+    whole.step = ampgraph.compile_step(whole.amp, whole.optimizer, shifted)
+    data = torch.randn(30, 8)
+    for begin in (0, 0, 0, 0, 6, 6, 6, 12, 0):
+        x = data[begin : begin + 6]
+        loss = shifted(plain.amp, x)
+        loss.backward()
+        plain.optimizer.step()
+        plain.optimizer.zero_grad()
+        assert torch.equal(whole.step(x), loss)
+    assert whole.step.reason is None
+    assert len(whole.step.graph_modules) == 2
+    assert_parameters_equal(whole.model, plain.model)
+
+
 def test_gradients_that_are_there_already_are_taken_too() -> None:
     runs = [Run("O1", model=net(0.0)) for _ in range(2)]
     for run in runs:
@@ -378,15 +397,7 @@ def prints_a_number(run: Run) -> None:
     run.step = ampgraph.compile_step(run.amp, run.optimizer, loss)
 
 
-def reads_its_place(run: Run) -> None:
-    def loss(amp: nn.Module, x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
-        return loss_fn(amp, x.as_strided(x.shape, x.stride(), x.storage_offset()), y, weight)
-
-    run.step = ampgraph.compile_step(run.amp, run.optimizer, loss)
-
-
 REASONS = {
-    reads_its_place: "loss_fn reads where a tensor begins in its memory",
     just_in_time: "captured just in time",
     parameter_hook: "a parameter has hooks",
     fewer_parameters: "does not hold exactly",

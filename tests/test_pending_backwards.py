@@ -6,6 +6,7 @@ import warnings
 
 import pytest
 import torch
+import torch._functorch.config as functorch_config
 from torch import nn
 
 import ampgraph
@@ -124,7 +125,7 @@ def test_two_branches_with_an_optimizer_each(backend):
 
 
 @BACKENDS
-@torch._functorch.config.patch(donated_buffer=False)  # else compiled graphs refuse retain_graph
+@functorch_config.patch(donated_buffer=False)  # else compiled graphs refuse retain_graph
 def test_a_kept_graph_runs_again_after_a_step(backend):
     def gradients(**options):
         model, amp = converted(backend=backend, **options)

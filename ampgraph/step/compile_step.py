@@ -220,6 +220,9 @@ class CompiledStep:
             kind.reason = why("tracing", error)
             self._tell(kind.reason)
             return kind.reason
+        if isinstance(found, WholeStep) and found.reads_offset and not self._fit.counts_offsets:
+            self._fit.counts_offsets = True
+            kind = self._kind(self._fit.key_of(args, kwargs))
         kind.states.append(found)
         if isinstance(found, Refused):
             self._tell(found.reason)

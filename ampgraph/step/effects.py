@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from operator import is_
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
-from .._compat import FakeTensor, replaced
+from .._compat import FakeTensor, replaced, storage_key
 from ..capture.random_numbers import noting_random_numbers
 from ..capture.real_writes import writes
 from ..capture.user_code import frames
@@ -29,20 +29,30 @@ class RefusedOutside(TorchFunctionMode):
     """Refuses writes to tensors that have values while a step is traced, and reads of their values.
 
     A trace gives fake tensors to parameters, buffers and arguments. All others belong to the surroundings.
-    No tensor may get other memory, which a graph does not see, nor be asked where it begins in its memory,
-    which may differ at the next step.
+    No tensor may get other memory, which a graph does not see.
+
+    Args:
+        arguments: The arguments of the step.
+
+    Attributes:
+        reads_offset: Whether an argument was asked where it begins in its memory.
 
     Raises:
         AmpGraphError: From the call inside that writes or reads.
     """
+
+    def __init__(self, arguments: Iterable[object]) -> None:
+        super().__init__()
+        self.reads_offset = False
+        self._memory = {storage_key(x) for x in arguments if isinstance(x, Tensor)}
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         if name == "__set__" and getattr(func, "__self__", None) is Tensor.data:
             raise AmpGraphError(f"loss_fn replaces the memory of a tensor{_line()}")
-        if name == "storage_offset":
-            raise AmpGraphError(f"loss_fn reads where a tensor begins in its memory{_line()}")
+        if name == "storage_offset" and storage_key(args[0]) in self._memory:
+            self.reads_offset = True
         is_write = name == "__set__" or writes(func) or "out" in kwargs
         if is_write or name in _READS:
             involved = (kwargs["out"],) if "out" in kwargs else args[:1] if is_write else args

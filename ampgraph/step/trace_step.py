@@ -193,8 +193,9 @@ class _Tracer:
             setattr(fakes[id(state.probe)], CHECKED, checked)
         args, kwargs = pytree.tree_unflatten(leaves, spec)
         with model.in_place(), self._for_the_backend():
-            with RefusedOutside(), without_saved_tensor_hooks():
+            with RefusedOutside(leaves) as outside, without_saved_tensor_hooks():
                 result = self._loss_fn(self.amp, *args, **kwargs)
+            self.traced.reads_offset = outside.reads_offset
             if any(fake.grad is not None for fake in fakes.values()):
                 raise AmpGraphError("loss_fn calls backward or sets gradients")
             gradients, flags = self._gradients(loss_of(result), checked, bool(scale))
