@@ -323,7 +323,7 @@ class AmpModule(Converted):
             # At once: a call of another thread that finds the new graphs must find the compiled form, too.
             self.__dict__.update(_compiled=compiled, _graphs=graphs, options=options)
         why, advice = self.options.named(str(error).splitlines()[0]), advice_of(error)
-        ahead = f" To capture it ahead of time: {advice}." if advice else ""
+        ahead = f" {advice}, for a capture ahead of time." if advice else ""
         self._graphs.watch.is_told = True
         warn_user(
             f"{why}; it is captured just in time instead, at its first call.{ahead} "

@@ -13,7 +13,10 @@ from torch.nn import functional as F
 import ampgraph
 from ampgraph import NoLossScale, Policy
 from ampgraph.passes import FoldMasks
+from passes.analysis.constants import constant_value
 from passes.fold_masks import _kind
+
+aten = torch.ops.aten
 
 X = torch.randn(2, 4, 8, generator=torch.Generator().manual_seed(0))
 LEAST = torch.finfo(torch.float32).min
@@ -144,6 +147,15 @@ def test_more_keys_than_queries():
     """The lower triangle of a rectangle is not what ``is_causal`` means to all kernels."""
     amp = converted(lambda model, x: ones(4, 6).tril(), keys=6)
     assert attention(amp.graph_module) == [(True, False)]
+
+
+def test_a_mask_that_a_cpu_cannot_compute_is_kept():
+    graph = torch.fx.Graph()
+    whole = graph.call_function(aten.ones.default, ([4, 4],), {"dtype": torch.uint16})
+    past = graph.call_function(aten.tril.default, (whole,))
+    whole.meta["val"] = past.meta["val"] = torch.empty(4, 4, dtype=torch.uint16, device="meta")
+    assert constant_value(whole, ()).sum() == 16
+    assert constant_value(past, ()) is None
 
 
 def test_nothing_changes_at_o0():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -126,6 +127,31 @@ def test_sam_trains_as_it_does_in_float32(base) -> None:
     assert expected[-1] < 0.6 * expected[0]
     assert found == pytest.approx(expected, rel=0.02)
     assert amp.scaler.state_dict()["_growth_tracker"] == 15
+
+
+def test_sam_whose_inner_optimizer_is_attached_is_no_stranger() -> None:
+    amp = convert(source())
+    optimizer = SAM(amp.parameters(), torch.optim.SGD, lr=0.1)
+    amp.scaler.attach(optimizer.base_optimizer)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train_sam(amp, optimizer, 3)
+    assert amp.scaler.state_dict()["_growth_tracker"] == 3
+
+
+def test_sam_whose_inner_optimizer_asks_another_scaler_is_a_stranger() -> None:
+    amp, other = convert(source()), convert(source())
+    optimizer = SAM([*amp.parameters(), *other.parameters()], torch.optim.SGD, lr=0.1)
+    other.scaler.attach(optimizer.base_optimizer)
+
+    def closure() -> torch.Tensor:
+        loss = loss_of(amp) + loss_of(other)
+        loss.backward()
+        return loss
+
+    closure()
+    with pytest.warns(UserWarning, match="the scale never adapts"):
+        optimizer.step(closure)
 
 
 @pytest.mark.parametrize("bad", ["first", "second"])

@@ -15,7 +15,7 @@ OR_JUST_IN_TIME = 'or capture it just in time: ampgraph.convert(model, capture="
 def advice_of(error: Exception) -> str:
     """Returns what helps against an error of a capture ahead of time, or ``""``."""
     advice, known, _ = "\n".join(str(error).splitlines()[1:]).partition(f", {OR_JUST_IN_TIME}")
-    return advice[:1].lower() + advice[1:] if known else ""
+    return advice if known else ""
 
 
 def _refused(model: nn.Module, what: str, advice: str) -> AheadOfTimeError:

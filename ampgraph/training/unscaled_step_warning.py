@@ -13,7 +13,7 @@ from .._compat import is_recording, is_scaled_by_grad_scaler
 from ..errors import warn_user
 from ..proxy.all_parameters import all_parameters
 from .distributed import local
-from .nested_optimizers import is_inside
+from .nested_optimizers import is_inside, nested
 from .optimizer_steps import tell_after_steps
 from .parameter_index import ParameterIndex
 
@@ -97,7 +97,7 @@ class UnscaledStepWarning:
         """Called after the step of any optimizer."""
         if is_inside(optimizer) or not self._saw_backward or self._is_scaled_twice:
             return
-        if optimizer in self._told:
+        if optimizer in self._told or self._asks_within(optimizer):
             return
         if self._strangers.get(optimizer) == len(parameters):
             return
@@ -110,6 +110,11 @@ class UnscaledStepWarning:
             )
         else:
             self._strangers[optimizer] = len(parameters)
+
+    def _asks_within(self, optimizer: Optimizer) -> bool:
+        """Whether an optimizer inside this one is attached to the scaler: the one that SAM updates with."""
+        scalers = (scaler for one in nested(optimizer) for scaler in vars(one).get("_amp_scalers", ()))
+        return any(scaler._watch is self for scaler in scalers)
 
     def _holds_own(self, optimizer: Optimizer) -> bool:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]

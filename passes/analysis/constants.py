@@ -13,7 +13,7 @@ from torch.fx import Node
 from torch.fx.node import map_aggregate
 
 from ampgraph._compat import OpOverload, no_modes
-from ampgraph.ops.kernels import written_slots
+from ampgraph.ops.kernels import op_of, written_slots
 
 # Elements: a mask of 32 sequences of 4,096 tokens. Larger ones take seconds and gigabytes.
 LARGEST = 2**29
@@ -27,7 +27,8 @@ def constant_value(node: Node, unstable: Container[Node]) -> Tensor | None:
         unstable: Nodes whose memory is written.
 
     Returns:
-        The value, on the CPU, or None if it depends on any of these or is larger than `LARGEST`.
+        The value, on the CPU, or None if it depends on any of these, is larger than `LARGEST`, or has an op
+        that a CPU cannot run.
     """
     needed: dict[Node, None] = {}
     waiting = [node]
@@ -38,8 +39,11 @@ def constant_value(node: Node, unstable: Container[Node]) -> Tensor | None:
             return None
         needed[current] = None
         waiting += current.all_input_nodes
-    with no_modes(), torch.no_grad(), torch.device("cpu"):
-        return _computed(node, sorted(needed))
+    try:
+        with no_modes(), torch.no_grad(), torch.device("cpu"):
+            return _computed(node, sorted(needed))
+    except RuntimeError:  # no kernel for this dtype on a CPU, or no memory: the graph's device has them
+        return None
 
 
 def _is_constant_op(node: Node) -> bool:
@@ -52,7 +56,7 @@ def _is_constant_op(node: Node) -> bool:
         return False
     if node.target.namespace != "aten":  # a custom op may have a state, or no kernel for a CPU
         return False
-    if torch.Tag.nondeterministic_seeded in node.target.tags:
+    if op_of(node.target).is_random:
         return False
     value = node.meta.get("val")
     values = value if isinstance(value, (list, tuple)) else (value,)
