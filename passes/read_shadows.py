@@ -14,7 +14,7 @@ from ampgraph._compat import OpOverload
 from ampgraph.marks import BoundaryMark, set_mark
 from ampgraph.ops.fusion_tables import CONVOLUTIONS, EXTERN, READS_MEMORY
 from ampgraph.policy.policy import LOW_DTYPES
-from ampgraph.training.gradient_boundary import shadow_weights
+from ampgraph.training.low_copies import shadow_weights
 
 from .analysis.gradient_flow import Entrances, differentiable_outputs, groups, reached_by_gradients
 from .analysis.graph_walk import kind

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from ampgraph.training.gradient_boundary import traced_for_a_compiler, unscale_gradients
+from ampgraph.training.compiler_traces import traced_for_a_compiler
+from ampgraph.training.gradient_boundary import unscale_gradients
 from ampgraph.training.weight_gradient import low_weight_gradients, weight_gradient
 
 BF16 = torch.bfloat16

@@ -14,7 +14,7 @@ from ampgraph import Policy
 from ampgraph.passes.read_shadows import MOST_IN_GROUP
 from ampgraph.runtime.boundary import castable
 from ampgraph.runtime.shadow_weights import ShadowWeights
-from ampgraph.training.gradient_boundary import shadow_weights
+from ampgraph.training.low_copies import shadow_weights
 
 F16 = torch.float16
 X = torch.randn(5, 8, generator=torch.Generator().manual_seed(0))

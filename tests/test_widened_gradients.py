@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ampgraph.training.gradient_boundary import _widened
+from ampgraph.training.low_copies import _widened
 
 
 def low(*shape: int) -> Tensor:

@@ -145,7 +145,7 @@ class CompiledSource:
             if self._graphs.watch.is_told
             else ' With example inputs, or capture="ahead of time", convert captures what torch.compile does '
             "not, or shows the reason."
-        )
+        ) + ' ampgraph.convert_blocks(model, "layers.*") converts layers and leaves the code around them.'
         warn_user(
             f"{self._name} ran unconverted, in the source's dtypes: no part of it was captured and rewritten."
             f"{see}"

@@ -29,8 +29,8 @@ from ..plan import Plan
 from ..policy.loss_scale import NoLossScale
 from ..policy.policy import LOW_DTYPES, Policy
 from ..policy.rules import NODE_PREFIX, ModulePaths, RuleBook
+from ..training.compiler_traces import traced_for_a_compiler
 from ..training.distributed import spread_error
-from ..training.gradient_boundary import traced_for_a_compiler
 from ..training.scale_state import STATE_NAMES
 from ..training.scaler import LossScaler
 from .backends import choose_backend, next_backend

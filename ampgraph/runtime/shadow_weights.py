@@ -28,7 +28,7 @@ from .._compat import (
     watch_data,
 )
 from ..proxy.all_parameters import all_parameters
-from ..training.gradient_boundary import PENDING
+from ..training.low_copies import PENDING
 from ..training.optimizer_steps import tell_after_steps
 from ..training.pending_backwards import PendingBackwards
 from .empty_copies import empty_copies

@@ -24,7 +24,8 @@ from ..capture.ahead_of_time import capturing
 from ..errors import AmpGraphError, NoStateError
 from ..module import AmpModule
 from ..policy.loss_scale import DynamicLossScale, adapted, adapted_by_kernel
-from ..training.gradient_boundary import non_finite, traced_for_a_compiler
+from ..training.compiler_traces import traced_for_a_compiler
+from ..training.gradient_boundary import non_finite
 from ..training.optimizer_step import makes_buffers, parameters_of
 from ..training.overflow import largest
 from ..training.scale_state import CHECKED

@@ -1,6 +1,6 @@
 """The boundary of a converted graph: where gradients are scaled on entry, and unscaled and checked on exit.
 
-A parameter with a low copy (`ampgraph.runtime.shadow_weights`) is read through the boundary too.
+A parameter with a low copy is read through a node of its own (`ampgraph.training.low_copies`).
 
 Both are plain ``autograd.Function`` calls and nodes of the graph. Eager mode runs them, and AOTAutograd
 traces the same arithmetic into the backward graph of every backend: ``tangent * scale`` at each output,
@@ -28,7 +28,6 @@ from torch.autograd import Function
 from torch.fx import traceback as fx_traceback
 
 from .._compat import (
-    FakeTensor,
     flag_if_not_finite,
     is_batched,
     is_compiling,
@@ -39,34 +38,16 @@ from .._compat import (
 )
 from ..guards import is_capturing
 from ..marks import BoundaryRole
-from .local_switch import LocalSwitch
-from .new_gradients import forget_new, is_new, note_new
+from .compiler_traces import is_for_a_compiler
+from .low_copies import shadow_weights, shadow_weights_eagerly
+from .new_gradients import forget_new, is_new
 from .scale_state import CHECKED
 
 # A trace carries an annotation onto every node made inside it.
 _ROLE_KEY = "ampgraph_boundary"
 _NOT_TRACED = nullcontext()
-# A step as one graph is traced with fake tensors.
-_PLAIN = (Tensor, FakeTensor)
-_LOW = (torch.float16, torch.bfloat16)
 # Of a mean size: an H200 reads 2**22 float32 values in about 4 microseconds, the time of a kernel's launch.
 IN_PLACE_ELEMENTS = 2**22
-# The attribute of low copies that holds their `PendingBackwards`.
-PENDING = "_ampgraph_pending"
-_traced = LocalSwitch()
-
-
-def traced_for_a_compiler() -> AbstractContextManager[None]:
-    """Lets a trace by ``make_fx`` have the arithmetic that a compiler fuses, as one by AOTAutograd has it.
-
-    It holds for each forward inside and for its backward, which autograd runs in another thread for CUDA.
-    """
-    return _traced.on()
-
-
-def is_for_a_compiler() -> bool:
-    """Whether what this thread traces now is for a compiler, which fuses it."""
-    return is_compiling() or _traced.is_on
 
 
 class ScaleGradients(Function):
@@ -325,65 +306,6 @@ def _role(name: BoundaryRole) -> AbstractContextManager:
     return _NOT_TRACED
 
 
-class ShadowWeights(Function):
-    """Returns the low copies of parameters; each gradient, in its parameter's dtype, is the parameter's.
-
-    Args of ``forward``: the copies, then each parameter.
-    """
-
-    @staticmethod
-    @returns_no_argument
-    def forward(ctx: Any, copies: tuple[Tensor, ...], *parameters: Tensor) -> tuple[Tensor, ...]:
-        ctx.set_materialize_grads(False)
-        ctx.fuses = is_for_a_compiler()
-        pending = None if is_compiling() else getattr(copies[0], PENDING, None)
-        if pending is not None:
-            pending.note(ctx)
-        views = tuple([t.detach() for t in copies])
-        needed = ctx.needs_input_grad[1:]
-        if not all(needed):
-            ctx.mark_non_differentiable(*(v for v, n in zip(views, needed, strict=True) if not n))
-        return views
-
-    @staticmethod
-    @never_compiled
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        if not ctx.fuses and any(g is not None and g.is_cuda for g in grads):
-            return None, *_widened(grads)
-        # Autograd casts a gradient to the dtype of its input, faster than a call of `to` for each.
-        return None, *grads
-
-
-def _widened(grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Returns gradients with the plain ones among them in float32.
-
-    CUDA's kernel for a list of copies moves the same bytes as casts in half the time (H200, torch 2.11), and
-    is one for many gradients.
-    """
-    if torch.is_grad_enabled() or any(g is not None and is_batched(g) for g in grads):
-        return [*grads]
-    low = [g for g in grads if g is not None and _is_plain_low(g)]
-    wide = [note_new(torch.empty_like(g, dtype=torch.float32)) for g in low]
-    if low:
-        torch._foreach_copy_(wide, low)
-    made = iter(wide)
-    return [next(made) if g is not None and _is_plain_low(g) else g for g in grads]
-
-
-def _is_plain_low(grad: Tensor) -> bool:
-    return type(grad) in _PLAIN and grad.dtype in _LOW and grad.layout == torch.strided
-
-
-def shadow_weights(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """The node at parameters with low copies, which come first; see `ShadowWeights`."""
-    count = len(tensors) // 2
-    copies, parameters = tensors[:count], tensors[count:]
-    # Without gradients Dynamo traces `forward`. It counts its arguments, and leaves out the context for two.
-    if is_compiling() and not any(p.requires_grad for p in parameters):
-        return tuple([t.detach() for t in copies])
-    return ShadowWeights.apply(copies, *parameters)
-
-
 def scale_gradients(scale: Tensor, *outputs: Tensor) -> tuple[Tensor, ...]:
     """The node at the graph's outputs; see `ScaleGradients`."""
     return ScaleGradients.apply(scale, *outputs)
@@ -394,17 +316,9 @@ def unscale_gradients(probe: Tensor, inverse: Tensor, slots: str, *tensors: Tens
     return UnscaleGradients.apply(probe, inverse, slots, *tensors)
 
 
-_read_copies = native_apply(ShadowWeights)
-
-
-def _shadow_weights_eagerly(*tensors: Tensor) -> tuple[Tensor, ...]:
-    count = len(tensors) // 2
-    return _read_copies(tensors[:count], *tensors[count:])
-
-
 # What does the same as a node's function in less time, in code that no tracer sees.
 EAGERLY: dict[Callable, Callable] = {
-    shadow_weights: _shadow_weights_eagerly,
+    shadow_weights: shadow_weights_eagerly,
     scale_gradients: native_apply(ScaleGradients),
     unscale_gradients: native_apply(UnscaleGradients),
 }
