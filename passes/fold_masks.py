@@ -7,6 +7,7 @@ hidden half of the scores only for ``is_causal``.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -19,7 +20,7 @@ from ampgraph.ops import kernels
 
 from .analysis.alias import written_memory
 from .analysis.arguments import argument
-from .analysis.constants import constant_value
+from .analysis.constants import computed, constant_nodes, expression_of
 from .base import Pass
 from .insert_casts import set_named_argument
 
@@ -38,14 +39,13 @@ class FoldMasks(Pass):
     def run(self, graph_module: GraphModule) -> bool:
         masked = {n: mask for n in graph_module.graph.nodes if isinstance(mask := _mask(n), Node)}
         kinds = _kinds(graph_module.graph, [*masked.values()])
-        for node, mask in masked.items():
-            if mask not in kinds:
-                continue
+        folded = [node for node, mask in masked.items() if mask in kinds and _can_fold(node, kinds[mask])]
+        for node in folded:
             set_named_argument(node, "attn_mask", None)
-            if kinds[mask] == "the future":
+            if kinds[masked[node]] == "the future":
                 set_named_argument(node, "is_causal", True)
-        _erase_unread([*kinds])
-        return bool(kinds)
+        _erase_unread([masked[node] for node in folded])
+        return bool(folded)
 
 
 def _mask(node: Node) -> object:
@@ -55,12 +55,31 @@ def _mask(node: Node) -> object:
     return None if argument(node, "is_causal") else argument(node, "attn_mask")
 
 
+def _can_fold(node: Node, kind: _Kind) -> bool:
+    """Whether a call can do without a mask of this kind.
+
+    Kernels hide the future by -inf, which some of them add before they scale: 0 and negative factors give
+    NaN there.
+    """
+    scale = argument(node, "scale")
+    return kind == "nothing" or scale is None or (isinstance(scale, (int, float)) and scale > 0)
+
+
 def _kinds(graph: Graph, masks: list[Node]) -> dict[Node, _Kind]:
     """Returns what the masks hide, if that is known."""
     written = written_memory(graph) if masks else ()
-    values = ((mask, constant_value(mask, written)) for mask in dict.fromkeys(masks))
-    kinds = ((mask, _kind(value)) for mask, value in values if value is not None)
-    return {mask: kind for mask, kind in kinds if kind is not None}
+    kinds: dict[Hashable, _Kind | None] = {}  # layers that make a mask each make equal ones
+    found: dict[Node, _Kind] = {}
+    for mask in dict.fromkeys(masks):
+        if not (needed := constant_nodes(mask, written)):
+            continue
+        expression = expression_of(needed)
+        if expression not in kinds:
+            value = computed(needed)
+            kinds[expression] = None if value is None else _kind(value)
+        if (kind := kinds[expression]) is not None:
+            found[mask] = kind
+    return found
 
 
 def _kind(mask: Tensor) -> _Kind | None:
@@ -75,7 +94,7 @@ def _kind(mask: Tensor) -> _Kind | None:
         return "nothing"
     if seen.dim() < 2 or seen.shape[-1] != seen.shape[-2]:
         return None
-    past = torch.ones(seen.shape[-2:], dtype=torch.bool).tril()
+    past = torch.ones(seen.shape[-2:], dtype=torch.bool, device=seen.device).tril()
     return "the future" if torch.equal(seen, past.expand_as(seen)) else None
 
 

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 import ampgraph
 from ampgraph import NoLossScale, Policy
 from ampgraph.passes import FoldMasks
-from passes.analysis.constants import constant_value
+from passes.analysis.constants import computed, constant_nodes
 from passes.fold_masks import _kind
 
 aten = torch.ops.aten
@@ -154,8 +154,46 @@ def test_a_mask_that_a_cpu_cannot_compute_is_kept():
     whole = graph.call_function(aten.ones.default, ([4, 4],), {"dtype": torch.uint16})
     past = graph.call_function(aten.tril.default, (whole,))
     whole.meta["val"] = past.meta["val"] = torch.empty(4, 4, dtype=torch.uint16, device="meta")
-    assert constant_value(whole, ()).sum() == 16
-    assert constant_value(past, ()) is None
+    assert computed(constant_nodes(whole, ())).sum() == 16
+    assert computed(constant_nodes(past, ())) is None
+
+
+@pytest.mark.parametrize(
+    ("scale", "folds"), [(None, True), (0.5, True), (2, True), (0.0, False), (-0.5, False)]
+)
+def test_kernels_hide_the_future_for_positive_scales_alone(scale, folds):
+    class Scaled(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return F.scaled_dot_product_attention(x, x, x, attn_mask=ones().tril(), scale=scale)
+
+    amp = ampgraph.convert(Scaled(), (X,), policy=Policy("O1", dtype=torch.bfloat16))
+    assert attention(amp.graph_module) == [(not folds, folds)]
+    torch.testing.assert_close(amp(X), Scaled()(X), rtol=2**-6, atol=2**-6)
+
+
+def test_another_default_device():
+    amp = converted(FUTURE["packed"])
+    with torch.device("meta"):
+        other = ampgraph.convert(
+            Attends(FUTURE["packed"]).to("meta"), (X.to("meta"),), capture="ahead of time"
+        )
+    assert attention(other.graph_module) == attention(amp.graph_module)
+
+
+def test_equal_masks_of_layers_are_computed_once(monkeypatch):
+    counted = []
+    monkeypatch.setattr("passes.fold_masks.computed", lambda nodes: counted.append(nodes) or computed(nodes))
+
+    class Layers(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            for diagonal in (0, 0, 0, 1):
+                mask = torch.ones(4, 4).tril(diagonal) > 0
+                x = F.scaled_dot_product_attention(x, x, x, attn_mask=mask)
+            return x
+
+    amp = ampgraph.convert(Layers(), (X,), policy=Policy("O1", dtype=torch.bfloat16))
+    assert attention(amp.graph_module) == [(False, True)] * 3 + [(True, False)]
+    assert len(counted) == 2
 
 
 def test_nothing_changes_at_o0():

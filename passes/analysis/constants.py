@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Container
+from collections.abc import Container, Hashable
 from typing import Any
 
 import torch
@@ -19,16 +19,16 @@ from ampgraph.ops.kernels import op_of, written_slots
 LARGEST = 2**29
 
 
-def constant_value(node: Node, unstable: Container[Node]) -> Tensor | None:
-    """Returns what a node computes if that depends on no input, weight, symbol or random number.
+def constant_nodes(node: Node, unstable: Container[Node]) -> list[Node]:
+    """Returns the nodes that compute a tensor from numbers alone.
 
     Args:
-        node: A node with a tensor.
+        node: The node with the tensor.
         unstable: Nodes whose memory is written.
 
     Returns:
-        The value, on the CPU, or None if it depends on any of these, is larger than `LARGEST`, or has an op
-        that a CPU cannot run.
+        The nodes in graph order, ``node`` last. No nodes if it depends on an input, a weight, a symbol or a random
+        number, or if a tensor is larger than `LARGEST`.
     """
     needed: dict[Node, None] = {}
     waiting = [node]
@@ -36,13 +36,29 @@ def constant_value(node: Node, unstable: Container[Node]) -> Tensor | None:
         if (current := waiting.pop()) in needed:
             continue
         if current in unstable or not _is_constant_op(current):
-            return None
+            return []
         needed[current] = None
         waiting += current.all_input_nodes
+    return sorted(needed)
+
+
+def expression_of(nodes: list[Node]) -> Hashable:
+    """Returns what is equal for nodes that compute the same, `constant_nodes` of another node too."""
+    numbers = {node: i for i, node in enumerate(nodes)}
+
+    def described(argument: Any) -> object:
+        return ("node", numbers[argument]) if isinstance(argument, Node) else (type(argument), argument)
+
+    calls = ((n.target, map_aggregate(n.args, described), map_aggregate(n.kwargs, described)) for n in nodes)
+    return tuple(map(repr, calls))
+
+
+def computed(nodes: list[Node]) -> Tensor | None:
+    """Returns what the last one of `constant_nodes` computes, on the CPU; None if a CPU cannot run an op."""
     try:
         with no_modes(), torch.no_grad(), torch.device("cpu"):
-            return _computed(node, sorted(needed))
-    except RuntimeError:  # no kernel for this dtype on a CPU, or no memory: the graph's device has them
+            return _computed(nodes)
+    except RuntimeError:  # no kernel for this dtype, or no memory: the graph's device may have them
         return None
 
 
@@ -68,9 +84,9 @@ def _is_computable(tensor: Tensor) -> bool:
     return isinstance(size, int) and size <= LARGEST
 
 
-def _computed(node: Node, needed: list[Node]) -> Tensor:
+def _computed(nodes: list[Node]) -> Tensor:
     """Runs nodes in graph order, each on the CPU, and frees what no later node reads."""
-    reads = Counter(read for other in needed for read in other.all_input_nodes)
+    reads = Counter(read for node in nodes for read in node.all_input_nodes)
     values: dict[Node, Any] = {}
 
     def here(argument: Any) -> Any:
@@ -78,12 +94,12 @@ def _computed(node: Node, needed: list[Node]) -> Tensor:
             return values[argument]
         return torch.device("cpu") if isinstance(argument, torch.device) else argument
 
-    for current in needed:
+    for current in nodes:
         args, kwargs = map_aggregate(current.args, here), map_aggregate(dict(current.kwargs), here)
         values[current] = current.target(*args, **kwargs)  # type: ignore[operator]
         for read in current.all_input_nodes:
             reads[read] -= 1
-            if not reads[read] and read is not node:
+            if not reads[read]:
                 del values[read]
-    value: Tensor = values[node]
+    value: Tensor = values[nodes[-1]]
     return value
