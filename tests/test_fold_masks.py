@@ -182,7 +182,9 @@ def test_another_default_device():
 
 def test_equal_masks_of_layers_are_computed_once(monkeypatch):
     counted = []
-    monkeypatch.setattr("passes.fold_masks.computed", lambda nodes: counted.append(nodes) or computed(nodes))
+    monkeypatch.setitem(
+        FoldMasks.run.__globals__, "computed", lambda nodes: counted.append(nodes) or computed(nodes)
+    )
 
     class Layers(nn.Module):
         def forward(self, x: Tensor) -> Tensor:

@@ -27,8 +27,8 @@ def constant_nodes(node: Node, unstable: Container[Node]) -> list[Node]:
         unstable: Nodes whose memory is written.
 
     Returns:
-        The nodes in graph order, ``node`` last. No nodes if it depends on an input, a weight, a symbol or a random
-        number, or if a tensor is larger than `LARGEST`.
+        The nodes in graph order, ``node`` last. No nodes if it depends on an input, a weight, a symbol or a
+        random number, or if a tensor is larger than `LARGEST`.
     """
     needed: dict[Node, None] = {}
     waiting = [node]
