@@ -8,6 +8,7 @@ from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 
+from .causal_hints import CAUSAL_HINT, given_hint
 from .cuda_streams import is_recording, stream_handle
 from .custom_functions import (
     AppliedFunction,
@@ -143,6 +144,7 @@ from .tracing import compiled_calls, tracing_lock
 from .version import VERSION
 
 __all__ = [
+    "CAUSAL_HINT",
     "ENTER_AUTOCAST",
     "EXIT_AUTOCAST",
     "INFERENCE_MODE_CALLS",
@@ -189,6 +191,7 @@ __all__ = [
     "flat_inputs",
     "float32_forward",
     "function_of",
+    "given_hint",
     "graph_being_traced",
     "has_content",
     "has_dict_versions",

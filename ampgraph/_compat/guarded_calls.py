@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 import torch
 from torch._C._dynamo.eval_frame import _FrameAction
 
+from .causal_hints import CAUSAL_HINT, given_hint
 from .tracing import compiled_calls
 from .version import VERSION
 
@@ -28,6 +29,8 @@ class _Guards:
 
     Dynamo also compares each result of an ``autograd.Function`` with each argument, in Python code that it
     traces. Inside, it leaves that out for functions that `returns_no_argument` marks (tried on torch 2.13).
+
+    It takes masks of encoders and decoders as they are; see `causal_hints`.
 
     And it compiles a code object at most 256 times in a process, for all models; every further model of the
     same layers would run unconverted. Inside, only the limit of one model holds, and `times_refused` counts
@@ -80,7 +83,8 @@ def _replacements() -> tuple[tuple[Any, str, Any, Any], ...]:
 
     name = "is_supported_random_obj"
     found: list[tuple[Any, str, Any, Any]] = [
-        (RandomVariable, name, vars(RandomVariable)[name], staticmethod(lambda _: False))
+        (RandomVariable, name, vars(RandomVariable)[name], staticmethod(lambda _: False)),
+        (*CAUSAL_HINT, given_hint),
     ]
     name = "exceeds_recompile_limit"
     if (exceeds := vars(convert_frame).get(name)) is not None:

@@ -36,6 +36,7 @@ from ..errors import AheadOfTimeError, CaptureError, warn_user
 from ..training.distributed import sharded_error
 from .batch_norm import with_cumulative_average
 from .body_modules import name_modules_of_bodies
+from .causal_masks import masks_unseen
 from .distinct import distinct
 from .held_objects import noting_set_attributes
 from .inference_mode import traced_as_no_grad
@@ -286,6 +287,7 @@ def _traced_as_it_runs() -> Iterator[None]:
         no_copies_into_buffers(is_capturing_here),
         traced_as_no_grad(is_capturing_here),
         with_cumulative_average(is_capturing_here),
+        masks_unseen(),
     ):
         yield
 
