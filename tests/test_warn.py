@@ -114,3 +114,19 @@ def test_parameters_that_came_after_the_conversion_belong_to_the_model(recwarn) 
     assert torch.equal(model[1].weight, before)
     assert amp.scaler.get_scale() < scale
     assert not [each for each in recwarn if "another model" in str(each.message)]
+
+
+def test_an_optimizer_that_creates_its_state_before_the_first_call_is_no_loop_over_methods() -> None:
+    """As ``torch.distributed.checkpoint.state_dict.get_state_dict`` does for a new optimizer."""
+    amp = ampgraph.convert(nn.Linear(4, 4), (X,), dtype=torch.float16)
+    optimizer = torch.optim.AdamW(amp.parameters(), lr=0.0)
+    amp.scaler.attach(optimizer)
+    for parameter in amp.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer.step()
+        optimizer.zero_grad()
+        amp(X).sum().backward()
+        optimizer.step()
+    assert len(optimizer.state) == 2

@@ -278,6 +278,12 @@ def reads_no_values(target: OpOverload) -> bool:
 
 
 @cache
+def writes_state(target: OpOverload) -> bool:
+    """Whether what the op writes in place has no gradients of its other arguments."""
+    return _listed(kernel_tables.WRITES_STATE, target)
+
+
+@cache
 def is_uninitialized(target: OpOverload) -> bool:
     """Whether the op returns memory that nobody has written."""
     return _listed(kernel_tables.UNINITIALIZED, target)

@@ -52,7 +52,8 @@ class UnscaledStepWarning:
         self._values = None
         if self._is_listening or self._has_told or not is_alone:
             return
-        if any(p.grad is not None for p in all_parameters(self._model)):
+        # `torch.distributed.checkpoint` steps once with gradients of zeros, to create the optimizer's state.
+        if any(p.grad is not None and _has_values(p.grad) for p in all_parameters(self._model)):
             self._tell(
                 f"{type(self._model).__name__} has gradients, and the converted model was not called with "
                 "gradients: convert captures forward alone. Other methods that call layers (amp.loss(x)), "
@@ -146,3 +147,11 @@ class UnscaledStepWarning:
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
         self._forget_optimizers()
+
+
+def _has_values(gradient: Tensor) -> bool:
+    """Whether a gradient is not all zeros; one whose values nobody may read now counts."""
+    gradient = local(gradient).detach()
+    if gradient.device.type == "meta" or is_recording(gradient.device):
+        return True
+    return bool((gradient._values() if gradient.is_sparse else gradient).count_nonzero())

@@ -46,7 +46,7 @@ def expression_of(nodes: list[Node]) -> Hashable:
     """Returns what is equal for nodes that compute the same, `constant_nodes` of another node too."""
     numbers = {node: i for i, node in enumerate(nodes)}
 
-    def described(argument: Any) -> object:
+    def described(argument: Any) -> Any:
         return ("node", numbers[argument]) if isinstance(argument, Node) else (type(argument), argument)
 
     calls = ((n.target, map_aggregate(n.args, described), map_aggregate(n.kwargs, described)) for n in nodes)

@@ -11,7 +11,7 @@ import torch
 from torch.fx import Graph, Node
 
 from ampgraph._compat import OpOverload, fake_mode_of, size_hint
-from ampgraph.ops.kernels import packet_name, reads_no_values
+from ampgraph.ops.kernels import packet_name, reads_no_values, writes_state
 
 from .alias import SOURCES, returned_input, source_of, written_args
 from .facts import tensors
@@ -116,7 +116,7 @@ def writes_to_sources(graph: Graph) -> dict[Node, list[Node]]:
     for node in graph.nodes:
         if node.op != "call_function" or node in cut or swaps_memory(node):
             continue
-        for source in {source_of(written, passing) for written in written_args(node)}:
+        for source in {source_of(written, passing) for written in _written_with_gradients(node)}:
             if source is not None and is_differentiable(source):
                 found.setdefault(source, []).append(node)
     return found
@@ -137,8 +137,14 @@ def carrying_gradients(graph: Graph, trained: Container[str]) -> set[Node]:
         else:
             carries = node in passing and not found.isdisjoint(node.all_input_nodes)
         if carries:
-            found |= {node, *written_args(node)}
+            found |= {node, *_written_with_gradients(node)}
     return found
+
+
+def _written_with_gradients(node: Node) -> list[Node]:
+    """Returns the arguments that a call writes, if their gradients then belong to its other arguments."""
+    is_state = isinstance(node.target, OpOverload) and writes_state(node.target)
+    return [] if is_state else [*written_args(node)]
 
 
 def _passing(graph: Graph) -> set[Node]:
