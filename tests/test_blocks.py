@@ -229,6 +229,19 @@ def test_copies_are_converted_and_independent() -> None:
         assert model.layers[0].up.weight.grad is None
 
 
+def test_a_model_copied_together_with_its_blocks_has_their_scaler() -> None:
+    model, x = Net(), torch.randn(5, 4)
+    blocks = ampgraph.convert_blocks(model, "layers.*", dtype=torch.float16)
+    copied, of_copy = copy.deepcopy((model, blocks))
+    optimizer = torch.optim.SGD(copied.parameters(), lr=0.1)
+    of_copy.scaler.attach(optimizer)
+    before = [p.detach().clone() for p in copied.parameters()]
+    (copied(x).float().mean() * float("inf")).backward()
+    optimizer.step()
+    assert all(torch.equal(*pair) for pair in zip(before, copied.parameters(), strict=True))
+    assert of_copy.scaler.get_scale() < blocks.scaler.get_scale()
+
+
 def test_copies_of_trained_blocks_stay_float32_at_o3() -> None:
     model, x = Net().train(), torch.randn(5, 4)
     ampgraph.convert_blocks(model, "layers.*", policy="O3", dtype=torch.bfloat16)
