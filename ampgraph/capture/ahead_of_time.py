@@ -69,6 +69,11 @@ _DATA_DEPENDENT = ("data-dependent", "data dependent", "DataDependent", "is_nonz
 _VALUE_SIZED = ("DynamicOutputShape", "DataDependentOutput")  # aten.linalg_lstsq, aten._ctc_loss
 # (part of the name or message of the error, function it came through or "", what helps); the first that fits.
 _HINTS = (
+    (
+        "Couldn't swap",
+        "module.py:_apply",
+        f"Convert parameters before the call, not in forward (module.to(..), .float()), {OR_JUST_IN_TIME}.",
+    ),
     *(
         (cause, "rnn.py:forward", "Lengths of packed sequences are tensor values: pass the padded batch.")
         for cause in ("got FakeTensor", *_DATA_DEPENDENT)

@@ -140,7 +140,9 @@ class _Lowering(fx.Interpreter):
         if target is not torch.ops.higher_order.tag_activation_checkpoint:
             if self._is_of_numbers(getattr(target, "__name__", ""), args, kwargs):
                 return self._computed(partial(super().call_function, target, args, kwargs))
-            with self._mode_for(args, kwargs):
+            # ``module.to(..)`` sets data of parameters; only graphs with gradients have its no_grad.
+            of_data = target is torch.Tensor.set_ and not self._grad_mode
+            with self._mode_for(args, kwargs), torch.no_grad() if of_data else contextlib.nullcontext():
                 return super().call_function(target, args, kwargs)
         body, *operands = args
         for node in body.graph.nodes:
