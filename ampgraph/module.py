@@ -318,16 +318,20 @@ class AmpModule(Converted):
             if self.options.capture != AUTO or self.stored_low:
                 raise error
             options = dataclasses.replace(self.options, capture=JUST_IN_TIME, dynamic_shapes=None)
+            has_told = self._graphs.has_told
             graphs = GraphCache(self.source, options, self.scaler, self._stored)
             compiled = self._just_in_time(options, graphs)
             # At once: a call of another thread that finds the new graphs must find the compiled form, too.
             self.__dict__.update(_compiled=compiled, _graphs=graphs, options=options)
-        why, advice = self.options.named(str(error).splitlines()[0]), advice_of(error)
-        ahead = f" {advice}, for a capture ahead of time." if advice else ""
+        reason, advice = str(error).splitlines()[0], advice_of(error)
         self._graphs.watch.is_told = True
+        if has_told(reason):
+            return
+        ahead = f" {advice}, for a capture ahead of time." if advice else ""
         warn_user(
-            f"{why}; it is captured just in time instead, at its first call.{ahead} "
+            f"{self.options.named(reason)}; it is captured just in time instead, at its first call.{ahead} "
             "ampgraph.explain(amp).coverage then lists the parts that are not captured."
+            + (" Other blocks with this reason are not named." if self.options.block else "")
         )
 
     def _needs_gradients(self, args: tuple, kwargs: dict[str, Any]) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import warnings
 
 import pytest
 import torch
@@ -194,6 +195,26 @@ def test_what_cannot_be_captured_names_its_block() -> None:
     ampgraph.convert_blocks(model, Branching, capture="ahead of time")
     with pytest.raises(ampgraph.CaptureError, match=r"^1: Branching could not be captured"):
         model(torch.randn(2, 4))
+
+
+def test_blocks_with_one_reason_are_captured_just_in_time_with_one_warning() -> None:
+    class Branching(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layer(x) if x.sum() > 0 else -x
+
+    model, x = nn.Sequential(*(Branching() for _ in range(3))), torch.ones(2, 4)
+    ampgraph.convert_blocks(model, Branching, dtype=torch.bfloat16)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        model(x)
+    found = [str(w.message) for w in told if "captured just in time instead" in str(w.message)]
+    assert len(found) == 1
+    assert found[0].startswith("0: Branching")
+    assert found[0].endswith("Other blocks with this reason are not named.")
 
 
 def test_training_mode_hooks_and_other_shapes() -> None:

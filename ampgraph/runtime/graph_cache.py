@@ -85,6 +85,7 @@ class GraphCache:
         self.lock = lock_of(source)
         self._source, self._options, self._scaler, self._stored = source, options, scaler, stored
         scaler.state.is_rewritten = scaler.state.is_rewritten or options.may_rewrite_results
+        self._blocks = siblings
         self._siblings = None if options.policy.level == "O3" else siblings
         self._structure = Structure(source.modules(), copies)
         self._graphs: dict[tuple[Flags, Hashable], list[CapturedGraph]] = {}
@@ -144,6 +145,10 @@ class GraphCache:
             if seen_flags == flags and self._current not in graphs and self._current_flags != flags:
                 return graphs[-1]
         return self._current
+
+    def has_told(self, reason: str) -> bool:
+        """Whether a block that was converted together with this one has told a reason before."""
+        return self._blocks is not None and self._blocks.has_told(reason)
 
     def find(self, args: tuple, kwargs: dict[str, Any]) -> CapturedGraph:
         """Returns the captured graph for these arguments; captures one if none fits."""

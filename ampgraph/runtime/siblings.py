@@ -111,6 +111,14 @@ class Siblings:
 
     def __init__(self) -> None:
         self._found: list[_Sibling] = []
+        self._told: set[str] = set()
+
+    def has_told(self, reason: str) -> bool:
+        """Whether a block has told the user a reason before; from now on one has."""
+        if reason in self._told:
+            return True
+        self._told.add(reason)
+        return False
 
     def __reduce__(self) -> tuple:
         return Siblings, ()
