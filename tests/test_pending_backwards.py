@@ -11,7 +11,6 @@ from torch import nn
 
 import ampgraph
 from ampgraph import Policy
-from ampgraph.training.pending_backwards import PendingBackwards
 
 BF16 = torch.bfloat16
 X = torch.randn(8, 16, 8, generator=torch.Generator().manual_seed(0))
@@ -140,6 +139,74 @@ def test_a_kept_graph_runs_again_after_a_step(backend):
     assert_equal(gradients(), gradients(weight_copies=False))
 
 
+class Twice(nn.Module):
+    """Two results of one call, each with a backward of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = net()
+
+    def forward(self, x, y):
+        return self.layers(x), self.layers(y)
+
+
+def test_two_results_of_one_call():
+    def gradients(**options):
+        model = Twice()
+        amp = ampgraph.convert(model, (X[0], X[1]), policy=Policy("O1", dtype=BF16, **options))
+        optimizer, found = fused_sgd(amp), []
+        for x in X:
+            one, two = (result.float().square().mean() for result in amp(x, x + 1))
+            one.backward()
+            optimizer.step()
+            amp(x, x)  # refreshes
+            model.zero_grad()
+            two.backward()
+            found += [p.grad.clone() for p in amp.parameters()]
+            optimizer.step()
+        return found
+
+    assert_equal(gradients(), gradients(weight_copies=False))
+
+
+@BACKENDS
+@CAPTURES
+def test_frozen_weights_pass_gradients_to_inputs(args, backend):
+    """A generator's loss through a discriminator that trains before the loss's backward."""
+
+    def gradients(**options):
+        model, amp = converted(args, backend, **options)
+        optimizer, found = fused_sgd(amp), []
+        for x in X:
+            x = x.clone().requires_grad_()
+            model.requires_grad_(False)
+            loss = loss_of(amp, x)
+            model.requires_grad_(True)
+            loss_of(amp, x.detach()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            loss_of(amp, x.detach())  # refreshes
+            loss.backward()
+            found.append(x.grad)
+        return found
+
+    assert_equal(gradients(), gradients(weight_copies=False))
+
+
+def test_an_output_that_is_kept_costs_one_exchange_of_copies():
+    _, amp = converted()
+    optimizer, shadows = fused_sgd(amp), shadows_of(amp)
+    kept = amp(X[0])
+    assert shadows.are_awaited()
+    for x in X[:2]:
+        loss_of(amp, x).backward()
+        optimizer.step()
+        amp(x)
+    assert shadows.replaced == len([*amp.parameters()])  # once: the kept output holds the first copies
+    del kept
+    assert not shadows.are_awaited()
+
+
 @BACKENDS
 @CAPTURES
 def test_an_ordinary_loop_keeps_its_copies_and_follows_nothing(args, backend):
@@ -154,41 +221,35 @@ def test_an_ordinary_loop_keeps_its_copies_and_follows_nothing(args, backend):
             amp(x)
     shadows = shadows_of(amp)
     assert shadows.replaced == 0
-    assert len(shadows.pending._nodes) <= 1  # the last call that was followed by no refresh
-    assert not shadows.pending.are_there()
+    assert not shadows.are_awaited()
+    assert not shadows.pending._nodes
 
 
-def test_calls_without_a_backward_are_forgotten():
-    _, amp = converted()
+@BACKENDS
+def test_calls_without_a_backward_are_forgotten(backend):
+    _, amp = converted(backend=backend)
     for x in X:
         amp(x)
     gc.collect()
     assert not shadows_of(amp).pending._nodes
+    assert not shadows_of(amp).are_awaited()
 
 
-def test_what_is_pending():
-    class Identity(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            pending.note(ctx)
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, gradient):
-            return gradient
-
-    pending = PendingBackwards()
-    x = torch.ones(2, requires_grad=True)
-    y = Identity.apply(x).sum()
-    assert pending.are_there()
-    y.backward(retain_graph=True)
-    assert pending.are_there()
-    y.backward()
-    assert not pending.are_there()
-    z = Identity.apply(x)
-    assert pending.are_there()
-    del z
-    assert not pending.are_there()
+@BACKENDS
+def test_what_is_awaited(backend):
+    _, amp = converted(backend=backend)
+    shadows = shadows_of(amp)
+    with functorch_config.patch(donated_buffer=False):
+        loss = loss_of(amp, X[0])
+        assert shadows.are_awaited()
+        loss.backward(retain_graph=True)
+        assert shadows.are_awaited()
+        loss.backward()
+    assert not shadows.are_awaited()
+    with torch.no_grad():
+        kept = amp(X[0])
+    assert not shadows.are_awaited()
+    del kept
 
 
 def test_a_compiled_step_runs_the_loop_while_a_backward_is_pending():

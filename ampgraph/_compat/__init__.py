@@ -139,7 +139,7 @@ from .ranks import RankStore, store_of_ranks, waited, without_wait
 from .replaced_attribute import replaced
 from .script_functions import scripts_not_optimized
 from .source_lines import cheap_source_lines
-from .storages import current_backward, has_content, leave_note, may_be_swapped, note_of
+from .storages import current_backward, has_content, leave_note, may_be_swapped, note_of, times_held
 from .tracing import compiled_calls, tracing_lock
 from .version import VERSION
 
@@ -274,6 +274,7 @@ __all__ = [
     "telling_no_export",
     "times_asked",
     "times_asked_in_all",
+    "times_held",
     "times_refused",
     "traced_nodes_forgotten",
     "tracing_lock",

@@ -277,11 +277,16 @@ def _module_of(holder: Any) -> object:
 
 
 def _is_filled_cache(place: Place, before: Any) -> bool:
-    """Whether a dict of an installed library has new keys alone: einops's backends, numpy's ``iinfo``."""
-    now = place.value()
+    """Whether a dict of an installed library has new keys alone, such as einops's table of backends.
+
+    Classes may be the model's own, but those of numpy (``iinfo``) are not.
+    """
+    now, module = place.value(), str(_module_of(place.holder))
     if type(before) is not dict or type(now) is not dict:
         return False
-    file = str(getattr(sys.modules.get(str(_module_of(place.holder))), "__file__", None))
+    if not isinstance(place.holder, dict) and module.partition(".")[0] != "numpy":
+        return False
+    file = str(getattr(sys.modules.get(module), "__file__", None))
     is_installed = "site-packages" in file or "dist-packages" in file
     return is_installed and same({key: now.get(key, GONE) for key in before}, before)
 

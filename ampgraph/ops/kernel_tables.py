@@ -225,12 +225,8 @@ KEEPS_ELEMENTS = _names(
     slice_scatter diagonal_scatter as_strided_scatter fill_diagonal"""
 )
 
-# What they write has no gradients (torch's derivatives.yaml): ranges of observers, statistics, noise.
-# Observers give buffers another size in their first call.
-WRITES_STATE = _names(
-    """fused_moving_avg_obs_fake_quant _fused_moving_avg_obs_fq_helper _batch_norm_with_update
-    _native_batch_norm_legit rrelu_with_noise"""
-)
+# Observers: what they write has no gradients (torch's derivatives.yaml), and gets its size in the first call.
+WRITES_STATE = _names("fused_moving_avg_obs_fake_quant _fused_moving_avg_obs_fq_helper")
 
 # They read only sizes, strides, dtype or device of a tensor.
 SHAPE_ONLY = _names(

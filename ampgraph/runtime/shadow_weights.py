@@ -9,8 +9,9 @@ from __future__ import annotations
 import contextlib
 import itertools
 import weakref
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
-from operator import attrgetter, is_
+from operator import attrgetter, gt, is_
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -25,10 +26,10 @@ from .._compat import (
     no_selective_checkpoint,
     times_asked,
     times_asked_in_all,
+    times_held,
     watch_data,
 )
 from ..proxy.all_parameters import all_parameters
-from ..training.low_copies import PENDING
 from ..training.optimizer_steps import tell_after_steps
 from ..training.pending_backwards import PendingBackwards
 from .empty_copies import empty_copies
@@ -45,18 +46,21 @@ _version, _shape = attrgetter("_version"), attrgetter("shape")
 
 
 class _Shadow:
-    """One parameter and its copy. A write to ``alias`` writes the copy and raises no version counter."""
+    """One parameter and its copy.
 
-    __slots__ = ("alias", "copy", "master", "name")
+    Attributes:
+        memory: The copy's storage, which the copies of other parameters may share.
+        others: How often something holds the storage besides the copies in it, as long as nothing reads them.
+    """
+
+    __slots__ = ("copy", "master", "memory", "name", "others")
+    copy: Tensor
+    memory: torch.UntypedStorage
+    others: int
 
     def __init__(self, master: Tensor, name: str):
         self.master, self.name = weakref.ref(master), name
         watch_data(master)
-
-    def hold(self, copy: Tensor, pending: PendingBackwards) -> None:
-        """Takes a copy, which need not have the values yet."""
-        setattr(copy, PENDING, pending)
-        self.copy, self.alias = copy, copy.data
 
 
 class _State(NamedTuple):
@@ -84,28 +88,33 @@ class _Columns(NamedTuple):
     Attributes:
         masters: References to the parameters.
         copies: Their copies.
-        aliases: See `_Shadow`.
         shapes: The sizes of the copies.
         devices: The CUDA devices of the copies, each once.
+        memories: The storages of the copies, each once.
+        holders: How often each storage is held as long as nothing reads the copies in it.
     """
 
     masters: list[Callable[[], Tensor | None]]
     copies: list[Tensor]
-    aliases: list[Tensor]
     shapes: list[torch.Size]
     devices: list[torch.device]
+    memories: list[torch.UntypedStorage]
+    holders: list[int]
 
     @classmethod
     def of(cls, shadows: Iterable[_Shadow]) -> _Columns:
         """Returns the fields of some shadows."""
         shadows = [*shadows]
         copies = [s.copy for s in shadows]
+        inside = Counter(id(s.memory) for s in shadows)
+        by_memory = {id(s.memory): s for s in shadows}
         return cls(
             [s.master for s in shadows],
             copies,
-            [s.alias for s in shadows],
             [copy.shape for copy in copies],
             [*dict.fromkeys(copy.device for copy in copies if copy.is_cuda)],
+            [s.memory for s in by_memory.values()],
+            [inside[key] + s.others for key, s in by_memory.items()],
         )
 
 
@@ -129,7 +138,7 @@ class ShadowWeights(nn.Module):
         low_dtype: The copies' dtype.
 
     Attributes:
-        pending: The calls whose backward may still read copies.
+        pending: The compiled calls whose backward may still read copies.
         replaced: How often a copy was replaced.
     """
 
@@ -228,6 +237,15 @@ class ShadowWeights(nn.Module):
             # A hand-written update may follow this call. After an interrupted copy all is as before.
             self._all_stale, self._mode = torch.is_grad_enabled() and not self._stepped, mode
 
+    def are_awaited(self) -> bool:
+        """Whether a backward may still read copies, or anything else holds their memory.
+
+        Autograd holds views of what an eager call reads. A compiled call has no views of copies.
+        """
+        if self.pending.are_there():
+            return True
+        return any(map(gt, times_held(self._columns.memories), self._columns.holders))
+
     def pairs(self) -> list[tuple[Tensor, Tensor]]:
         """Returns every copy with its parameter."""
         with _lock:
@@ -304,19 +322,12 @@ class ShadowWeights(nn.Module):
         shapes = [*map(_shape, sources)]
         if now.addresses != self._seen.addresses:
             self._are_shared = any(map(_is_shared, masters)) or _have_one_address(now.addresses)
-        is_awaited = bool(stale) and self.pending.are_there()
+        is_awaited = bool(stale) and self.are_awaited()
         if is_awaited or now.addresses != self._seen.addresses or shapes != _at(stale, self._columns.shapes):
             self._make_others(stale, sources, is_awaited)
-        # The same rule as for parameters, for a backward that is not known to be pending: it may not follow
-        # an update that autograd has seen, but may follow one that it has not seen.
-        _, copies, targets, _, devices = self._columns
-        before, after = self._seen.versions, now.versions
-        if before != after:
-            pairs = zip(before, after, targets, copies, strict=True)
-            targets = [alias if old == new else copy for old, new, alias, copy in pairs]
         if stale:
-            _write(_at(stale, targets), sources)
-            self._writers.note(devices)
+            _write(_at(stale, self._columns.copies), sources)
+            self._writers.note(self._columns.devices)
         self._seen = now
 
     def _make_others(self, stale: Sequence[int], sources: Sequence[Tensor], are_awaited: bool) -> None:
@@ -333,8 +344,10 @@ class ShadowWeights(nn.Module):
     def _make(self, shadows: Sequence[_Shadow], masters: Sequence[Tensor]) -> None:
         with _plainly():
             copies = empty_copies(masters, self._low_dtype)
-        for shadow, copy in zip(shadows, copies, strict=True):
-            shadow.hold(copy, self.pending)
+        memories = [copy.untyped_storage() for copy in copies]
+        inside = Counter(map(id, memories))
+        for shadow, copy, memory, held in zip(shadows, copies, memories, times_held(memories), strict=True):
+            shadow.copy, shadow.memory, shadow.others = copy, memory, held - inside[id(memory)]
             object.__setattr__(self, shadow.name, copy)
 
 

@@ -174,7 +174,7 @@ def scale_inputs(amp: AmpModule) -> list[Tensor]:
 def awaits_backward(amp: AmpModule) -> bool:
     """Whether an earlier call's backward may still read the low copies, which a graph writes in place."""
     shadows = amp._graphs.shadows
-    return shadows is not None and shadows.pending.are_there()
+    return shadows is not None and shadows.are_awaited()
 
 
 def take(optimizer: Optimizer, found: Tensor | None) -> None:

@@ -23,14 +23,12 @@ from .._compat import (
 from .compiler_traces import is_for_a_compiler
 from .new_gradients import note_new
 
-# The attribute of low copies that holds their `PendingBackwards`.
-PENDING = "_ampgraph_pending"
 # A step as one graph is traced with fake tensors.
 _PLAIN = (Tensor, FakeTensor)
 _LOW = (torch.float16, torch.bfloat16)
 
 
-class ShadowWeights(Function):
+class ReadCopies(Function):
     """Returns the low copies of parameters; each gradient, in its parameter's dtype, is the parameter's.
 
     Args of ``forward``: the copies, then each parameter.
@@ -41,9 +39,6 @@ class ShadowWeights(Function):
     def forward(ctx: Any, copies: tuple[Tensor, ...], *parameters: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.fuses = is_for_a_compiler()
-        pending = None if is_compiling() else getattr(copies[0], PENDING, None)
-        if pending is not None:
-            pending.note(ctx)
         views = tuple([t.detach() for t in copies])
         needed = ctx.needs_input_grad[1:]
         if not all(needed):
@@ -80,16 +75,16 @@ def _is_plain_low(grad: Tensor) -> bool:
 
 
 def shadow_weights(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """The node at parameters with low copies, which come first; see `ShadowWeights`."""
+    """The node at parameters with low copies, which come first; see `ReadCopies`."""
     count = len(tensors) // 2
     copies, parameters = tensors[:count], tensors[count:]
     # Without gradients Dynamo traces `forward`. It counts its arguments, and leaves out the context for two.
     if is_compiling() and not any(p.requires_grad for p in parameters):
         return tuple([t.detach() for t in copies])
-    return ShadowWeights.apply(copies, *parameters)
+    return ReadCopies.apply(copies, *parameters)
 
 
-_read_copies = native_apply(ShadowWeights)
+_read_copies = native_apply(ReadCopies)
 
 
 def shadow_weights_eagerly(*tensors: Tensor) -> tuple[Tensor, ...]:

@@ -1,4 +1,4 @@
-"""`PendingBackwards`: the calls of one model whose backward has yet to read what the forward has saved.
+"""`PendingBackwards`: the compiled calls of one model whose backward has yet to read what the forward saved.
 
 Autograd frees what a node has saved when the node's backward has run, unless ``retain_graph`` keeps it.
 """
@@ -14,23 +14,20 @@ from torch.utils._pytree import tree_leaves
 
 from .._compat import has_freed, is_compiling
 
-_NEAR = 5  # nodes of autograd
+# So many nodes of autograd may stand between an output and its compiled graph.
+_NEAR = 5
 
 
 class PendingBackwards:
-    """Nodes of autograd, each of which runs as the last one of a graph, or as the only one."""
+    """Nodes of autograd, each of which is the whole backward of a compiled graph."""
 
     def __init__(self) -> None:
         self._nodes: set[weakref.ref[BackwardCFunction]] = set()
 
-    def note(self, node: BackwardCFunction) -> None:
-        """Follows a node."""
-        self._nodes.add(weakref.ref(node, self._nodes.discard))
-
     def note_outputs(self, outputs: Any) -> None:
-        """Follows the backward of a compiled graph, by its outputs."""
+        """Follows the backward of a compiled call, by its outputs."""
         for node in () if is_compiling() else compiled_nodes(outputs):
-            self.note(node)
+            self._nodes.add(weakref.ref(node, self._nodes.discard))
 
     def are_there(self) -> bool:
         """Whether the backward of a call may still run."""

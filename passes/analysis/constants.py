@@ -47,7 +47,7 @@ def expression_of(nodes: list[Node]) -> Hashable:
     numbers = {node: i for i, node in enumerate(nodes)}
 
     def described(argument: Any) -> Any:
-        return ("node", numbers[argument]) if isinstance(argument, Node) else (type(argument), argument)
+        return ("node", numbers[argument]) if isinstance(argument, Node) else argument
 
     calls = ((n.target, map_aggregate(n.args, described), map_aggregate(n.kwargs, described)) for n in nodes)
     return tuple(map(repr, calls))
