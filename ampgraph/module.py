@@ -325,7 +325,7 @@ class AmpModule(Converted):
             self.__dict__.update(_compiled=compiled, _graphs=graphs, options=options)
         reason, advice = str(error).splitlines()[0], advice_of(error)
         self._graphs.watch.is_told = True
-        if has_told(reason):
+        if self.options.block and has_told(reason):
             return
         ahead = f" {advice}, for a capture ahead of time." if advice else ""
         warn_user(
