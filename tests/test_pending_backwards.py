@@ -1,4 +1,4 @@
-"""A backward that comes after a step and a later call reads the low copies of its own forward."""
+"""A pending backward reads the low copies that its forward read, whatever refreshes them before it runs."""
 
 import copy
 import gc
@@ -140,7 +140,7 @@ def test_a_kept_graph_runs_again_after_a_step(backend):
 
 
 class Twice(nn.Module):
-    """Two results of one call, each with a backward of its own."""
+    """Returns two results. Each has its own backward."""
 
     def __init__(self):
         super().__init__()

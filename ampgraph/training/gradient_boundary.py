@@ -1,7 +1,5 @@
 """The boundary of a converted graph: where gradients are scaled on entry, and unscaled and checked on exit.
 
-A parameter with a low copy is read through a node of its own (`ampgraph.training.low_copies`).
-
 Both are plain ``autograd.Function`` calls and nodes of the graph. Eager mode runs them, and AOTAutograd
 traces the same arithmetic into the backward graph of every backend: ``tangent * scale`` at each output,
 ``gradient * inverse`` and a finite check at each parameter and differentiable input.
@@ -12,6 +10,8 @@ uses, without a write in place. `training.scaler.LossScaler` reads them.
 
 The forward reads the scale, and no code writes the scale in place. So a backward always multiplies and
 divides by the same number, even if the scaler has changed the scale since.
+
+Another node reads the low copies of parameters (`ampgraph.training.low_copies`).
 """
 
 from __future__ import annotations
