@@ -331,7 +331,7 @@ class ShadowWeights(nn.Module):
         self._seen = now
 
     def _make_others(self, stale: Sequence[int], sources: Sequence[Tensor], are_awaited: bool) -> None:
-        """Replaces copies of another size or device than their parameters; all if a backward may read them."""
+        """Replaces copies of another size or device than their parameters; awaited ones, too."""
         shadows = [*self._shadows.values()]
         pairs = [(shadows[i], master) for i, master in zip(stale, sources, strict=True)]
         other = [
