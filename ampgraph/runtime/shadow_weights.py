@@ -33,6 +33,7 @@ from ..proxy.all_parameters import all_parameters
 from ..training.optimizer_steps import tell_after_steps
 from ..training.pending_backwards import PendingBackwards
 from .empty_copies import empty_copies
+from .home import Home
 from .writers import Writers
 
 # Names of the inputs of a just-in-time graph that hold low copies.
@@ -150,7 +151,7 @@ class ShadowWeights(nn.Module):
         super().__init__()
         self._model = weakref.ref(model) if model is not None else lambda: None
         self._known = _by_id(model) if model is not None else None
-        self._home = _Home(model)
+        self._home = Home(model)
         self._low_dtype = low_dtype
         self._shadows: dict[int, _Shadow] = {}
         self._columns = _Columns.of(())
@@ -191,7 +192,7 @@ class ShadowWeights(nn.Module):
         """Takes exchanged modules for the model's own, unless other modules have lent parameters."""
         model = self._model()
         if model is not None and not self._home.is_same() and self._home.has_own_parameters(model):
-            self._known, self._home = _by_id(model), _Home(model)
+            self._known, self._home = _by_id(model), Home(model)
 
     def have_lost(self) -> bool:
         """Whether a parameter that has a copy is gone."""
@@ -351,43 +352,6 @@ class ShadowWeights(nn.Module):
             object.__setattr__(self, shadow.name, copy)
 
 
-class _Home:
-    """The places of a model's parameters and submodules, and what they hold when it is made."""
-
-    def __init__(self, model: nn.Module | None) -> None:
-        modules = model.modules() if model is not None else ()
-        self._held: list[dict[str, Any]] = [h for m in modules for h in (m._parameters, m._modules) if h]
-        # Another object may come to the address of one that is gone.
-        self._gone: list[weakref.ref] = []
-        self._known = [
-            (held, name, _nothing if value is None else weakref.ref(value, self._gone.append))
-            for held in self._held
-            for name, value in held.items()
-        ]
-        self._ids = self._ids_now()
-
-    def is_same(self) -> bool:
-        """Whether each place holds what it held. Runs at every call."""
-        if not self._gone and self._ids_now() == self._ids:
-            return True
-        return all(held.get(name) is known() for held, name, known in self._known)
-
-    def has_own_parameters(self, model: nn.Module) -> bool:
-        """Whether no module that stayed in the model has another parameter in the place of one.
-
-        If one has, then parameters may be lent for a call, and those of new modules as well.
-        """
-        stayed = {id(m._parameters) for m in model.modules()}
-        return all(
-            held.get(name) is known() or name not in held
-            for held, name, known in self._known
-            if id(held) in stayed
-        )
-
-    def _ids_now(self) -> list[int]:
-        return [*map(id, itertools.chain.from_iterable(map(dict.values, self._held)))]
-
-
 def _is_shared(parameter: Tensor) -> bool:
     """Whether processes share the memory; for other devices torch does not know."""
     return parameter.device.type == "cpu" and parameter.is_shared()
@@ -433,7 +397,3 @@ def _plainly() -> contextlib.AbstractContextManager[Any, bool | None]:
 
 def _has_modes() -> bool:
     return torch.is_inference_mode_enabled() or has_dispatch_modes()
-
-
-def _nothing() -> None:
-    """Stands for a weak reference to None."""
