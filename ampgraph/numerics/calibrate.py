@@ -13,11 +13,11 @@ from torch.utils._pytree import tree_leaves
 from ..errors import AmpGraphError, warn_user
 from ..module import AmpModule
 from ..passes.analysis.fingerprint import fingerprint
+from ..progress import with_progress
 from ..report import graph_view as view
 from ..runtime.run_graph import GraphRun, floats
 from .batches import Batch, arguments_of, listable
 from .calibration import Calibration, GraphStatistics
-from .progress import with_progress
 from .run_model import ModelRunner, Part
 from .side_run import Loss, checked_loss
 from .statistics import ValueStatistics

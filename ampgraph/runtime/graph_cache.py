@@ -15,6 +15,7 @@ from ..capture import Code, is_capturing_here
 from ..capture.guard_scope import GuardScope
 from ..errors import CaptureError, NoGraphError
 from ..plan import Plan
+from ..progress import told_if_long
 from ..training.scaler import LossScaler
 from .capture_lock import lock_of
 from .captured_graph import CapturedGraph, Runner, Timing
@@ -206,7 +207,7 @@ class GraphCache:
             known = self._known(args, kwargs, signature, flags)
             if known is not None:
                 return known
-            with no_dispatch_modes():
+            with no_dispatch_modes(), told_if_long(f"ampgraph captures {self._name}"):
                 return self._capture(args, kwargs, signature, flags)
 
     def find_known(self, args: tuple, kwargs: dict[str, Any]) -> CapturedGraph:

@@ -14,10 +14,10 @@ from torch.fx import GraphModule
 from ..errors import AmpGraphError
 from ..module import AmpModule
 from ..numerics.calibration import Calibration
-from ..numerics.progress import with_progress
 from ..numerics.run_model import ModelRunner, Part
 from ..passes.placement.amounts import moved
 from ..policy.policy import Policy
+from ..progress import with_progress
 from ..report.graph_view import human_bytes
 from ..runtime.run_graph import Draws
 from .candidates import Candidate, Candidates
