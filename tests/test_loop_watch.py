@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import linecache
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -427,6 +428,13 @@ def left_over_without_source(amp: nn.Module) -> None:
     exec("scaler.scale(loss_of(amp)).backward()", {**globals(), "scaler": scaler, "amp": amp})
 
 
+def left_over_beside_other_code(amp: nn.Module) -> None:
+    """As in ``python -c`` of Python 3.13, whose code has the name of code without source."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(linecache.cache, "<string>", (7, None, ["x = 1\n"] * 9, "<string>"))
+        left_over_without_source(amp)
+
+
 def left_over_in_a_dict(amp: nn.Module) -> None:
     scaler, held = torch.amp.GradScaler("cpu"), {}
     held["loss"] = scaler.scale(loss_of(amp))
@@ -466,6 +474,7 @@ LEFT_OVER = [
     left_over_under_another_name,
     left_over_for_the_next_round,
     left_over_without_source,
+    left_over_beside_other_code,
     left_over_in_lines,
     left_over_in_variables,
     left_over,

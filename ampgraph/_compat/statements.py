@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
+_NO_FILES = ("<string>", "<stdin>")
+
 
 def passes_result_of(frame: FrameType, method: str) -> bool | None:
     """Whether the statement that a frame runs now names a method, or reads a variable that holds its result.
@@ -23,8 +25,11 @@ def passes_result_of(frame: FrameType, method: str) -> bool | None:
         The answer; None without source, and if a value that may be such a result comes from somewhere else: a
         loop, a container, an argument.
     """
+    file = frame.f_code.co_filename
+    # Python 3.13 keeps the code of ``python -c`` under the name that all code of ``exec`` has, too.
+    lines = [] if file in _NO_FILES else linecache.getlines(file, frame.f_globals)
     try:
-        tree = ast.parse("".join(linecache.getlines(frame.f_code.co_filename, frame.f_globals)))
+        tree = ast.parse("".join(lines))
     except (SyntaxError, ValueError):
         return None
     line, first = frame.f_lineno, frame.f_code.co_firstlineno

@@ -38,6 +38,7 @@ from .batch_norm import with_cumulative_average
 from .body_modules import name_modules_of_bodies
 from .causal_masks import masks_unseen
 from .distinct import distinct
+from .held_containers import HeldContainers
 from .held_objects import noting_set_attributes
 from .inference_mode import traced_as_no_grad
 from .kept_tensors import KeptTensors
@@ -219,8 +220,9 @@ def _traced(
     told: contextlib.AbstractContextManager[None],
 ) -> ExportedProgram:
     replaced, real_writes = Replaced(model), RealWrites()
+    containers = HeldContainers(model)
     check_opaque(model, opaque_objects(model, reads.code))
-    kept = KeptTensors([*reads.code.places.values(), *reads.held()])
+    kept = KeptTensors([*reads.code.places.values(), *reads.held()], containers.content)
     try:
         if isinstance(dynamic_shapes, ShapesCollection):  # it identifies tensors by object
             dynamic_shapes = dynamic_shapes.dynamic_shapes(model, args, kwargs)
@@ -249,6 +251,7 @@ def _traced(
             program = torch.export.export(model, args, kwargs, dynamic_shapes=dynamic_shapes, strict=False)
     except BaseException as error:
         kept.remove(reads.records())
+        containers.put_back()
         if not isinstance(error, Exception):  # Ctrl-C
             raise
         check_replaced(model, [*replaced.paths, *reads.outside.changed])
@@ -258,6 +261,7 @@ def _traced(
     if refusal := sharded_error(model, [node.meta.get("val") for node in program.graph.nodes]):
         raise refusal
     kept.remove(reads.records())
+    containers.put_back()
     check_caught(model, calls.failed)
     check_replaced(model, [*replaced.paths, *reads.outside.changed])
     check_kept(model, kept)

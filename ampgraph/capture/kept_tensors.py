@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from .._compat import FakeTensor
 from .code_place import GONE, Place
-from .containers import items_of, length_of
+from .containers import items_of, length_of, restore
 from .held_objects import objects_inside
 from .user_code import is_foreign
 
@@ -48,13 +48,14 @@ class KeptTensors:
 
     Args:
         places: Where forward's code may keep a value: global variables, attributes of classes, closures.
+        containers: The path, the container and a copy of it, for those in attributes of the model.
 
     Attributes:
         depends: Names of what keeps tensors that depend on inputs, parameters or buffers: state for a later
             call. Other tensors are tables, which a graph computes in each call.
     """
 
-    def __init__(self, places: Iterable[Place]) -> None:
+    def __init__(self, places: Iterable[Place], containers: Iterable[tuple[str, Any, Any]] = ()) -> None:
         self.depends: list[str] = []
         self._made: list[weakref.ref[Tensor]] = []
         self._constant: dict[int, weakref.ref[Tensor]] = {}
@@ -70,6 +71,7 @@ class KeptTensors:
         self._containers = [
             (path, held, copy.copy(held)) for path, value in values for held in _containers_in(value)
         ]
+        self._containers += containers
         self._new: set[int] = set()
 
     @contextlib.contextmanager
@@ -151,7 +153,7 @@ class KeptTensors:
         for path, container, before in self._containers:
             if _holds(container, of_capture):
                 yield path, copy.copy(container)
-                _restore(container, before)
+                restore(container, before)
         for place, before in self._places:
             value = place.value()
             if value is not before and _holds(value, of_capture):
@@ -176,11 +178,6 @@ def _containers_in(value: Any, depth: int = _DEPTH) -> Iterator[Any]:
         yield value
     for _, item in items_of(value):
         yield from _containers_in(item, depth - 1)
-
-
-def _restore(container: Any, before: Any) -> None:
-    container.clear()
-    (container.update if isinstance(container, dict) else container.extend)(before)
 
 
 def _collect_now_and_then() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from operator import is_not
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +12,7 @@ from torch import nn
 from .._compat import storage_key
 from ..proxy.module_parts import TABLES
 from ..proxy.module_proxy import source_of
+from .containers import restore
 
 SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
@@ -73,7 +73,7 @@ class Replaced:
             yield
         finally:
             for table, content in held:
-                _restore(table, content)
+                restore(table, content)
             before.remove()
             after.remove()
 
@@ -126,13 +126,3 @@ def _is_lost(old: Any, new: Any, is_set: bool) -> bool:
 
 def _tables(module: nn.Module) -> Iterator[Any]:
     yield from (vars(module)[n] for n in (*TABLES, "_non_persistent_buffers_set") if n in vars(module))
-
-
-def _restore(table: Any, content: Any) -> None:
-    """Puts the content of a dict or set back; does not touch one that is unchanged: other threads read it."""
-    is_same = list(table) == list(content) and not (
-        isinstance(table, dict) and any(map(is_not, table.values(), content.values()))
-    )
-    if not is_same:
-        table.clear()
-        table.update(content)

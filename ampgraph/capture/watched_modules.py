@@ -12,7 +12,7 @@ from torch import nn
 
 from .._compat import replaced
 from ..proxy.module_parts import TABLES
-from .containers import has_plain_leaves, is_container, same
+from .containers import copied, has_plain_leaves, is_container, same
 from .reads import OF_NN_MODULE, Reads
 
 
@@ -64,7 +64,7 @@ def _put_back(reads: Reads, before: dict[int, dict[str, Any]]) -> None:
                 if same(now, value):
                     held[name] = value
                 elif is_read:
-                    reads.note_carried((key, name), value)
+                    reads.note_carried((key, name), copied(value))
             elif is_read and has_plain_leaves(now) and not same(now, reads.attributes[key, name]):
                 reads.note_carried((key, name), now)  # through vars(), in a set
 

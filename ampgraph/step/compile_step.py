@@ -220,8 +220,8 @@ class CompiledStep:
             kind.reason = why("tracing", error)
             self._tell(kind.reason)
             return kind.reason
-        if isinstance(found, WholeStep) and found.reads_offset and not self._fit.counts_offsets:
-            self._fit.counts_offsets = True
+        if isinstance(found, WholeStep) and found.asks_for_offsets and not self._fit.asks_for_offsets:
+            self._fit.asks_for_offsets = True
             kind = self._kind(self._fit.key_of(args, kwargs))
         kind.states.append(found)
         if isinstance(found, Refused):

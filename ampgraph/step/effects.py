@@ -35,7 +35,7 @@ class RefusedOutside(TorchFunctionMode):
         arguments: The arguments of the step.
 
     Attributes:
-        reads_offset: Whether an argument was asked where it begins in its memory.
+        asks_for_offsets: Whether an argument was asked where it begins in its memory.
 
     Raises:
         AmpGraphError: From the call inside that writes or reads.
@@ -43,7 +43,7 @@ class RefusedOutside(TorchFunctionMode):
 
     def __init__(self, arguments: Iterable[object]) -> None:
         super().__init__()
-        self.reads_offset = False
+        self.asks_for_offsets = False
         self._memory = {storage_key(x) for x in arguments if isinstance(x, Tensor)}
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
@@ -52,7 +52,7 @@ class RefusedOutside(TorchFunctionMode):
         if name == "__set__" and getattr(func, "__self__", None) is Tensor.data:
             raise AmpGraphError(f"loss_fn replaces the memory of a tensor{_line()}")
         if name == "storage_offset" and storage_key(args[0]) in self._memory:
-            self.reads_offset = True
+            self.asks_for_offsets = True
         is_write = name == "__set__" or writes(func) or "out" in kwargs
         if is_write or name in _READS:
             involved = (kwargs["out"],) if "out" in kwargs else args[:1] if is_write else args

@@ -69,13 +69,13 @@ class Fit:
         optimizer: The optimizer of the step.
 
     Attributes:
-        counts_offsets: Whether slices of one tensor have different keys, because the step asks for offsets.
+        asks_for_offsets: Whether the step asks where arguments begin in their memory; then keys tell it.
     """
 
     def __init__(self, amp: AmpModule, optimizer: Optimizer) -> None:
         self._amp, self._optimizer = amp, optimizer
         self._checked: _Checked | None = None
-        self.counts_offsets = False
+        self.asks_for_offsets = False
         self._numbers: dict[Hashable, int] = {}
         self._next = count()
 
@@ -113,13 +113,12 @@ class Fit:
         optimizer = self._optimizer
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         memory = [*map(storage_key, tensors)]
-        counts_offsets = self.counts_offsets or len({*memory}) < len(memory)
         first: dict[object, int] = {}
         others = (
             self._checked.number,
             signature_of(args, kwargs),
             tuple([(x.stride(), x.is_conj(), x.is_neg()) for x in tensors]),
-            tuple([x.storage_offset() for x in tensors]) if counts_offsets else (),
+            tuple([x.storage_offset() for x in tensors]) if self.asks_for_offsets else (),
             tuple([first.setdefault(key, i) for i, key in enumerate(memory)]),
             self._amp.scaler.config,
             torch.get_default_dtype(),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import operator
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -23,6 +24,7 @@ from .._compat import (
 from ..capture.ahead_of_time import capturing
 from ..errors import AmpGraphError, NoStateError
 from ..module import AmpModule
+from ..passes.analysis.alias import written_memory
 from ..policy.loss_scale import DynamicLossScale, adapted, adapted_by_kernel
 from ..training.compiler_traces import traced_for_a_compiler
 from ..training.gradient_boundary import non_finite
@@ -129,6 +131,8 @@ def _graph_of(
             *_with_layouts_of_kernels([*itertools.chain(*inputs)], tracer.traced)
         )
     _check_traced(tracer.traced, graph_module, effects)
+    if tracer.traced.is_compiled:
+        _check_arguments(graph_module.graph, inputs.arguments)
     _tidy(graph_module.graph, tracer.traced.is_compiled)
     hold_live(graph_module, inputs.live, surroundings)
     return graph_module
@@ -142,6 +146,19 @@ def _check_traced(traced: Traced, graph_module: fx.GraphModule, effects: Sequenc
         raise AmpGraphError("the model reads other Python values than at its capture")
     if traced.is_compiled and has_generator(graph_module):
         raise AmpGraphError("loss_fn draws from a torch.Generator, which torch.compile does not take")
+
+
+def _check_arguments(graph: fx.Graph, arguments: Sequence[Tensor]) -> None:
+    """Raises `AmpGraphError` if a step writes to an argument that shares memory with another.
+
+    A compiled graph computes the one from the other, and does not look how far apart they begin (torch 2.13).
+    """
+    inputs = graph.find_nodes(op="placeholder")
+    given = inputs[len(inputs) - len(arguments) :]
+    memory = Counter(map(storage_key, arguments))
+    written = written_memory(graph)
+    if any(n in written and memory[storage_key(x)] > 1 for n, x in zip(given, arguments, strict=True)):
+        raise AmpGraphError("loss_fn writes to an argument that shares memory with another one")
 
 
 def _tidy(graph: fx.Graph, is_compiled: bool) -> None:
@@ -196,7 +213,7 @@ class _Tracer:
         with model.in_place(), self._for_the_backend():
             with RefusedOutside(leaves) as outside, without_saved_tensor_hooks():
                 result = self._loss_fn(self.amp, *args, **kwargs)
-            self.traced.reads_offset = outside.reads_offset
+            self.traced.asks_for_offsets = outside.asks_for_offsets
             if any(fake.grad is not None for fake in fakes.values()):
                 raise AmpGraphError("loss_fn calls backward or sets gradients")
             gradients, flags = self._gradients(loss_of(result), checked, bool(scale))

@@ -38,7 +38,7 @@ class Traced:
         parts: Its number of tensors.
         plain: Its other leaves, by position.
         trained: The parameters whose gradients the graph returns, if it does not update them.
-        reads_offset: Whether model or loss asked where an argument begins in its memory.
+        asks_for_offsets: Whether model or loss asked where an argument begins in its memory.
     """
 
     is_compiled: bool
@@ -48,7 +48,7 @@ class Traced:
     parts: int = 0
     plain: dict[int, Any] = field(default_factory=dict)
     trained: list[Tensor] = field(default_factory=list)
-    reads_offset: bool = False
+    asks_for_offsets: bool = False
 
     @property
     def fuses(self) -> bool:
@@ -64,7 +64,7 @@ class WholeStep(State):
             All other tensors are its attributes: parameters, the optimizer's state, low copies. Compilers do
             not take the optimizer's fused kernels. A graph for Inductor has ops in their place; for another
             compiler it ends with the gradients, and the kernels run after it.
-        reads_offset: Whether it holds only for arguments that begin at the same places of their memory.
+        asks_for_offsets: Whether it holds only for arguments that begin at the same places of their memory.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class WholeStep(State):
         surroundings: Surroundings,
     ) -> None:
         super().__init__(amp, surroundings, traced.used)
-        self.graph_module, self.reads_offset = graph_module, traced.reads_offset
+        self.graph_module, self.asks_for_offsets = graph_module, traced.asks_for_offsets
         self._optimizer, self._spec, self._parts = optimizer, traced.spec, traced.parts
         self._plain, self._trained = traced.plain, traced.trained
         self._is_compiled = traced.is_compiled
