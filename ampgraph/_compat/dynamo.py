@@ -23,7 +23,7 @@ from torch.utils.hooks import RemovableHandle
 
 from .guarded_calls import compiling_for, guards, guards_of_whole
 from .modes import active_data_parallel, is_compiling, is_traced
-from .quiet import ignore_contexts_of_dynamo
+from .quiet import ignore_warnings_of_dynamo
 from .version import VERSION
 
 # Past the limit Dynamo silently runs code unconverted, in float32. Layers behind graph breaks share their
@@ -50,7 +50,7 @@ def compiled_by_dynamo(
     Inside ``DistributedDataParallel`` Dynamo splits graphs by its buckets, so that compiled backwards return
     gradients early; with ``keeps_whole`` it does not.
     """
-    ignore_contexts_of_dynamo()
+    ignore_warnings_of_dynamo()
     held = _Held(backend) if isinstance(backend, FunctionType) else None
     own = held.for_dynamo() if held else None
     compiled = _compiled_for(model, backend if own is None else own, keeps_whole, **given)

@@ -53,14 +53,16 @@ def never_log_raised_errors(is_here: Callable[[], bool]) -> None:
     _fake_tensor_log.addFilter(lambda record: record.exc_info is None or not is_here())
 
 
-def ignore_contexts_of_dynamo() -> None:
-    """Ignores the warning about an instance of ``autograd.Function`` itself.
+def ignore_warnings_of_dynamo() -> None:
+    """Ignores what Dynamo warns of inside a trace, which would fail where a user turns warnings into errors.
 
-    Dynamo makes one as the context of each custom function (tried on torch 2.13). Where a user turns warnings
-    into errors, its trace would fail.
+    It makes an instance of ``autograd.Function`` itself as the context of each custom function (seen on torch
+    2.13). On Python 3.13.0 it says at each guard of a module's dict that guards are slow (seen on 2.14).
     """
-    if warnings.filters[:1] != [_OF_CONTEXTS]:
-        warnings.filterwarnings("ignore", _CONTEXT, DeprecationWarning)
+    if warnings.filters[: len(_OF_DYNAMO)] == _OF_DYNAMO:
+        return
+    for _, pattern, category, _, _ in reversed(_OF_DYNAMO):
+        warnings.filterwarnings("ignore", pattern.pattern, category)
 
 
 @contextlib.contextmanager
@@ -110,8 +112,14 @@ def _assigned(message: str) -> list[str]:
 
 
 _ASSIGNED = re.compile(r"The tensor attributes? (.*) w(?:as|ere) assigned during export\..*", re.DOTALL)
-_CONTEXT = re.escape(f"{torch.autograd.Function} should not be instantiated")
-_OF_CONTEXTS = "ignore", re.compile(_CONTEXT, re.IGNORECASE), DeprecationWarning, None, 0
+_TOLD_IN_TRACES = (
+    (f"{torch.autograd.Function} should not be instantiated", DeprecationWarning),
+    ("Guards may run slower on Python 3.13.0", RuntimeWarning),
+)
+_OF_DYNAMO: list[tuple] = [
+    ("ignore", re.compile(re.escape(text), re.IGNORECASE), category, None, 0)
+    for text, category in _TOLD_IN_TRACES
+]
 _fake_tensor_log = logging.getLogger(fake_tensor.__name__)
 
 
