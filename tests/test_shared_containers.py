@@ -103,3 +103,25 @@ def test_another_holder_keeps_the_container(recwarn: pytest.WarningsRecorder) ->
     assert amp.source.store is store
     assert len(store) == 1
     assert y.shape == (4, 8)
+
+
+class Cached(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.tables = nn.Linear(8, 8), dict[int, torch.Tensor]()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        n = x.shape[0]
+        if n not in self.tables:
+            self.tables[n] = torch.arange(float(n))[:, None]
+        return self.fc(x) + self.tables[n]
+
+
+@pytest.mark.parametrize("is_warm", [False, True])
+def test_a_cache_of_tables_is_captured(is_warm: bool, recwarn: pytest.WarningsRecorder) -> None:
+    model = Cached()
+    if is_warm:
+        model(torch.randn(3, 8))
+    amp = ampgraph.convert(model, (X,), policy=POLICY, capture="ahead of time")
+    assert [*model.tables] == [3] * is_warm
+    torch.testing.assert_close(amp(X), model(X), atol=0.05, rtol=0.05)

@@ -149,25 +149,25 @@ class KeptTensors:
         return all(self._is_constant(leaf) for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
 
     def _put_back(self, of_capture: set[int]) -> Iterator[tuple[str, object]]:
-        """Yields the name and the value of each variable, attribute and container that it restores."""
+        """Yields the name of each variable, attribute and container that it restores, and what it kept."""
         for path, container, before in self._containers:
-            if _holds(container, of_capture):
-                yield path, copy.copy(container)
+            if _of_capture(container, of_capture):
+                yield path, _of_capture(container, of_capture)
                 restore(container, before)
         for place, before in self._places:
             value = place.value()
-            if value is not before and _holds(value, of_capture):
+            if value is not before and _of_capture(value, of_capture):
                 place.put(before)
-                yield place.path, value
+                yield place.path, _of_capture(value, of_capture)
         for path, held, values in self._objects:
             for name, value in list(held.items()):
-                if value is values.get(name, GONE) or not _holds(value, of_capture):
+                if value is values.get(name, GONE) or not _of_capture(value, of_capture):
                     continue
                 if name in values:
                     held[name] = values[name]
                 else:
                     del held[name]
-                yield f"{path}.{name}", value
+                yield f"{path}.{name}", _of_capture(value, of_capture)
 
 
 def _containers_in(value: Any, depth: int = _DEPTH) -> Iterator[Any]:
@@ -193,8 +193,9 @@ def _is_frozen_by_user() -> bool:
     return bool(_seen_frozen)
 
 
-def _holds(value: object, of_capture: set[int]) -> bool:
-    return any(id(leaf) in of_capture for leaf in tree_leaves(value))
+def _of_capture(value: object, of_capture: set[int]) -> list[Tensor]:
+    """Returns the tensors of the capture in a value; those that it held before are real."""
+    return [leaf for leaf in tree_leaves(value) if id(leaf) in of_capture]
 
 
 def _take_out(
