@@ -95,15 +95,29 @@ def test_the_next_step_names_the_node(capture, fused, backend, looks, caplog):
     assert len(looks) == 2
 
 
+@pytest.mark.parametrize("given", [float("nan"), float("inf")])
 @pytest.mark.parametrize("capture", CAPTURES)
-def test_a_value_that_was_given_is_not_called_a_result(capture, caplog):
+def test_a_value_that_was_given_is_not_called_a_result(capture, given, caplog):
     loop = Loop(capture)
     loop.step(1)
     with caplog.at_level(logging.WARNING, "ampgraph"):
-        loop.step(float("nan"))
-        loop.step(float("nan"))
+        loop.step(given)
+        loop.step(given)
     name = "x" if capture == "ahead of time" else "l_x_"
     assert f"step 3: the forward was given a value that is not finite, {name}; no loss scale" in caplog.text
+
+
+@pytest.mark.parametrize("capture", CAPTURES)
+def test_a_value_that_is_finite_and_too_large_is_not_called_infinite(capture, caplog):
+    loop = Loop(capture)
+    loop.step(1)
+    with caplog.at_level(logging.WARNING, "ampgraph"):
+        loop.step(1e8)
+        found = loop.step(1e8)
+    assert found.node == ("x" if capture == "ahead of time" else "l_x_")
+    assert found.op == "cast to float16"
+    assert f"first in {found.node} (cast to float16); ampgraph.check_numerics" in caplog.text
+    assert "given a value" not in caplog.text
 
 
 @pytest.mark.parametrize("capture", CAPTURES)
@@ -186,13 +200,15 @@ def test_an_overflow_of_gradients_looks_at_nothing(capture, looks):
     assert not looks
 
 
-def test_a_weight_that_does_not_fit_is_named():
+def test_a_weight_that_does_not_fit_is_named(caplog):
     loop = Loop()
     with torch.no_grad():
         loop.amp.up.weight[0, 0] = 1e6
-    loop.step(1)
-    found = loop.step(1)
-    assert (found.node, found.op) == ("up.weight", "get_attr")
+    with caplog.at_level(logging.WARNING, "ampgraph"):
+        loop.step(1)
+        found = loop.step(1)
+    assert (found.node, found.op) == ("up.weight", "cast to float16")
+    assert "first in up.weight (cast to float16); ampgraph.check_numerics" in caplog.text
 
 
 def test_an_overflow_that_is_read_late_has_its_own_node():

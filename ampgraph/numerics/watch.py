@@ -231,8 +231,8 @@ class Watch:
         if not values and not gradients:
             return
         found = read([*values, *gradients])
-        node = first_of(values, found)
-        direction = FORWARD
+        first = first_of(values, found)
+        node, direction = first and first.node, FORWARD
         if node is None:
             of_gradients = zip(gradients, found[len(values) :], strict=True)
             node, direction = next((f.node for f, bad in of_gradients if any(bad)), None), BACKWARD

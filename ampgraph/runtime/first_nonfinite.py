@@ -19,7 +19,7 @@ from .._compat import OpOverload, no_dispatch_modes
 from ..marks import input_mark
 from ..origin import label_of, module_path, op_name, user_line
 from ..passes import is_boundary
-from ..passes.analysis.alias import AliasSets, written_args
+from ..passes.analysis.alias import SOURCES, AliasSets, written_args
 from ..passes.insert_casts import is_inserted
 from ..passes.read_shadows import reads_copy
 from ..training.overflow import Sight
@@ -27,6 +27,18 @@ from ..training.scaler import LossScaler
 from .options import Options
 from .run_graph import GraphRun, floats, is_meant, updated_statistics
 from .shadow_weights import SHADOW_PREFIX
+
+
+class First(NamedTuple):
+    """The first node whose value is not finite.
+
+    Attributes:
+        node: An op of the model, a cast or a low copy.
+        given: The input whose infinities led to its NaN, if any did.
+    """
+
+    node: Node
+    given: Node | None = None
 
 
 class Flag(NamedTuple):
@@ -59,12 +71,16 @@ def look_for(graph_module: GraphModule, inputs: Sequence[Any], scaler: LossScale
     tensors = [x for x in (*inputs, *graph_module.parameters()) if isinstance(x, Tensor)]
     devices = {t.device for t in tensors if t.is_cuda}
     with torch.no_grad(), torch.random.fork_rng(devices), no_dispatch_modes():
-        node = first_of(list(_flags(graph_module, inputs)))
-    if node is None:
+        first = first_of(list(_flags(graph_module, inputs)))
+    if first is None:
         return
-    node = maker_of(node)
+    node = first.given or maker_of(first.node)
+    op = op_name(node) or node.op
+    if node.op in SOURCES and first.given is None and is_inserted(first.node):
+        dtype = str(first.node.meta["val"].dtype).removeprefix("torch.")
+        op = f"cast to {dtype}"  # what was given is finite
     path = ".".join(part for part in (options.block, module_path(node)) if part)
-    scaler.guard.overflows.saw(Sight(name_of(node), path, op_name(node) or node.op, user_line(node)))
+    scaler.guard.overflows.saw(Sight(name_of(node), path, op, user_line(node)))
 
 
 def _flags(graph_module: GraphModule, inputs: Sequence[Any]) -> Iterator[Flag]:
@@ -96,8 +112,8 @@ def read(flags: Sequence[Flag]) -> list[list[bool]]:
     return torch.stack([flag.found.to(device) for flag in flags]).tolist() if flags else []
 
 
-def first_of(flags: Sequence[Flag], found: Sequence[list[bool]] | None = None) -> Node | None:
-    """Returns the first node whose value is not finite: an op of the model, a cast or a low copy.
+def first_of(flags: Sequence[Flag], found: Sequence[list[bool]] | None = None) -> First | None:
+    """Returns the first node whose value is not finite.
 
     Infinities that are meant do not count, nor what they lead to; NaN always does, except in statistics that
     batch norms only update, and in memory that is not written yet.
@@ -106,18 +122,21 @@ def first_of(flags: Sequence[Flag], found: Sequence[list[bool]] | None = None) -
         flags: Those of the values, in the order of the run.
         found: What they say, if they were read.
     """
-    meant: set[Node] = set()
+    meant: dict[Node, Node | None] = {}  # with the input that they come from
     aliases = cache(AliasSets)
     answers = read(flags) if found is None else found
     for (node, _, is_written), (is_nan, is_inf) in zip(flags, answers, strict=False):
         if not (is_nan or is_inf) or _is_only_updated(node):
             continue
         inputs = [behind_boundary(node)] if reads_copy(node) else node.all_input_nodes
-        is_infinity_meant = _is_own(node) or any(behind_boundary(n) in meant for n in inputs)
+        origins = [meant[n] for n in map(behind_boundary, inputs) if n in meant]
+        is_infinity_meant = _is_own(node) or bool(origins)
+        given = next(filter(None, origins), None)
         if is_written and (is_nan or not is_infinity_meant):
-            return node
+            return First(node, given)
         if is_infinity_meant:
-            meant.update((node, *_written_by(node, aliases)))
+            origin = node if node.op == "placeholder" else given
+            meant |= dict.fromkeys((node, *_written_by(node, aliases)), origin)
     return None
 
 

@@ -58,7 +58,8 @@ class Overflow:
         node: The first node of the forward that was not finite. The step after an overflow looks for it, so
             it is ``""`` at the first of several. Kept and known like `in_forward`.
         module: Path of the module that the node is in.
-        op: Its op.
+        op: Its op; ``placeholder`` or ``get_attr`` for a value that was given and is not finite, and
+            ``cast to float16`` for one that is finite and does not fit.
         line: ``file:line`` of the code that made it.
     """
 
