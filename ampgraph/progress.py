@@ -68,7 +68,10 @@ def _tell_until(ended: threading.Event, what: str) -> None:
 
 
 def _is_terminal() -> bool:
-    return sys.stderr is not None and sys.stderr.isatty()
+    try:
+        return sys.stderr.isatty()
+    except (AttributeError, ValueError):  # none, one of the user's, or a closed one
+        return False
 
 
 def _say(what: str, count: int, total: int | None, seconds: float) -> None:

@@ -41,6 +41,10 @@ def _count(store: Any, _: torch.Tensor) -> None:
     store.append(len(store))
 
 
+def _append(store: list, value: torch.Tensor) -> None:
+    store.append(value)
+
+
 def _insert(store: dict, value: torch.Tensor) -> None:
     store["inner"][0] = value
 
@@ -72,6 +76,7 @@ def test_a_container_stays_the_same(case: str, how: str, recwarn: pytest.Warning
     try:
         if how == "blocks":
             ampgraph.convert_blocks(model, "layer", policy=POLICY)
+            model(X)
         else:
             ampgraph.convert(model, (X,), policy=POLICY, capture=how)
     except AmpGraphError:
@@ -95,31 +100,77 @@ def test_results_are_those_of_the_source(case: str, recwarn: pytest.WarningsReco
     assert amp.source.store is amp.source.layer.store
 
 
-def test_another_holder_keeps_the_container(recwarn: pytest.WarningsRecorder) -> None:
+def test_a_list_that_others_hold_gets_the_results_of_calls() -> None:
     store: list[torch.Tensor] = []
-    amp = ampgraph.convert(Model(store, list.append, lambda s: s[-1]), (X,), policy=POLICY)
+    with pytest.warns(UserWarning, match="forward keeps results in store, which a graph cannot"):
+        amp = ampgraph.convert(Model(store, _append, lambda s: s[-1]), (X,), policy=POLICY)
     assert store == []
-    y = amp(X)
-    assert amp.source.store is store
+    assert amp(X).shape == (4, 8)
     assert len(store) == 1
-    assert y.shape == (4, 8)
+    assert amp.source.store is store
+
+
+class Alone(nn.Module):
+    def __init__(self, results: list | dict) -> None:
+        super().__init__()
+        self.fc, self.results = nn.Linear(8, 8), results
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        key = len(self.results) if isinstance(self.results, dict) else slice(None)
+        self.results[key] = [self.fc(x)]
+        return self.fc(x)
+
+
+def test_a_list_gets_the_results_of_calls() -> None:
+    model = Alone([])
+    with pytest.warns(UserWarning, match="forward keeps results in results, which a graph cannot"):
+        amp = ampgraph.convert(model, (X,), policy=POLICY)
+    assert model.results == []
+    amp(X)
+    assert len(model.results) == 1
+
+
+def test_a_dict_that_nothing_else_holds_may_be_a_cache() -> None:
+    model = Alone({})
+    with pytest.warns(UserWarning, match="forward reads results and sets it for the next call"):
+        ampgraph.convert(model, (X,), policy=POLICY, capture="ahead of time")
+    assert model.results == {}
+
+
+def test_settings_in_a_shared_dict_count_for_later_calls(recwarn: pytest.WarningsRecorder) -> None:
+    settings = {"scale": 1.0, "calls": 0}
+    model = Model(settings, lambda s, _: s.update(calls=s["calls"] + 1), lambda s: s["scale"])
+    amp = ampgraph.convert(model, (X,), policy=POLICY, capture="just in time")
+    amp(X)
+    settings["scale"] = 5.0
+    torch.testing.assert_close(amp(X), model(X), atol=0.05, rtol=0.05)
 
 
 class Cached(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, table_of: Callable[[torch.Tensor], torch.Tensor]) -> None:
         super().__init__()
-        self.fc, self.tables = nn.Linear(8, 8), dict[int, torch.Tensor]()
+        self.fc, self.tables, self.table_of = nn.Linear(8, 8), dict[int, torch.Tensor](), table_of
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         n = x.shape[0]
         if n not in self.tables:
-            self.tables[n] = torch.arange(float(n))[:, None]
+            self.tables[n] = self.table_of(x)
         return self.fc(x) + self.tables[n]
 
 
-@pytest.mark.parametrize("is_warm", [False, True])
-def test_a_cache_of_tables_is_captured(is_warm: bool, recwarn: pytest.WarningsRecorder) -> None:
-    model = Cached()
+@pytest.mark.parametrize(
+    ("table_of", "is_warm"),
+    [
+        (lambda x: torch.arange(float(x.shape[0]))[:, None], False),
+        (lambda x: torch.arange(float(x.shape[0]))[:, None], True),
+        (lambda x: x.new_zeros(x.shape), False),
+        (lambda x: torch.full_like(x, 2.0), False),
+    ],
+)
+def test_a_cache_of_tables_is_captured(
+    table_of: Callable, is_warm: bool, recwarn: pytest.WarningsRecorder
+) -> None:
+    model = Cached(table_of)
     if is_warm:
         model(torch.randn(3, 8))
     amp = ampgraph.convert(model, (X,), policy=POLICY, capture="ahead of time")

@@ -222,7 +222,7 @@ def _traced(
     replaced, real_writes = Replaced(model), RealWrites()
     containers = HeldContainers(model)
     check_opaque(model, opaque_objects(model, reads.code))
-    kept = KeptTensors([*reads.code.places.values(), *reads.held()], containers.content)
+    kept = KeptTensors([*reads.code.places.values(), *reads.held()], containers.visible)
     try:
         if isinstance(dynamic_shapes, ShapesCollection):  # it identifies tensors by object
             dynamic_shapes = dynamic_shapes.dynamic_shapes(model, args, kwargs)
@@ -250,18 +250,16 @@ def _traced(
         ):
             program = torch.export.export(model, args, kwargs, dynamic_shapes=dynamic_shapes, strict=False)
     except BaseException as error:
-        kept.remove(reads.records())
-        containers.put_back()
+        _clean(kept, containers, reads)
         if not isinstance(error, Exception):  # Ctrl-C
             raise
         check_replaced(model, [*replaced.paths, *reads.outside.changed])
         if is_untraced_generator(error):
             check_random_numbers(model, random_numbers.found)
         raise _error_of(model, args, kwargs, error) from error
+    _clean(kept, containers, reads)
     if refusal := sharded_error(model, [node.meta.get("val") for node in program.graph.nodes]):
         raise refusal
-    kept.remove(reads.records())
-    containers.put_back()
     check_caught(model, calls.failed)
     check_replaced(model, [*replaced.paths, *reads.outside.changed])
     check_kept(model, kept)
@@ -274,6 +272,15 @@ def _traced(
     program.graph_module.meta[LOST_KEY] = tuple(lost.found)
     _complete(program, model)
     return program
+
+
+def _clean(kept: KeptTensors, containers: HeldContainers, reads: Reads) -> None:
+    """Leaves no tensor of a capture in what the model and its code hold."""
+    containers.empty()
+    try:
+        kept.remove((*reads.records(), *containers.records()))
+    finally:
+        containers.put_back()
 
 
 def _complete(program: ExportedProgram, model: nn.Module) -> None:

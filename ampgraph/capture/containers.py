@@ -111,7 +111,7 @@ def restore(container: Any, content: Any) -> None:
         container: A list, deque, set or dict of Python's own types.
         content: A copy of it.
     """
-    if isinstance(container, (set, frozenset)):
+    if isinstance(container, set):
         is_same = {*map(id, container)} == {*map(id, content)}
     else:
         mine, other = _inside(container), _inside(content)

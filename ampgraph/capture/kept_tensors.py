@@ -129,13 +129,13 @@ class KeptTensors:
         if not (alive := self._alive()):
             return
         of_capture = {id(tensor) for tensor in alive}
-        holders = [*self._put_back(of_capture)]
-        own = (alive, holders, self._places, self._objects, *ignored)
+        depends = [name for name, tensors in self._put_back(of_capture) if not self._are_tables(tensors)]
+        own = (alive, self._places, self._objects, *ignored)
         referrers = _Referrers(alive)
         for tensor in alive:
-            taken = _take_out(tensor, referrers, self._new, set(map(id, own)))
-            holders.extend((name, tensor) for name in taken)
-        self.depends = list(dict.fromkeys(name for name, value in holders if not self._is_table(value)))
+            taken = [*_take_out(tensor, referrers, self._new, set(map(id, own)))]
+            depends += [] if self._is_constant(tensor) else taken
+        self.depends = list(dict.fromkeys(depends))
 
     def _alive(self) -> list[Tensor]:
         found = {id(tensor): tensor for reference in self._made if (tensor := reference()) is not None}
@@ -145,15 +145,15 @@ class KeptTensors:
         reference = self._constant.get(id(tensor))
         return reference is not None and reference() is tensor
 
-    def _is_table(self, value: object) -> bool:
-        return all(self._is_constant(leaf) for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
+    def _are_tables(self, tensors: list[Tensor]) -> bool:
+        return all(map(self._is_constant, tensors))
 
-    def _put_back(self, of_capture: set[int]) -> Iterator[tuple[str, object]]:
+    def _put_back(self, of_capture: set[int]) -> Iterator[tuple[str, list[Tensor]]]:
         """Yields the name of each variable, attribute and container that it restores, and what it kept."""
         for path, container, before in self._containers:
-            if _of_capture(container, of_capture):
-                yield path, _of_capture(container, of_capture)
+            if tensors := _of_capture(container, of_capture):
                 restore(container, before)
+                yield path, tensors
         for place, before in self._places:
             value = place.value()
             if value is not before and _of_capture(value, of_capture):

@@ -69,7 +69,7 @@ class Fit:
         optimizer: The optimizer of the step.
 
     Attributes:
-        asks_for_offsets: Whether the step asks where arguments begin in their memory; then keys tell it.
+        asks_for_offsets: Whether the step asks where arguments begin in their memory; then keys include that.
     """
 
     def __init__(self, amp: AmpModule, optimizer: Optimizer) -> None:
