@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import ampgraph
-from ampgraph import progress
+from ampgraph.runtime import progress
 
 
 class _Terminal(io.StringIO):

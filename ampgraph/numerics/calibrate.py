@@ -13,8 +13,8 @@ from torch.utils._pytree import tree_leaves
 from ..errors import AmpGraphError, warn_user
 from ..module import AmpModule
 from ..passes.analysis.fingerprint import fingerprint
-from ..progress import with_progress
 from ..report import graph_view as view
+from ..runtime.progress import with_progress
 from ..runtime.run_graph import GraphRun, floats
 from .batches import Batch, arguments_of, listable
 from .calibration import Calibration, GraphStatistics

@@ -15,7 +15,6 @@ from ..capture import Code, is_capturing_here
 from ..capture.guard_scope import GuardScope
 from ..errors import CaptureError, NoGraphError
 from ..plan import Plan
-from ..progress import told_if_long
 from ..training.scaler import LossScaler
 from .capture_lock import lock_of
 from .captured_graph import CapturedGraph, Runner, Timing
@@ -27,6 +26,7 @@ from .lowering import AotGraphs
 from .module_structure import Flags, Structure
 from .options import Options
 from .places import Places
+from .progress import told_if_long
 from .shadow_weights import ShadowWeights
 from .siblings import Call, Siblings
 from .signature import Likeness, Signature, signature_of

@@ -17,8 +17,8 @@ from ..numerics.calibration import Calibration
 from ..numerics.run_model import ModelRunner, Part
 from ..passes.placement.amounts import moved
 from ..policy.policy import Policy
-from ..progress import with_progress
 from ..report.graph_view import human_bytes
+from ..runtime.progress import with_progress
 from ..runtime.run_graph import Draws
 from .candidates import Candidate, Candidates
 from .learned import Learned
