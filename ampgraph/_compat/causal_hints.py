@@ -1,4 +1,4 @@
-"""torch's encoders and decoders without a look at the values of a mask. Tried on torch 2.11 and 2.13.
+"""torch's encoders and decoders without a look at the values of a mask. Tried on torch 2.11, 2.13 and 2.14.
 
 They compare a mask with a causal one, to tell attention that it may leave the mask out. No capture can branch
 on that. Attention that is told nothing reads the mask.

@@ -20,8 +20,8 @@ _RESTORABLE = (list, dict, set, deque, OrderedDict, defaultdict)
 class HeldContainers:
     """Records the containers in the attributes of a model, and what they hold.
 
-    ``torch.export`` puts a copy of its own into each attribute afterwards. Modules that share a list would
-    then have two, and neither would be the one that other objects know.
+    After a capture ``torch.export`` leaves a new copy in each attribute. Modules that shared a list would
+    then have two lists, and other objects would still hold the old one.
 
     Args:
         model: The model.
@@ -57,7 +57,7 @@ class HeldContainers:
         return self._held, self._content, self.visible
 
     def empty(self) -> None:
-        """Takes what a capture has put into containers of plain values."""
+        """Takes out what a capture has put into the containers that are not visible."""
         kept = {id(container) for _, container, _ in self.visible}
         for container, content in self._content:
             if id(container) not in kept:
