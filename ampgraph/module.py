@@ -20,6 +20,7 @@ from ._compat import (
     is_plain_call,
     no_global_hooks,
     waited,
+    write_code,
 )
 from .capture import advice_of
 from .errors import AheadOfTimeError, CaptureError, PassError, warn_user
@@ -99,22 +100,22 @@ class AmpModule(Converted):
     @property
     def graph_module(self) -> fx.GraphModule:
         """The rewritten graph that ran or was captured last, preferably in the current training mode."""
-        return self._graphs.current.graph_module
+        return write_code(self._graphs.current.graph_module)
 
     @property
     def graph_modules(self) -> list[fx.GraphModule]:
         """All rewritten graphs that are kept; with graph breaks, one call runs several."""
-        return [captured.graph_module for captured in self._graphs]
+        return [write_code(captured.graph_module) for captured in self._graphs]
 
     @property
     def training_graph(self) -> fx.GraphModule:
         """The graph for calls with gradients: `graph_module` with low copies of weights and loss scaling."""
-        return self._graphs.current.training_graph
+        return write_code(self._graphs.current.training_graph)
 
     @property
     def inference_graph(self) -> fx.GraphModule:
         """The graph for calls without gradients: `graph_module` with low copies of weights."""
-        return self._graphs.current.inference_graph
+        return write_code(self._graphs.current.inference_graph)
 
     @property
     def forward_graph(self) -> fx.GraphModule:
@@ -220,6 +221,7 @@ class AmpModule(Converted):
                 )
             if (captured := self._graphs.known(args, kwargs)) is None:
                 raise self._inner_capture_error()
+            captured.write_code()
             return captured.graph_module(*args, **kwargs)
         if is_capturing():
             return self._call(args, kwargs)

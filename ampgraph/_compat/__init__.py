@@ -34,6 +34,7 @@ from .dynamo import (
     known_backends,
     mark_as_input,
     never_compiled,
+    runs_while_traced,
     with_own_code,
 )
 from .exporting import (
@@ -80,6 +81,7 @@ from .graphs import (
 )
 from .guarded_calls import returns_no_argument, times_refused
 from .kernel_layouts import KernelLayouts
+from .late_code import code_written_late, has_code, write_code
 from .modes import (
     ENTER_AUTOCAST,
     EXIT_AUTOCAST,
@@ -173,6 +175,7 @@ __all__ = [
     "calling_convention",
     "calling_module",
     "cheap_source_lines",
+    "code_written_late",
     "compiled_by_dynamo",
     "compiled_calls",
     "compiling_lists_soundly",
@@ -193,6 +196,7 @@ __all__ = [
     "function_of",
     "given_hint",
     "graph_being_traced",
+    "has_code",
     "has_content",
     "has_dict_versions",
     "has_dispatch_modes",
@@ -260,6 +264,7 @@ __all__ = [
     "result_dtypes",
     "returns_no_argument",
     "running_node",
+    "runs_while_traced",
     "scripts_not_optimized",
     "set_calling_convention",
     "size_conditions",
@@ -289,4 +294,5 @@ __all__ = [
     "without_wait",
     "without_wrappers",
     "wrap_grad_modes",
+    "write_code",
 ]

@@ -280,6 +280,15 @@ def apart_from_dynamo(function: Callable) -> Callable:
     return wrapped
 
 
+def runs_while_traced(function: _F) -> _F:
+    """Lets Dynamo call a method of no arguments while it traces the caller, and take the result for constant.
+
+    ``torch.compiler.assume_constant_result`` does the same but imports Dynamo at once. Tried on torch 2.13.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
 def mark_as_input(node: Node, value: torch.Tensor, mode: FakeTensorMode) -> None:
     """Makes ``node`` an input of a graph that Dynamo captured, with a static shape, for AOTAutograd."""
     from torch._dynamo.source import LocalSource

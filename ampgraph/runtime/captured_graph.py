@@ -11,7 +11,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx, nn
 
-from .._compat import flat_inputs, has_modes_of_callers, new_lock, outside_transforms, tracing_lock
+from .._compat import (
+    code_written_late,
+    flat_inputs,
+    has_code,
+    has_modes_of_callers,
+    new_lock,
+    outside_transforms,
+    runs_while_traced,
+    tracing_lock,
+    write_code,
+)
 from ..guards import is_capturing
 from ..passes import ExplicitCasts, Pass, ReadShadows, run_passes
 from ..plan import Plan
@@ -114,13 +124,23 @@ class CapturedGraph:
         """The rewritten graph with its casts. If somebody edits it, the edited graph runs."""
         if self._made is not None:
             return self._made[0]
-        with tracing_lock(), self._lock:
+        with code_written_late(), self._lock:
             return self._made[0] if self._made else self._keep(self.graph())  # type: ignore[arg-type]
+
+    @runs_while_traced
+    def write_code(self) -> bool:
+        """Writes the code of `graph_module` for Dynamo, which reads it."""
+        write_code(self.graph_module)
+        return True
 
     @property
     def code_of_graph(self) -> Callable:
-        """The code of `graph_module`, which is another after an edit."""
+        """The code of `graph_module`, for `is_as_with`."""
         return type(self.graph_module).forward
+
+    def is_as_with(self, code: Callable) -> bool:
+        """Whether nobody has edited `graph_module` since it had this code."""
+        return has_code(type(self.graph_module), code)
 
     def fits(self, args: tuple, kwargs: dict[str, Any], is_untouched: bool = False) -> bool:
         """Whether code and values that count are as at the capture, and the arguments share memory as there.
@@ -145,7 +165,7 @@ class CapturedGraph:
             is_in_place: Whether the model has the parameters that its low copies are of.
         """
         training = torch.is_grad_enabled()
-        if (made := self._made) is not None and type(made[0]).forward is not made[1]:
+        if (made := self._made) is not None and not has_code(type(made[0]), made[1]):
             self._derive_again()
         if training and self.scaler.is_enabled():
             self.scaler.check_loop()
@@ -207,7 +227,7 @@ class CapturedGraph:
         because the batching rules of ``vmap`` support one dtype.
         """
         if self._explicit is None:
-            with tracing_lock(), self._lock, outside_transforms():
+            with code_written_late(), self._lock, outside_transforms():
                 explicit = copy_graph_module(self.graph_module)
                 run_passes(explicit, (ExplicitCasts(self.plan.low_dtype),))
                 self._explicit = self._explicit or explicit
@@ -275,7 +295,7 @@ class CapturedGraph:
     def _graph(self, training: bool, shadowed: bool) -> fx.GraphModule:
         if (found := self._graphs.get((training, shadowed))) is not None:
             return found
-        with tracing_lock(), self._lock:
+        with code_written_late(), self._lock:
             if (training, shadowed) not in self._graphs:
                 self._graphs[training, shadowed] = self._derived(training, shadowed)
                 for runners in (self._runners, self._kept):  # the next one notices edits
@@ -332,7 +352,7 @@ def unless_edited(run: Callable, graph_module: fx.GraphModule, again: Callable[[
     edited: list[Callable] = []
 
     def choose(*args: Any, **kwargs: Any) -> Any:
-        if type(graph_module).forward is code:
+        if has_code(type(graph_module), code):
             return run(*args, **kwargs)
         if not edited:
             edited.append(again())

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
-from .._compat import flat_inputs, pytree_info
+from .._compat import flat_inputs, has_code, pytree_info
 from ..ops.bindings import call_of
 from ..passes.analysis.facts import is_cast
 from ..training.gradient_boundary import EAGERLY
@@ -56,7 +56,7 @@ class EagerProgram:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the graph on arguments of the structure that it was captured with."""
-        if self._class.forward is not self._forward:
+        if not has_code(self._class, self._forward):
             return self._otherwise(*args, **kwargs)
         leaves: Sequence[Any] = args
         if kwargs or len(args) != self._flat:
@@ -81,7 +81,7 @@ def flat_program(graph_module: fx.GraphModule) -> Callable[..., Sequence[Any]]:
     function, _ = code.bound_to(graph_module, {})
 
     def run(*inputs: Any) -> Sequence[Any]:  # holds the code, whose lines show in tracebacks
-        outputs: Sequence[Any] = (function if code.cls.forward is code.forward else graph_module)(*inputs)
+        outputs: Sequence[Any] = (function if has_code(code.cls, code.forward) else graph_module)(*inputs)
         return outputs
 
     return run

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from .._compat import calling_convention, new_lock, with_own_code
+from .._compat import calling_convention, new_lock, with_own_code, write_code
 from ..capture.unlift import WHOLE, hold
 from ..passes import Pass, ScaleLoss, run_passes
 from ..proxy.bound_proxy import over_dict_of
@@ -52,7 +52,7 @@ class _Derived:
     @functools.cached_property
     def cls(self) -> type[nn.Module]:
         """The class of modules that hold a block's parameters and run this graph."""
-        return type("Graph", (nn.Module,), {"forward": type(self.graph_module).forward})
+        return type("Graph", (nn.Module,), {"forward": type(write_code(self.graph_module)).forward})
 
     @functools.cached_property
     def eager_code(self) -> EagerCode:

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import fx, nn
 
-from .._compat import aot_eager, compiled_by_dynamo, with_own_code
+from .._compat import aot_eager, compiled_by_dynamo, with_own_code, write_code
 from ..errors import AmpGraphError, NoGraphError
 from ..marks import BoundaryMark, set_mark
 from ..training.gradient_boundary import role_of
@@ -84,7 +84,7 @@ def compiled(
     """
     if backend == "eager":
         return eager_program(graph_module) if is_writable(graph_module) else graph_module
-    return compiled_module(with_own_code(_Call)(graph_module), backend, mode, graphs)
+    return compiled_module(with_own_code(_Call)(write_code(graph_module)), backend, mode, graphs)
 
 
 def compiled_module(

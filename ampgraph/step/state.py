@@ -30,7 +30,7 @@ class State:
             return False
         if self._amp._graphs.structure is not self._structure:
             return False
-        return all(c.code_of_graph is code for c, code in zip(self._used, self._code, strict=True))
+        return all(c.is_as_with(code) for c, code in zip(self._used, self._code, strict=True))
 
     def is_valid(self) -> bool:
         """Whether model and loss would read the same Python values. Runs at every step."""
