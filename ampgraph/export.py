@@ -13,7 +13,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import ExportGraphSignature
 
 from ._compat import SET_GRAD_ENABLED, compiled_calls, wrap_grad_modes
-from .capture import LOST_KEY, Reads, capture_program, keep_before_assignment_in
+from .capture import LOST_KEY, Reads, capture_program, keep_before_assignment_in, planned_by
 from .errors import CaptureError, PolicyError, warn_user
 from .marks import META_KEY, InputMark, drop_input_mark, set_input_mark
 from .module import AmpModule
@@ -24,7 +24,7 @@ from .passes.pipeline import rewrite
 from .passes.read_shadows import casts_of
 from .policy.policy import Policy
 from .runtime.capture_lock import lock_of
-from .runtime.device import device_of_tensors
+from .runtime.device import device_of, device_of_tensors
 from .runtime.graph_copies import keep_names
 from .runtime.options import check_keywords
 
@@ -72,7 +72,8 @@ def export(
     check_keywords(kwargs, "export")
     chosen = Policy.of(policy, dtype)
     reads = Reads(model)
-    with lock_of(model).alone(), compiled_calls.kept_out():
+    whole = chosen.resolved(device_of(model))
+    with lock_of(model).alone(), compiled_calls.kept_out(), planned_by(whole):
         program = capture_program(model, args, kwargs, dynamic_shapes, reads)
     keep_before_assignment_in(program, model, reads.assigned_buffers())
     if set_by_forward := reads.set_by_forward():

@@ -22,7 +22,7 @@ from ._compat import (
     waited,
     write_code,
 )
-from .capture import advice_of
+from .capture import advice_of, check_part, is_capturing_here
 from .errors import AheadOfTimeError, CaptureError, PassError, warn_user
 from .guards import is_capturing
 from .plan import Plan
@@ -209,6 +209,8 @@ class AmpModule(Converted):
 
     def _run_traced(self, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Runs the rewritten graph for a tracer, without low copies and loss scaling."""
+        if is_capturing_here():
+            return self._run_as_part(args, kwargs)
         if "_compiled" not in self.__dict__:
             sizes = (
                 size for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor) for size in x.shape
@@ -229,6 +231,12 @@ class AmpModule(Converted):
             f"{type(self.source).__name__} was converted just in time, which torch.export leaves "
             "out; call ampgraph.export(model, args), or convert with example inputs."
         )
+
+    def _run_as_part(self, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Runs the source for the capture of a larger model, which plans its ops with all others."""
+        name, has_guard = self.options.named(type(self.source).__name__), self._graphs.guard_scope.has_guard()
+        check_part(name, self.policy, has_guard, bool(self.stored_low))
+        return self.source(*args, **kwargs)
 
     def _inner_capture_error(self) -> CaptureError:
         return CaptureError(

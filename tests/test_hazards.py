@@ -610,9 +610,16 @@ def evidence(model: Points, p: torch.Tensor) -> torch.Tensor:
     return torch.linalg.cholesky(covariance).diagonal().log()
 
 
+def transmittance(model: Points, p: torch.Tensor) -> torch.Tensor:
+    """Of a ray through thin fog: a product of 1,024 factors near 1, which weighs colours."""
+    stopped = 1 - torch.exp(-F.softplus(model.net(p)).repeat(32, 1) * 0.01)
+    passed = torch.cumprod(torch.cat([torch.ones(1, 4), 1 - stopped + 1e-10]), 0)[:-1]
+    return (stopped * passed * torch.sigmoid(model.net(p)).repeat(32, 1)).sum(0)
+
+
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@pytest.mark.parametrize("function", [hyperbolic_distance, evidence])
-def test_what_leads_into_a_logarithm_or_a_solver(function, backend):
+@pytest.mark.parametrize("function", [hyperbolic_distance, evidence, transmittance])
+def test_what_leads_into_a_logarithm_a_solver_or_a_long_product(function, backend):
     torch.manual_seed(0)
     model, ids = Points(function), torch.arange(32)
     expected = model(ids)

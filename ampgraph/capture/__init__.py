@@ -3,6 +3,7 @@
 from .ahead_of_time import capture_program, is_capturing_here
 from .assigned import keep_before_assignment, keep_before_assignment_in
 from .code import Code
+from .converted_parts import check_part, planned_by
 from .distinct import distinct
 from .just_in_time import lower_dynamo_graph
 from .lost import LOST_KEY
@@ -16,10 +17,12 @@ __all__ = [
     "Reads",
     "advice_of",
     "capture_program",
+    "check_part",
     "distinct",
     "is_capturing_here",
     "keep_before_assignment",
     "keep_before_assignment_in",
     "lower_dynamo_graph",
+    "planned_by",
     "unlift",
 ]

@@ -37,6 +37,7 @@ from ..training.distributed import sharded_error
 from .batch_norm import with_cumulative_average
 from .body_modules import name_modules_of_bodies
 from .causal_masks import masks_unseen
+from .converted_parts import ANOTHER_POLICY
 from .distinct import distinct
 from .held_containers import HeldContainers
 from .held_objects import noting_set_attributes
@@ -70,6 +71,12 @@ _DATA_DEPENDENT = ("data-dependent", "data dependent", "DataDependent", "is_nonz
 _VALUE_SIZED = ("DynamicOutputShape", "DataDependentOutput")  # aten.linalg_lstsq, aten._ctc_loss
 # (part of the name or message of the error, function it came through or "", what helps); the first that fits.
 _HINTS = (
+    (
+        ANOTHER_POLICY,
+        "",
+        "Give both one policy, convert the whole from unconverted parts (amp.source, blocks.restore()), "
+        f"{OR_JUST_IN_TIME}.",
+    ),
     (
         "Couldn't swap",
         "module.py:_apply",

@@ -33,6 +33,12 @@ class GuardScope:
         self._seen = self._is_told = False
         self._is_in_code: bool | None = None
 
+    def has_guard(self) -> bool:
+        """Whether the model has a guard that counts."""
+        if self._is_in_code is None and self._is_asked:
+            self._is_in_code = _names_a_guard(Code(self._source))
+        return self._is_asked and (self._seen or bool(self._is_in_code))
+
     def mark(self, graph_module: GraphModule, code: Code | None = None) -> None:
         """Marks a graph before it is rewritten, if the model has a guard anywhere.
 

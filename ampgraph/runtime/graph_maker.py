@@ -8,7 +8,7 @@ import torch
 from torch import fx, nn
 
 from .._compat import code_written_late
-from ..capture import LOST_KEY, Reads, keep_before_assignment, unlift
+from ..capture import LOST_KEY, Reads, keep_before_assignment, planned_by, unlift
 from ..capture.guard_scope import GuardScope
 from ..errors import warn_user
 from ..origin import module_names
@@ -69,7 +69,7 @@ class GraphMaker:
             is_first: Whether the model has no graph yet.
         """
         start = time.perf_counter()
-        with code_written_late(), self._stored.as_float32():
+        with code_written_late(), planned_by(self._options.policy), self._stored.as_float32():
             program, reads = export_call(call, graphs)
             seconds, start = time.perf_counter() - start, time.perf_counter()
             graph_module, constants = unlift(program, self._source, reads.elsewhere.values(), reads.real)

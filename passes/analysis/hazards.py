@@ -16,6 +16,8 @@ must stay in the source's dtype:
   parts cancel, and what rounding changed is left. Hidden states do not count: their own mean subtracted, as
   norms do, and branches that norms scaled. At O3 only differences of exact values count.
 - *linear systems*: kept values that lead into a decomposition or a solver, which magnify errors, too.
+- *long products*: kept values that lead into ``prod`` or ``cumprod``. Rounded to bfloat16, 0.999 is 1, and so
+  is the product of a thousand.
 - *sums of exact and low values* that are results or that differences read (see `exact_parts`); not at O3.
 - *long sums* that are added term by term (see `running_sums`); not at O3.
 - *decisions*: kept values that lead to integers, booleans, other dtypes, indices, and steps such as
@@ -27,13 +29,14 @@ The autocast rule keeps all of them in float32 except the products.
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Iterator, Mapping
 
 import torch
 from torch.fx import GraphModule, Node
 
-from ampgraph._compat import OpOverload
+from ampgraph._compat import OpOverload, size_hint
 from ampgraph.ops import kernels
 from ampgraph.ops.lists import OpClass
 
@@ -44,7 +47,7 @@ from .facts import Facts, NodeFacts, tensors
 from .graph_walk import kind, operand, operands, root, values_read
 from .precision import Precision
 from .problem import Hazard
-from .running_sums import find_running_sums
+from .running_sums import MANY, find_running_sums
 from .traces import Trace, Tracer
 
 # What joins and scales the branches of a network.
@@ -195,7 +198,17 @@ def _own_hazard(node: Node) -> str:
         return "its result jumps"
     if kernels.is_solver(node.target):
         return "a linear system magnifies errors"
+    if (factors := _factors(node)) >= MANY:
+        return f"a product of {factors} factors multiplies their roundings"
     return "a function of angles" if kernels.is_periodic(node.target) else ""
+
+
+def _factors(node: Node) -> int:
+    """Returns how many values of its operand an op multiplies with each other."""
+    if kind(node) not in ("prod", "cumprod"):
+        return 0
+    shape, dim = tensors(operand(node))[0].shape, argument(node, "dim")
+    return math.prod(map(size_hint, shape if dim is None else shape[dim : dim + 1 or None]))
 
 
 def _decided_by(node: Node, facts: Facts, traces: Mapping[Node, Trace]) -> Iterator[tuple[Node, Hazard]]:
