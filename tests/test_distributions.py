@@ -50,3 +50,21 @@ def test_a_distribution_is_captured_ahead_of_time(level) -> None:
     assert Distribution._validate_args
     with pytest.raises(ValueError, match="scale"):
         Normal(0.0, torch.tensor(-1.0))
+
+
+def test_a_step_draws_from_a_distribution_anew() -> None:
+    drawn = []
+
+    def loss_fn(model, x):
+        share = torch.distributions.Beta(0.4, 0.4).sample()
+        return share * model(x).square().mean(), share
+
+    torch.manual_seed(0)
+    model, x = nn.Linear(8, 4), torch.randn(8, 8)
+    amp = ampgraph.convert(model, (x,), dtype=torch.bfloat16)
+    step = ampgraph.compile_step(amp, torch.optim.AdamW(model.parameters(), fused=True), loss_fn)
+    for _ in range(3):
+        drawn.append(float(step(x)[1]))
+    assert step.reason is None
+    assert len(set(drawn)) == 3
+    assert Distribution._validate_args is True

@@ -100,6 +100,34 @@ def test_ensemble(level, dtype):
     near(found, torch.stack([member(X) for member in members]), dtype)
 
 
+class Masked(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("mask", torch.zeros(8))
+
+    def forward(self, x):
+        return (self.linear(x) + self.mask).softmax(-1)
+
+
+@pytest.mark.parametrize("seen", [0.0, -1e9])
+def test_ensemble_of_buffers_with_other_values(seen):
+    """The plan holds for values that float16 can hold, and no value of a batch leaves vmap."""
+    members = [Masked(), Masked()]
+    members[1].mask[3:] = seen
+    amp = ampgraph.convert(members[0], (X,), dtype=torch.float16)
+    stacked = stack_module_state(members)
+
+    def ensemble():
+        return vmap(lambda *state: functional_call(amp, state, (X,)))(*stacked)
+
+    if seen:
+        with pytest.raises(CaptureError, match="cannot be captured inside a transform"):
+            ensemble()
+    else:
+        near(ensemble(), torch.stack([member(X) for member in members]), torch.float16)
+
+
 def test_what_cannot_be_captured_inside_a_transform_says_so():
     amp = converted("O1", BF16)
     with pytest.raises(CaptureError, match=r"not captured for .*\(1, 8\).*call the converted model once"):

@@ -118,6 +118,7 @@ from .modes import (
     outside_transforms,
     path_inside_wrappers,
     running_node,
+    without_transforms,
     without_wrappers,
 )
 from .module_calls import calling_module, is_shallow_copy
@@ -291,6 +292,7 @@ __all__ = [
     "with_dtypes",
     "with_own_code",
     "without_new_guards",
+    "without_transforms",
     "without_wait",
     "without_wrappers",
     "wrap_grad_modes",

@@ -19,7 +19,7 @@ from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_
 from torch.fx.graph import CodeGen, _PyTreeCodeGen, _PyTreeInfo
 
 from .fake_tensors import fake_mode_of
-from .modes import SET_GRAD_ENABLED
+from .modes import SET_GRAD_ENABLED, without_transforms
 from .replaced_attribute import replaced
 
 
@@ -80,8 +80,7 @@ def _python(expression: Any) -> str:
 
 def storage_key(value: torch.Tensor) -> int | None:
     """Returns a number that two (fake) tensors share if and only if they share memory."""
-    while torch._C._functorch.is_functorch_wrapped_tensor(value):  # inside torch.vmap
-        value = torch._C._functorch.get_unwrapped(value)
+    value = without_transforms(value)
     if value.layout != torch.strided:
         return None
     return value.untyped_storage()._cdata

@@ -231,6 +231,13 @@ def is_of_transform(tensor: torch.Tensor) -> bool:
     return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
 
 
+def without_transforms(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the tensor inside one that transforms of ``torch.func`` wrap: of vmap, the whole batch."""
+    while is_of_transform(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor
+
+
 def outside_transforms() -> contextlib.AbstractContextManager:
     """Runs code as if it were outside all transforms of ``torch.func``."""
     from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import operator
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -19,6 +20,7 @@ from .._compat import (
     FakeTensor,
     KernelLayouts,
     compiled_calls,
+    distributions_unchecked,
     storage_key,
 )
 from ..capture.ahead_of_time import capturing
@@ -211,7 +213,9 @@ class _Tracer:
             setattr(fakes[id(state.probe)], CHECKED, checked)
         args, kwargs = pytree.tree_unflatten(leaves, spec)
         with model.in_place(), self._for_the_backend():
-            with RefusedOutside(leaves) as outside, without_saved_tensor_hooks():
+            thread = threading.get_ident()
+            unchecked = distributions_unchecked(lambda: threading.get_ident() == thread)
+            with RefusedOutside(leaves) as outside, without_saved_tensor_hooks(), unchecked:
                 result = self._loss_fn(self.amp, *args, **kwargs)
             self.traced.asks_for_offsets = outside.asks_for_offsets
             if any(fake.grad is not None for fake in fakes.values()):

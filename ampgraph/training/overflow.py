@@ -221,7 +221,8 @@ _ADVICE = "ampgraph.check_numerics(amp, args, loss=...) names the node and finds
 def _log(overflow: Overflow, is_whole: bool) -> None:
     if overflow.node and overflow.op in _GIVEN:
         log.warning(
-            "step %d: the forward was given a value that is not finite, %s; no loss scale helps such a step",
+            "step %d: the forward was given a value that is not finite, %s; no loss scale helps such a step, "
+            "unless the value is made of gradients (an inner step): then a lower one does",
             overflow.step,
             overflow.node,
         )

@@ -15,7 +15,7 @@ import torch
 from torch.fx import Node
 from torch.nn import Module
 
-from ampgraph._compat import FakeTensor
+from ampgraph._compat import FakeTensor, without_transforms
 from ampgraph.marks import input_mark
 from ampgraph.ops import kernels
 from ampgraph.ops.low_range import is_outside, misfit
@@ -198,6 +198,8 @@ def is_table(root: Module, node: Node) -> bool:
 
 
 def _extent(tensor: object) -> tuple[float, float] | None:
+    if isinstance(tensor, torch.Tensor):
+        tensor = without_transforms(tensor)  # no value leaves vmap
     if (
         not isinstance(tensor, torch.Tensor)
         or isinstance(tensor, FakeTensor)
