@@ -112,6 +112,18 @@ def test_steps_by_hand_are_told(frozen) -> None:
     assert "the loop changes its parameters after every backward" in messages[0]
 
 
+def test_parameters_that_change_between_two_backwards_are_no_steps() -> None:
+    """Pruning, for example, or a checkpoint."""
+    amp = converted()
+    with told() as messages:
+        amp(IDS).square().mean().backward()
+        for _ in range(5):
+            amp(IDS)
+            with torch.no_grad():
+                amp.out.weight.mul_(0.5)
+    assert not messages
+
+
 def sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.1)
 

@@ -40,6 +40,7 @@ class UnscaledStepWarning:
         self._values: tuple[tuple[int, ...], Tensor] | None = None
         self._calls = 0
         self._was_asked = self._saw_backward = self._has_told = self._is_scaled_twice = False
+        self._saw_backward_since = False
         self._forget_optimizers()
 
     def _forget_optimizers(self) -> None:
@@ -66,8 +67,9 @@ class UnscaledStepWarning:
         if not self._is_listening:
             self._is_listening = True
             tell_after_steps(self)
-        if self._was_asked or self._has_told or not self._saw_backward:
+        if self._was_asked or self._has_told or not self._saw_backward_since:
             return
+        self._saw_backward_since = False  # pruning changes parameters, too
         self._calls += 1
         if self._is_call_to_check() and self._has_changed():
             self._tell(
@@ -83,6 +85,7 @@ class UnscaledStepWarning:
 
     def note_backward(self) -> None:
         """Called during each backward through the model's boundary."""
+        self._saw_backward_since = True
         if self._saw_backward:
             return
         self._saw_backward = True
