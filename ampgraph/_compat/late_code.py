@@ -1,4 +1,4 @@
-"""The Python code of graph modules, written when somebody asks for it. Tried on torch 2.13.
+"""The Python code of graph modules, written when somebody asks for it. Tried on torch 2.13 and 2.14.
 
 ``GraphModule.recompile`` writes and compiles the code of the whole graph. ``torch.export`` and a conversion
 do that 8 to 35 times, which took 7 to 30 % of their time. An `EagerProgram` never runs that code.
