@@ -539,6 +539,36 @@ def test_scale_may_change_before_the_backward(backend, just_in_time) -> None:
     assert_close(gradients(amp), gradients(reference))
 
 
+class Tempered(nn.Module):
+    """Divides by Python floats that are an argument and an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.temperature = 1.0
+
+    def forward(self, x: torch.Tensor, factor: float) -> torch.Tensor:
+        return self.second(self.first(x) * factor**2) / self.temperature
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_floats_that_change_between_calls(backend) -> None:
+    """Dynamo passes such a float as a 0-dim tensor, from which the graph reads the number."""
+    x = torch.randn(4, 8)
+    amp, reference = pair(Tempered(), x, backend=backend, just_in_time=True)
+    for factor, temperature in ((0.5, 1.0), (0.7, 1.0), (0.9, 2.0), (0.3, 3.0)):
+        for model in (amp.source, reference):
+            model.zero_grad()
+            model.temperature = temperature
+        outputs = [model(x, factor) for model in (amp, reference)]
+        close(*outputs)
+        assert not torch.equal(*outputs)  # not the source's own float32
+        for output in outputs:
+            output.square().mean().backward()
+        assert_close(gradients(amp), gradients(reference))
+    assert len(amp.graph_modules) == 3  # with no number dynamic, one, and both
+
+
 class Constrained(nn.Linear):
     """Keeps the norms of its rows below a bound, as EEGNet does."""
 

@@ -46,6 +46,7 @@ from .exporting import (
     traced_nodes_forgotten,
 )
 from .fake_tensors import (
+    NUMBERS,
     TRACED_TENSORS,
     accept_real_constants,
     dtypes_of,
@@ -152,6 +153,7 @@ __all__ = [
     "EXIT_AUTOCAST",
     "INFERENCE_MODE_CALLS",
     "MODULE_CALL",
+    "NUMBERS",
     "SET_GRAD_ENABLED",
     "TRACED_TENSORS",
     "VERSION",

@@ -126,7 +126,8 @@ def _value(node: Node, instead: Mapping[Node, torch.dtype]) -> Any:
     return with_dtypes(value, (instead[node],)) if node in instead else value
 
 
-_NUMBERS = (*py_sym_types, bool, int, float)
+# The types of numbers among the values of nodes.
+NUMBERS = (*py_sym_types, bool, int, float)
 _KEPT_IN_KEY = (bool, str, torch.dtype, NoneType)
 _dtype_cache: dict[Any, tuple[torch.dtype | None, ...]] = {}
 
@@ -144,7 +145,7 @@ def result_dtypes(
         value = node.args[0].meta["val"][node.args[1]]  # type: ignore[union-attr,index]
         return dtypes_of(value)
     value = node.meta.get("val")
-    if isinstance(value, _NUMBERS):
+    if isinstance(value, NUMBERS):
         return (None,)  # FakeTensor does not know the value that ``item`` reads
     count = len(value) if isinstance(value, (list, tuple)) else 1
     arguments = [_dtype_key(argument, instead) for argument in node.args]

@@ -10,7 +10,7 @@ from collections.abc import Container, Mapping, Sequence
 import torch
 from torch.fx import Graph, Node
 
-from ampgraph._compat import OpOverload, fake_mode_of, size_hint
+from ampgraph._compat import NUMBERS, OpOverload, fake_mode_of, size_hint
 from ampgraph.ops.kernels import packet_name, reads_no_values, writes_state
 
 from .alias import SOURCES, returned_input, source_of, written_args
@@ -160,10 +160,16 @@ def _passing(graph: Graph) -> set[Node]:
 
 
 def _ends_gradients(node: Node) -> bool:
-    """Whether no result of the call has gradients: ``detach``, comparisons, indices, ``zeros_like``."""
+    """Whether no result of the call has gradients: ``detach``, comparisons, indices, ``zeros_like``.
+
+    Nor has a number that is read from a tensor. Dynamo passes a Python float that has changed as a tensor and
+    reads it inside the graph; a boundary between both would hide the number from AOTAutograd.
+    """
     if node.target is torch.ops.aten.detach.default:
         return True
     if isinstance(node.target, OpOverload) and reads_no_values(node.target):
+        return True
+    if isinstance(node.meta.get("val"), NUMBERS):
         return True
     found = tensors(node)
     return bool(found) and not any(_has_gradients(t.dtype) for t in found)
