@@ -539,6 +539,28 @@ def test_scale_may_change_before_the_backward(backend, just_in_time) -> None:
     assert_close(gradients(amp), gradients(reference))
 
 
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("just_in_time", [False, True], ids=["ahead", "just-in-time"])
+def test_a_scale_that_is_set_in_inference_mode(backend, just_in_time) -> None:
+    """Backwards save the scale, and they can save no tensor that was made in inference mode."""
+    source, x = ReluNet(), torch.randn(4, 8)
+    reference = copy.deepcopy(source)
+    reference(x).square().mean().backward()
+    with torch.inference_mode():
+        amp = make(source, x, backend=backend, just_in_time=just_in_time)
+    for change in (
+        lambda: amp(x),
+        lambda: amp.scaler.update(4.0),
+        lambda: amp.scaler.load_state_dict(amp.scaler.state_dict()),
+    ):
+        amp.zero_grad()
+        amp(x).square().mean().backward()
+        assert_close(gradients(amp), gradients(reference))
+        with torch.inference_mode():
+            change()
+    amp(x).square().mean().backward()
+
+
 class Tempered(nn.Module):
     """Divides by Python floats that are an argument and an attribute."""
 

@@ -45,6 +45,7 @@ class ScaleState(nn.Module):
         self.set(scale)
         self._set_probe(size)
 
+    @torch.inference_mode(False)
     def _set_probe(self, size: int) -> None:
         probe = torch.zeros(size, dtype=torch.float32, device=self.scale.device, requires_grad=True)
         setattr(probe, CHECKED, self.checked)
@@ -53,8 +54,9 @@ class ScaleState(nn.Module):
 
     def set(self, scale: Tensor, inverse: Tensor | None = None) -> None:
         """Replaces the scale; the old tensors stay unchanged for pending backwards."""
-        object.__setattr__(self, "scale", scale)
-        object.__setattr__(self, "inverse", scale.reciprocal() if inverse is None else inverse)
+        inverse = scale.reciprocal() if inverse is None else inverse
+        object.__setattr__(self, "scale", _may_be_saved(scale))
+        object.__setattr__(self, "inverse", _may_be_saved(inverse))
 
     def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
         """Returns scale, inverse and probe."""
@@ -84,6 +86,14 @@ class ScaleState(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         nn.Module.__init__(self)
         self._build(state["scale"], state["size"])
+
+
+def _may_be_saved(tensor: Tensor) -> Tensor:
+    """Returns the tensor, or a copy if it was made in inference mode: no backward can save such a tensor."""
+    if not tensor.is_inference():
+        return tensor
+    with torch.inference_mode(False):
+        return tensor.clone()
 
 
 def _taken(probe: Tensor) -> Tensor:
