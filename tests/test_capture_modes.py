@@ -12,6 +12,8 @@ from torch import nn
 
 import ampgraph
 
+from .helpers import close
+
 X = torch.randn(3, 8, generator=torch.Generator().manual_seed(0))
 BF16 = torch.bfloat16
 SCALED = ampgraph.Policy(dtype=torch.float16, loss_scale=ampgraph.StaticLossScale(64.0))
@@ -429,3 +431,69 @@ def test_a_write_to_memory_of_the_graph_itself_is_no_effect() -> None:
     shifts = ampgraph.convert(Shifts(), dtype=torch.bfloat16)
     shifts(torch.randn(3, 4))
     assert not any(_has_effects(graph_module.graph) for graph_module in shifts.graph_modules)
+
+
+class Neighbours(nn.Module):
+    """Sums over neighbours in a graph, by an adjacency matrix that is an argument or a buffer."""
+
+    def __init__(self, edges: torch.Tensor | None = None) -> None:
+        super().__init__()
+        self.project = nn.Linear(8, 8)
+        self.register_buffer("own_edges", edges)
+
+    def forward(self, x: torch.Tensor, edges: torch.Tensor | None = None) -> torch.Tensor:
+        return torch.sparse.mm(self.own_edges if edges is None else edges, self.project(x))
+
+
+@pytest.mark.parametrize("where", ["argument", "buffer", "unused"])
+def test_sparse_tensors_fall_back_on_compiling_backends(where):
+    edges, x = torch.eye(4).to_sparse(), torch.randn(4, 8)
+    model = Neighbours(None if where == "argument" else edges)
+    args = (x,) if where == "buffer" else (x, edges)
+    if where == "unused":
+        model.forward = lambda x, edges: model.project(x)
+    name = "'own_edges'" if where == "buffer" else "the argument 'edges'"
+    with pytest.warns(UserWarning, match=f"uses a sparse tensor, {name}.* just in time.*backend=.eager"):
+        amp = ampgraph.convert(model, args, dtype=BF16, backend="aot_eager")
+    assert amp.is_just_in_time
+    close(amp(*args), model(*args))
+    with pytest.raises(ampgraph.CaptureError, match=name):
+        ampgraph.convert(model, args, dtype=BF16, backend="aot_eager", capture="ahead of time")
+    assert not ampgraph.convert(model, args, dtype=BF16, backend="eager").is_just_in_time
+
+
+class Alike(Neighbours):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x, (x @ x.T).to_sparse())
+
+
+def test_a_sparse_result_names_its_line():
+    model, x = Alike(), torch.randn(4, 8)
+    with pytest.raises(ampgraph.CaptureError, match=r"a result of aten.to_sparse at .*test_capture_modes"):
+        ampgraph.convert(model, (x,), dtype=BF16, backend="aot_eager", capture="ahead of time")
+
+
+class Padded(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Linear(8, 8)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        rows = self.project(rows)
+        return rows.to_padded_tensor(0.0) if rows.is_nested else rows
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors", "ignore:Padded ran unconverted")
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("first", ["nested", "dense"])
+def test_nested_tensors_without_sizes_fall_back(backend, first):
+    model, dense = Padded(), torch.randn(2, 5, 8)
+    rows = torch.nested.nested_tensor([torch.randn(3, 8), torch.randn(5, 8)])
+    example = rows if first == "nested" else dense
+    told = "the argument 'rows' has a nested tensor"
+    with pytest.warns(UserWarning, match=f"{told}.* just in time"):
+        (amp := ampgraph.convert(model, (example,), dtype=BF16, backend=backend))(rows)
+    assert amp.is_just_in_time
+    close(amp(rows), model(rows))
+    with pytest.raises(ampgraph.CaptureError, match=told):
+        ampgraph.convert(model, (example,), dtype=BF16, backend=backend, capture="ahead of time")(rows)

@@ -8,7 +8,7 @@ from .distinct import distinct
 from .just_in_time import lower_dynamo_graph
 from .lost import LOST_KEY
 from .reads import Reads
-from .refusals import advice_of
+from .refusals import advice_of, check_nested, check_sparse
 from .unlift import unlift
 
 __all__ = [
@@ -18,6 +18,8 @@ __all__ = [
     "advice_of",
     "capture_program",
     "check_part",
+    "check_nested",
+    "check_sparse",
     "distinct",
     "is_capturing_here",
     "keep_before_assignment",

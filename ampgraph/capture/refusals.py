@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.nn.parameter import is_lazy
+from torch.utils._pytree import tree_leaves
 
 from ..errors import AheadOfTimeError
+from ..origin import op_name, user_line
+from ..passes.analysis.facts import tensors
 from .kept_tensors import KeptTensors
+from .side_effects import named_arguments
+
+_SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 
 OR_JUST_IN_TIME = 'or capture it just in time: ampgraph.convert(model, capture="just in time")'
 
@@ -64,6 +72,31 @@ def check_random_numbers(model: nn.Module, found: list[str]) -> None:
     if found:
         what = f"forward {' and '.join(found)}, which a graph cannot"
         raise _refused(model, what, "Draw with torch from its default generator")
+
+
+def check_nested(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+    """Raises an error if an argument has nested tensors without sizes (of ``torch.strided`` layout)."""
+    for name, value in named_arguments(model, args, kwargs):
+        leaves = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+        if any(leaf.is_nested and leaf.layout == torch.strided for leaf in leaves):
+            what = f"the argument {name!r} has a nested tensor without sizes, which a graph cannot take"
+            raise _refused(model, what, "Pass a padded tensor")
+
+
+def check_sparse(model: nn.Module, graph: fx.Graph) -> None:
+    """Raises an error if a graph for a compiling backend has sparse tensors, which Dynamo does not take."""
+    for node in graph.nodes:
+        is_sparse = any(tensor.layout in _SPARSE for tensor in tensors(node))
+        if is_sparse and (node.users or node.op != "get_attr"):
+            what = f"forward uses a sparse tensor, {_described(node)}, which no compiling backend takes"
+            raise _refused(model, what, 'Convert with backend="eager"')
+
+
+def _described(node: fx.Node) -> str:
+    if node.op != "call_function":
+        return f"{'the argument ' if node.op == 'placeholder' else ''}{str(node.target)!r}"
+    line = user_line(node)
+    return f"a result of {op_name(node)}{f' at {line}' if line else ''}"
 
 
 def check_inference_tensors(model: nn.Module) -> None:

@@ -39,7 +39,8 @@ def noting_written_containers(model: nn.Module) -> Iterator[list[str]]:
     calls: list[dict[str, _Seen]] = []
 
     def enter(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        calls.append({name: _Seen(v, *pytree.tree_flatten(v)) for name, v in _named(module, args, kwargs)})
+        named = named_arguments(module, args, kwargs)
+        calls.append({name: _Seen(v, *pytree.tree_flatten(v)) for name, v in named})
 
     def leave(module: nn.Module, args: tuple, kwargs: dict[str, Any], result: object) -> None:
         written = [name for name, seen in calls.pop().items() if not seen.is_same()]
@@ -93,7 +94,8 @@ def _tables(module: nn.Module) -> Iterator[dict]:
     yield from (v for k, v in vars(module).items() if k in OF_EVERY_MODULE and isinstance(v, dict))
 
 
-def _named(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> list[tuple[str, Any]]:
+def named_arguments(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> list[tuple[str, Any]]:
+    """Returns the arguments of a call of a module with the names that its forward gives them."""
     try:
         return [*inspect.signature(module.forward).bind(*args, **kwargs).arguments.items()]
     except (TypeError, ValueError):  # no such signature, or none at all

@@ -11,7 +11,7 @@ import torch
 from torch import fx, nn
 
 from .._compat import compiled_calls, no_dispatch_modes, tracing_lock
-from ..capture import Code, is_capturing_here
+from ..capture import Code, check_nested, is_capturing_here
 from ..capture.guard_scope import GuardScope
 from ..errors import CaptureError, NoGraphError
 from ..plan import Plan
@@ -199,7 +199,11 @@ class GraphCache:
 
     def _find(self, args: tuple, kwargs: dict[str, Any], flags: Flags) -> CapturedGraph:
         """Returns the captured graph of a call that is not like the last."""
-        signature = signature_of(args, kwargs)
+        try:
+            signature = signature_of(args, kwargs)
+        except RuntimeError:  # torch's own, of a nested tensor
+            check_nested(self._source, args, kwargs)
+            raise
         if (captured := self._known(args, kwargs, signature, flags)) is not None:
             return captured
         with self.lock.alone(), compiled_calls.kept_out():

@@ -8,7 +8,7 @@ import torch
 from torch import fx, nn
 
 from .._compat import code_written_late
-from ..capture import LOST_KEY, Reads, keep_before_assignment, planned_by, unlift
+from ..capture import LOST_KEY, Reads, check_sparse, keep_before_assignment, planned_by, unlift
 from ..capture.guard_scope import GuardScope
 from ..errors import warn_user
 from ..origin import module_names
@@ -68,11 +68,14 @@ class GraphMaker:
             graphs: The model's earlier graphs for such arguments.
             is_first: Whether the model has no graph yet.
         """
+        is_compiled = self._options.backend != "eager"
         start = time.perf_counter()
         with code_written_late(), planned_by(self._options.policy), self._stored.as_float32():
             program, reads = export_call(call, graphs)
             seconds, start = time.perf_counter() - start, time.perf_counter()
             graph_module, constants = unlift(program, self._source, reads.elsewhere.values(), reads.real)
+            if is_compiled:
+                check_sparse(self._source, graph_module.graph)
             keep_before_assignment(graph_module, reads.assigned_buffers())
             sizes = AcceptedSizes(graph_module, program.range_constraints, call.signature.shapes)
             self._guard_scope.mark(graph_module, reads.code)
@@ -83,7 +86,6 @@ class GraphMaker:
         captured.state = PythonState(self._source, reads, call.args, call.kwargs)
         graph_module = captured.graph_module
         captured.values = PlannedValues(graph_module.graph, graph_module, captured.plan.low_dtype)
-        is_compiled = self._options.backend != "eager"
         if is_compiled and (lost := lost_by_compilers(captured.graph_module)):
             warn_user(
                 f"{self._name}: torch.compile loses what forward writes to "

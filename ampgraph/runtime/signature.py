@@ -73,16 +73,19 @@ class Likeness:
             args = (*args, *kwargs.values())
         elif len(args) != self._count:
             return False
-        for value, (cls, seen, device, shape, layout) in zip(args, self._values, strict=True):
-            if type(value) is not cls:
-                return False
-            if cls is torch.Tensor:
-                if value.dtype is not seen or value.device != device or value.shape != shape:
+        try:
+            for value, (cls, seen, device, shape, layout) in zip(args, self._values, strict=True):
+                if type(value) is not cls:
                     return False
-                if value.layout is not layout:
+                if cls is torch.Tensor:
+                    if value.dtype is not seen or value.device != device or value.shape != shape:
+                        return False
+                    if value.layout is not layout:
+                        return False
+                elif value != seen:
                     return False
-            elif value != seen:
-                return False
+        except RuntimeError:  # a nested tensor has no sizes
+            return False
         return True
 
 
