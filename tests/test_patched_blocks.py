@@ -261,7 +261,59 @@ def zeroed_replica(module: nn.Module) -> nn.Module:
     return other
 
 
-@pytest.mark.parametrize("copied", [zeroed_copy, zeroed_replica])
+def subclass_of(module: nn.Module, **members: Any) -> type[nn.Module]:
+    """Returns a class generated for one copy, whose objects get no tables of the module."""
+    return type("Generated", (type(module),), {"__init__": nn.Module.__init__, **members})
+
+
+def functional(module: nn.Module, values: dict[str, torch.Tensor]) -> nn.Module:
+    """As ``higher`` makes one: a generated class has the parameters, and all but these tables are copied."""
+    tables = {"_parameters", "_buffers", "_modules"} | {f"_{kind}_hooks" for kind in ("backward", "forward")}
+    members = {name: property(lambda _, name=name: values[name]) for name in module._parameters}
+    other = subclass_of(module, **members)()
+    for name, value in vars(module).items():
+        if name not in tables:
+            setattr(other, name, value)
+    return other
+
+
+def zeroed_functional(module: nn.Module) -> nn.Module:
+    return functional(module, {name: torch.zeros_like(p) for name, p in module._parameters.items()})
+
+
+def zeroed_attributes(module: nn.Module) -> nn.Module:
+    """A copy of a generated class that has all tables new, and tensors for parameters."""
+    other = subclass_of(module)()
+    names = vars(module).keys() - vars(nn.Module()).keys()
+    vars(other).update({name: vars(module)[name] for name in names})
+    vars(other).update({name: torch.zeros_like(p) for name, p in module._parameters.items()})
+    return other
+
+
+def zeroed_other(module: nn.Module) -> nn.Module:
+    """A copy of a class that leaves forward to the attribute."""
+    other = nn.Module()
+    vars(other).update(vars(module))
+    other._parameters = {name: nn.Parameter(torch.zeros_like(p)) for name, p in module._parameters.items()}
+    return other
+
+
+def zeroed_called(module: nn.Module) -> nn.Module:
+    """A copy whose class has a call of its own."""
+
+    class Called(type(module)):
+        def __call__(self, x: torch.Tensor) -> torch.Tensor:
+            return self.forward(x)
+
+    other = zeroed_copy(module)
+    other.__class__ = Called
+    return other
+
+
+ZEROED = [zeroed_copy, zeroed_replica, zeroed_functional, zeroed_attributes, zeroed_other, zeroed_called]
+
+
+@pytest.mark.parametrize("copied", ZEROED)
 @pytest.mark.parametrize("is_hooked", [False, True])
 def test_a_shallow_copy_runs_unconverted_with_its_own_parameters(copied: Callable, is_hooked: bool) -> None:
     model, x = model_of(nn.Linear(4, 4)), torch.randn(2, 4)
@@ -273,6 +325,64 @@ def test_a_shallow_copy_runs_unconverted_with_its_own_parameters(copied: Callabl
         assert not copied(model[0])(x).any()
     assert torch.equal(model(x), expected)
     assert list(blocks) == ["0"]
+
+
+@pytest.mark.parametrize("copied", [zeroed_copy, zeroed_functional])
+def test_a_compiled_or_traced_copy_runs_with_its_own_parameters(copied: Callable) -> None:
+    model, x = model_of(nn.Linear(4, 4)), torch.randn(2, 4)
+    ampgraph.convert_blocks(model, "0", policy=LOW)
+    expected, other = model(x), copied(model[0])
+    with pytest.warns(UserWarning, match="0 was converted with convert_blocks, and a shallow copy of it"):
+        assert not torch.compile(other, backend="eager")(x).any()
+    assert not torch.jit.trace(other, (x,), check_trace=False)(x).any()
+    assert torch.equal(torch.compile(model, backend="eager")(x), expected)
+
+
+def test_a_copy_of_a_patched_block_runs_the_patch_with_its_own_parameters() -> None:
+    model, x = model_of(nn.Linear(4, 4)), torch.randn(2, 4)
+    model[0].forward = types.MethodType(lambda self, x: x @ self.weight + 1, model[0])
+    ampgraph.convert_blocks(model, "0", policy=LOW)
+    with pytest.warns(UserWarning, match="a shallow copy of it"):
+        assert torch.equal(zeroed_copy(model[0])(x), torch.ones(2, 4))
+
+
+@pytest.mark.filterwarnings("ignore:0 was converted with convert_blocks")
+def test_updates_of_a_copy_have_an_effect() -> None:
+    """An inner loop of meta learning: gradients of the copy, and steps of the copy alone."""
+    model, x = model_of(nn.Linear(4, 4)), torch.randn(2, 4)
+    ampgraph.convert_blocks(model, "0", policy=LOW)
+    values = dict(model[0].named_parameters())
+    fast, losses = functional(model[0], values), []
+    for _ in range(3):
+        loss = fast(x).square().mean()
+        gradients = torch.autograd.grad(loss, list(values.values()), create_graph=True)
+        values.update({name: p - 0.1 * g for (name, p), g in zip(values.items(), gradients, strict=True)})
+        losses.append(loss.item())
+    assert losses[0] > losses[1] > losses[2]
+    loss.backward()
+    assert model[0].weight.grad.any()
+
+
+class Derived(nn.Linear):
+    """A wrapper of a class made from the block's, around the block."""
+
+    def __init__(self, block: nn.Linear) -> None:
+        super().__init__(4, 4)
+        self.block, self.forward = block, block.forward
+
+
+def over_its_dict(block: nn.Module) -> nn.Module:
+    other = object.__new__(subclass_of(block))
+    object.__setattr__(other, "__dict__", vars(block))
+    return other
+
+
+@pytest.mark.parametrize("wrapper", [Derived, over_its_dict])
+def test_what_has_the_block_or_its_dict_is_no_copy(wrapper: Callable, recwarn) -> None:
+    model, x = model_of(nn.Linear(4, 4)), torch.randn(2, 4)
+    ampgraph.convert_blocks(model, "0", policy=LOW)
+    assert torch.equal(wrapper(model[0])(x), model[0](x))
+    assert not recwarn.list
 
 
 def test_data_parallel_says_what_to_do() -> None:

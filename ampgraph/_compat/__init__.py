@@ -122,7 +122,7 @@ from .modes import (
     without_transforms,
     without_wrappers,
 )
-from .module_calls import calling_module, is_shallow_copy
+from .module_calls import calling_module, is_copy, module_that_calls
 from .optimizers import (
     flag_if_not_finite,
     has_step_hooks,
@@ -220,6 +220,7 @@ __all__ = [
     "is_batched",
     "is_compiled",
     "is_compiling",
+    "is_copy",
     "is_dynamo_error",
     "is_exporting",
     "is_in_backward",
@@ -230,7 +231,6 @@ __all__ = [
     "is_recording",
     "is_same_shape",
     "is_scaled_by_grad_scaler",
-    "is_shallow_copy",
     "is_traced",
     "is_untraced_generator",
     "keep_dynamo_out",
@@ -241,6 +241,7 @@ __all__ = [
     "may_be_swapped",
     "modes_of_callers_aside",
     "modes_of_callers_back",
+    "module_that_calls",
     "native_apply",
     "never_compiled",
     "never_log_raised_errors",

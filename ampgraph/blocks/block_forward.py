@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .._compat import apart_from_dynamo, calling_module, is_exporting, is_shallow_copy
+from .._compat import apart_from_dynamo, calling_module, is_copy, is_exporting, module_that_calls
 from ..errors import AmpGraphError, NoGraphError, warn_user
 from ..module import AmpModule
 from ..proxy.bound_proxy import behind_the_scenes, over_dict_of
@@ -61,9 +61,15 @@ class BlockForward:
             return self._run_apart(*args, **kwargs)
         if torch.compiler.is_dynamo_compiling():  # a strict export; it traces no frames
             return self._run(*args, **kwargs)
-        if (caller := calling_module()) is not None and is_shallow_copy(caller, self.block):
-            return self._run_copy(caller, *args, **kwargs)
-        return self._run(*args, **kwargs)
+        if (caller := calling_module()) is self.block:  # nearly always
+            return self._run(*args, **kwargs)
+        return self._run_for(caller, *args, **kwargs)
+
+    def _run_for(self, caller: nn.Module | None, /, *args: Any, **kwargs: Any) -> Any:
+        """Runs the block, or the copy of it that calls this."""
+        if caller is None or caller is self.block or not is_copy(caller, self.block):
+            return self._run(*args, **kwargs)
+        return self._run_copy(caller, *args, **kwargs)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         if self.is_restored:
@@ -81,18 +87,31 @@ class BlockForward:
             raise type(error)(f"{self.path or 'model'}: {error}") from error
 
     # torch.compile around the block must not trace into it; the same holds for an AmpModule.
-    _run_apart = apart_from_dynamo(_run)
+    @apart_from_dynamo
+    def _run_apart(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run_for(module_that_calls(type(self).__call__.__code__), *args, **kwargs)
 
-    def _run_copy(self, copied: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """Runs a shallow copy of the block, which has this forward and perhaps other parameters."""
+    def _run_copy(self, copied: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+        """Runs a copy of the block, which has this forward and perhaps other parameters."""
         if not self._told_copy:
             self._told_copy = True
             warn_user(
                 f"{self.path or 'the model'} was converted with convert_blocks, and a shallow copy of it "
-                "(copy.copy, nn.DataParallel) runs unconverted. Use copy.deepcopy or "
-                "torch.func.functional_call."
+                "(copy.copy, nn.DataParallel, or a copy with other parameters that a library makes) runs "
+                "unconverted. Use copy.deepcopy or torch.func.functional_call."
             )
-        return (self.original or type(copied).forward.__get__(copied))(*args, **kwargs)
+        return self._original_of(copied)(*args, **kwargs)
+
+    def _original_of(self, copied: nn.Module) -> Callable:
+        """Returns the original forward of the block as a method of a copy."""
+        if isinstance(self.original, types.MethodType) and self.original.__self__ is self.block:
+            return types.MethodType(self.original.__func__, copied)
+        if self.original is not None:
+            return self.original
+        # A generated class may leave the forward to the attribute.
+        is_missing = type(copied).forward is nn.Module.forward
+        forward: Callable = (type(self.block) if is_missing else type(copied)).forward
+        return types.MethodType(forward, copied)
 
     def _run_original(self, *args: Any, **kwargs: Any) -> Any:
         return (self.original or type(self.block).forward.__get__(self.block))(*args, **kwargs)
