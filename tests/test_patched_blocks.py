@@ -385,6 +385,38 @@ def test_what_has_the_block_or_its_dict_is_no_copy(wrapper: Callable, recwarn) -
     assert not recwarn.list
 
 
+def generated_copy(amp: nn.Module) -> nn.Module:
+    """As ``higher`` begins one."""
+
+    class Functional(type(amp)):
+        def __init__(self, parameters: object) -> None:
+            nn.Module.__init__(self)
+
+    return Functional(amp.parameters())
+
+
+def cloned(amp: nn.Module) -> nn.Module:
+    """As ``learn2learn`` begins one."""
+    return amp.__new__(type(amp))
+
+
+@pytest.mark.parametrize("args", [None, (torch.ones(2, 4),)])
+@pytest.mark.parametrize("copied", [generated_copy, cloned])
+def test_a_copy_of_a_converted_model_part_by_part_says_what_to_do(copied: Callable, args: Any) -> None:
+    amp = ampgraph.convert(nn.Linear(4, 4), args, policy=LOW)
+    with pytest.raises(
+        ampgraph.CaptureError, match=r"copy the source \(model.source\), or .*functional_call"
+    ):
+        copied(amp)
+
+
+def test_a_generated_class_around_a_converted_model_says_what_to_do() -> None:
+    amp = ampgraph.convert(nn.Linear(4, 4), policy=LOW)
+    generated = type("Generated", (type(amp),), {"__init__": lambda self, _: nn.Module.__init__(self)})
+    with pytest.raises(AttributeError, match=r"Generated has no model.*copies a converted model"):
+        generated(amp)
+
+
 def test_data_parallel_says_what_to_do() -> None:
     amp = ampgraph.convert(nn.Linear(4, 4), (torch.ones(2, 4),), policy=LOW)
     with pytest.raises(ampgraph.CaptureError, match="DataParallel cannot replicate the converted Linear"):

@@ -55,8 +55,10 @@ class ModuleProxy(nn.Module):
     # Attributes in ``__dict__`` that hide attributes of the source.
     _hides: ClassVar[tuple[str, ...]] = ("source",)
 
-    def __new__(cls, source: nn.Module, *args: Any, **kwargs: Any) -> ModuleProxy:
+    def __new__(cls, source: nn.Module | None = None, *args: Any, **kwargs: Any) -> ModuleProxy:
         """Creates an object whose class has the source's special methods: ``len``, ``[]``, ``with``."""
+        if not isinstance(source, nn.Module):  # learn2learn gives none, higher gives its parameters
+            raise CaptureError(_no_copy(cls))
         return super().__new__(class_with_methods_of(type(source), cls))
 
     def __init__(self, source: nn.Module) -> None:
@@ -102,7 +104,8 @@ class ModuleProxy(nn.Module):
             return computed.__get__(self)  # raises the original error again
         source = self.__dict__.get("source")
         if source is None:  # something made the object without `__init__`
-            raise AttributeError(f"this {type(self).__name__} has no model, and so no attribute {name!r}")
+            what = f"this {type(self).__name__} has no model, and so no attribute {name!r}"
+            raise AttributeError(f"{what}. {_no_copy(type(self))}")
         try:
             value = getattr(source, name)
         except AttributeError:
@@ -142,6 +145,15 @@ class ModuleProxy(nn.Module):
             "TorchScript does not support converted models; use ampgraph.export(model, args) and "
             "torch.export.save."
         )
+
+
+def _no_copy(cls: type) -> str:
+    return (
+        f"A new {cls.__name__} needs the module that it wraps. A library that copies a converted model part "
+        "by part (higher, learn2learn) is not supported: the parameters of its copy would not be those of "
+        "the graphs. Let it copy the source (model.source), or call the converted model with "
+        "torch.func.functional_call. copy.deepcopy works, too."
+    )
 
 
 def source_of(module: nn.Module) -> nn.Module:
