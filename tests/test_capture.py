@@ -997,3 +997,20 @@ def test_a_capture_has_the_source_lines_and_the_code_of_torchs_own_export():
         for node, wanted in zip(mine.graph.nodes, other.graph.nodes, strict=True):
             assert node.stack_trace == wanted.stack_trace
     assert any("self.b, nn.ReLU" in (node.stack_trace or "") for node in ours.graph.nodes)
+
+
+def test_an_argument_may_have_the_name_of_a_buffer():
+    class Named(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+            self.register_buffer("mask", torch.ones(8))
+            self.register_buffer("linear_weight", torch.full((8,), 2.0))
+
+        def forward(self, x, mask):
+            return self.linear(x) * self.mask + mask * self.linear_weight
+
+    model = Named()
+    args = X, torch.zeros(8)
+    amp = ampgraph.convert(model, args, dtype=torch.bfloat16, capture="ahead of time")
+    close(amp(*args), model(*args))

@@ -172,12 +172,16 @@ class _Places:
 def _read_attributes(graph: fx.Graph, program: ExportedProgram, places: _Places) -> None:
     """Replaces the inputs that are parameters, buffers and constants by reads of attributes."""
     placeholders = graph.find_nodes(op="placeholder")
+    taken = {node.name for node in graph.nodes}
     for node, spec in zip(placeholders, program.graph_signature.input_specs, strict=True):
         if spec.kind not in _ATTRIBUTES:
             continue
         path = places.of(str(spec.target), _value(program, spec))
         with graph.inserting_before(node):
-            attribute = graph.create_node("get_attr", path, name=_plain_name(node.name))
+            name = _plain_name(node.name)
+            name = node.name if name in taken else name  # an argument may have the name of a buffer
+            attribute = graph.create_node("get_attr", path, name=name)
+            taken.add(name)
         attribute.meta = node.meta
         node.replace_all_uses_with(attribute)
         graph.erase_node(node)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 from collections.abc import Hashable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -90,7 +89,7 @@ class GraphCache:
         self._siblings = None if options.policy.level == "O3" else siblings
         self._structure = Structure(source.modules(), copies)
         self._graphs: dict[tuple[Flags, Hashable], list[CapturedGraph]] = {}
-        self._searches = itertools.count()
+        self._searches = 0
         self._last: Found | None = None
         self._current: CapturedGraph | None = None
         self._current_flags: Flags | None = None
@@ -304,7 +303,8 @@ class GraphCache:
                 continue
             if captured.fits(args, kwargs):
                 self._current, self._current_flags = captured, flags
-                captured.found_at = next(self._searches)  # further calls like this one do not search
+                self._searches += 1
+                captured.found_at = self._searches  # further calls like this one do not search
                 return captured
         return None
 
@@ -321,7 +321,8 @@ class GraphCache:
         captured.run_by(self._runs_by)
         flags = self._flags()  # level O3 may have stored parameters low
         graphs = self._graphs.get((flags, signature.kind), [])
-        captured.found_at = next(self._searches)
+        self._searches += 1
+        captured.found_at = self._searches
         graphs.append(captured)
         self._graphs[(flags, signature.kind)] = graphs
         self._drop_oldest()
