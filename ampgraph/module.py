@@ -22,7 +22,7 @@ from ._compat import (
     waited,
     write_code,
 )
-from .capture import advice_of, check_part, is_capturing_here
+from .capture import advice_of, differences, is_capturing_here, loses_scale, refusal
 from .errors import AheadOfTimeError, CaptureError, PassError, warn_user
 from .guards import is_capturing
 from .plan import Plan
@@ -41,6 +41,7 @@ from .runtime.graph_cache import GraphCache
 from .runtime.low_storage import LowStorage
 from .runtime.options import AUTO, JUST_IN_TIME, Options
 from .runtime.own_error import own_error
+from .runtime.run_as_part import run_as_part
 from .runtime.siblings import Siblings
 from .training.distributed import is_distributed, sharded_error
 from .training.fsdp1 import MANAGED, refuse_fsdp1
@@ -233,10 +234,18 @@ class AmpModule(Converted):
         )
 
     def _run_as_part(self, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Runs the source for the capture of a larger model, which plans its ops with all others."""
-        name, has_guard = self.options.named(type(self.source).__name__), self._graphs.guard_scope.has_guard()
-        check_part(name, self.policy, has_guard, bool(self.stored_low))
-        return self.source(*args, **kwargs)
+        """Runs the source, or the rewritten graph, for the capture of a larger model."""
+        differs = differences(self.policy)
+        differs += ["parameters stored low"] if self.stored_low else []
+        captured = None if "_compiled" in self.__dict__ else self._graphs.known(args, kwargs)
+        is_edited = captured is not None and captured.is_edited
+        lost = ["an fp16_guard"] if self._graphs.guard_scope.has_guard() else []
+        lost += ["a loss scale"] if loses_scale(self.policy) else []
+        if not (differs or is_edited or lost):
+            return self.source(*args, **kwargs)
+        if captured is None or lost:
+            raise refusal(self.options.named(type(self.source).__name__), [*differs, *lost])
+        return run_as_part(captured.graph_module, args, kwargs)
 
     def _inner_capture_error(self) -> CaptureError:
         return CaptureError(

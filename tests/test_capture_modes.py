@@ -452,14 +452,21 @@ def test_sparse_tensors_fall_back_on_compiling_backends(where):
     args = (x,) if where == "buffer" else (x, edges)
     if where == "unused":
         model.forward = lambda x, edges: model.project(x)
-    name = "'own_edges'" if where == "buffer" else "the argument 'edges'"
-    with pytest.warns(UserWarning, match=f"uses a sparse tensor, {name}.* just in time.*backend=.eager"):
+    name = "the argument 'edges'" if where == "argument" else "'own_edges'"
+    with pytest.warns(UserWarning, match=f"a sparse tensor, {name}.* just in time.*backend=.eager"):
         amp = ampgraph.convert(model, args, dtype=BF16, backend="aot_eager")
     assert amp.is_just_in_time
     close(amp(*args), model(*args))
     with pytest.raises(ampgraph.CaptureError, match=name):
         ampgraph.convert(model, args, dtype=BF16, backend="aot_eager", capture="ahead of time")
     assert not ampgraph.convert(model, args, dtype=BF16, backend="eager").is_just_in_time
+
+
+def test_a_sparse_argument_that_no_op_reads_is_no_reason():
+    model, args = Neighbours(), (torch.randn(4, 8), torch.eye(4).to_sparse())
+    model.forward = lambda x, edges: model.project(x)
+    amp = ampgraph.convert(model, args, dtype=BF16, backend="aot_eager", capture="ahead of time")
+    close(amp(*args), model(*args))
 
 
 class Alike(Neighbours):

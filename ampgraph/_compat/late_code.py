@@ -12,13 +12,14 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch.fx import GraphModule
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.fx.graph import _PyTreeCodeGen
 
 from .forked import new_lock
 from .replaced_attribute import replaced
 from .tracing import tracing_lock
 
-_lock = new_lock()
+_lock, _writing = new_lock(), threading.local()
 _recompile = GraphModule.recompile
 # The attribute of a ``forward`` that says in whose place it came.
 _CAME_AFTER = "_ampgraph_came_after"
@@ -42,7 +43,8 @@ def code_written_late() -> Iterator[None]:
     outer, thread = GraphModule.recompile, threading.get_ident()
 
     def recompile(self: GraphModule) -> Any:
-        return _leave_out(self) if threading.get_ident() == thread else outer(self)
+        is_late = threading.get_ident() == thread and not _is_left_alone()
+        return _leave_out(self) if is_late else outer(self)
 
     with tracing_lock(), replaced(GraphModule, "recompile", recompile):
         yield
@@ -56,7 +58,8 @@ def write_code(graph_module: GraphModule) -> GraphModule:
     with _lock:
         late = cls.forward
         if _is_late(late):
-            _recompile(graph_module)
+            with replaced(_writing, "now", True):  # also the code of the bodies inside
+                _recompile(graph_module)
             setattr(cls.forward, _CAME_AFTER, late)
     return graph_module
 
@@ -78,8 +81,15 @@ def _leave_out(graph_module: GraphModule) -> None:
     vars(graph_module).pop("_code", None)
     cls._code, cls.forward = _LateText(), _late_forward()
     for child in graph_module.children():
-        if isinstance(child, GraphModule):
-            child.recompile()
+        if isinstance(child, GraphModule) and "_code" in vars(
+            type(child)
+        ):  # the parts of a user's model keep their code
+            _leave_out(child)
+
+
+def _is_left_alone() -> bool:
+    """Whether `write_code` recompiles, or the code of a model that is traced."""
+    return getattr(_writing, "now", False) or get_proxy_mode() is not None
 
 
 def _late_forward() -> Callable:

@@ -3,7 +3,7 @@
 from .ahead_of_time import capture_program, is_capturing_here
 from .assigned import keep_before_assignment, keep_before_assignment_in
 from .code import Code
-from .converted_parts import check_part, planned_by
+from .converted_parts import differences, loses_scale, planned_by, refusal
 from .distinct import distinct
 from .just_in_time import lower_dynamo_graph
 from .lost import LOST_KEY
@@ -18,13 +18,15 @@ __all__ = [
     "advice_of",
     "capture_program",
     "check_nested",
-    "check_part",
     "check_sparse",
+    "differences",
     "distinct",
     "is_capturing_here",
     "keep_before_assignment",
     "keep_before_assignment_in",
+    "loses_scale",
     "lower_dynamo_graph",
     "planned_by",
+    "refusal",
     "unlift",
 ]

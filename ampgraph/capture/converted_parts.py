@@ -1,4 +1,10 @@
-"""Converted parts of a model that is captured: one policy plans one graph, and theirs must agree with it."""
+"""Converted parts of a model that is captured ahead of time.
+
+One policy plans one graph. If the policy of a part says the same, the capture runs the part's source. If it
+decides other dtypes, or somebody has edited the part's graph, the capture runs that graph, and what the graph
+has in float32 stays so. A part is refused whose graph would lose something: its loss scale, an `fp16_guard`
+(which would hold for the whole), a graph that is made at calls.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +13,7 @@ import threading
 from collections.abc import Iterator
 
 from ..errors import CaptureError
+from ..policy.loss_scale import NoLossScale
 from ..policy.policy import Policy
 
 _here = threading.local()
@@ -28,28 +35,29 @@ def planned_by(policy: Policy) -> Iterator[None]:
         _here.policy = outer
 
 
-def check_part(name: str, policy: Policy, has_fp16_guard: bool, stores_low: bool) -> None:
-    """Refuses a converted part whose conversion decides other dtypes than the plan of the whole would.
-
-    Args:
-        name: What to call the part.
-        policy: The policy of its conversion.
-        has_fp16_guard: Whether its code has an `fp16_guard`, which would hold for the whole.
-        stores_low: Whether level O3 stores parameters of it in the low dtype.
-
-    Raises:
-        CaptureError: The message lists what differs.
-    """
+def differences(policy: Policy) -> list[str]:
+    """Returns how a part's policy decides other dtypes than the plan of the whole would."""
     whole: Policy | None = getattr(_here, "policy", None)
     if whole is None:
-        return
+        return []
     pairs = [(field, getattr(policy, field), getattr(whole, field)) for field in _DECIDING]
     found = [_difference(field, mine, other) for field, mine, other in pairs if mine != other]
-    found += [f"rules={dict(policy.rules)!r}"] if policy.rules else []
-    found += ["an fp16_guard"] if has_fp16_guard else []
-    found += ["parameters stored low"] if stores_low else []
-    if found:
-        raise CaptureError(f"{name} {ANOTHER_POLICY} than the model around it ({'; '.join(found)}).")
+    return [*found, f"rules={dict(policy.rules)!r}"] if policy.rules else found
+
+
+def loses_scale(policy: Policy) -> bool:
+    """Whether a part with this policy scales its loss, and the whole does not."""
+    whole: Policy | None = getattr(_here, "policy", None)
+    return whole is not None and _scales(policy) and not _scales(whole)
+
+
+def refusal(name: str, differs: list[str]) -> CaptureError:
+    """Returns the error for a part whose graph cannot be a piece of the graph of the whole."""
+    return CaptureError(f"{name} {ANOTHER_POLICY} than the model around it ({'; '.join(differs)}).")
+
+
+def _scales(policy: Policy) -> bool:
+    return not isinstance(policy.active_loss_scale(), NoLossScale)
 
 
 def _difference(field: str, mine: object, other: object) -> str:

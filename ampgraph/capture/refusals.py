@@ -85,9 +85,14 @@ def check_nested(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
 
 def check_sparse(model: nn.Module, graph: fx.Graph) -> None:
     """Raises an error if a graph for a compiling backend has sparse tensors, which Dynamo does not take."""
+    held = (*model.named_parameters(), *model.named_buffers())  # Dynamo looks at all that a module holds
+    for name, tensor in held:
+        if tensor.layout in _SPARSE:
+            what = f"it has a sparse tensor, {name!r}, which no compiling backend takes"
+            raise _refused(model, what, 'Convert with backend="eager"')
     for node in graph.nodes:
         is_sparse = any(tensor.layout in _SPARSE for tensor in tensors(node))
-        if is_sparse and (node.users or node.op != "get_attr"):
+        if is_sparse and node.users:
             what = f"forward uses a sparse tensor, {_described(node)}, which no compiling backend takes"
             raise _refused(model, what, 'Convert with backend="eager"')
 

@@ -103,6 +103,7 @@ class CapturedGraph:
     parts: nn.Module | None = None
     found_at: int = 0
     _made: tuple[fx.GraphModule, Callable] | None = None  # with its code
+    _code_at_first: Callable | None = None
     _graphs: dict[tuple[bool, bool], fx.GraphModule] = field(default_factory=dict)
     _runners: dict[tuple[bool, bool], Callable] = field(default_factory=dict)
     _kept: dict[tuple[bool, bool], Callable] = field(default_factory=dict)
@@ -117,6 +118,7 @@ class CapturedGraph:
 
     def _keep(self, graph_module: fx.GraphModule) -> fx.GraphModule:
         self._made = graph_module, type(graph_module).forward
+        self._code_at_first = self._code_at_first or self._made[1]
         return graph_module
 
     @property
@@ -132,6 +134,11 @@ class CapturedGraph:
         """Writes the code of `graph_module` for Dynamo, which reads it."""
         write_code(self.graph_module)
         return True
+
+    @property
+    def is_edited(self) -> bool:
+        """Whether somebody has edited `graph_module`."""
+        return self._code_at_first is not None and not self.is_as_with(self._code_at_first)
 
     @property
     def code_of_graph(self) -> Callable:
