@@ -172,7 +172,7 @@ class _Places:
 def _read_attributes(graph: fx.Graph, program: ExportedProgram, places: _Places) -> None:
     """Replaces the inputs that are parameters, buffers and constants by reads of attributes."""
     placeholders = graph.find_nodes(op="placeholder")
-    taken = {node.name for node in graph.nodes}
+    taken = {node.name for node in placeholders}
     for node, spec in zip(placeholders, program.graph_signature.input_specs, strict=True):
         if spec.kind not in _ATTRIBUTES:
             continue
@@ -181,7 +181,6 @@ def _read_attributes(graph: fx.Graph, program: ExportedProgram, places: _Places)
             name = _plain_name(node.name)
             name = node.name if name in taken else name  # an argument may have the name of a buffer
             attribute = graph.create_node("get_attr", path, name=name)
-            taken.add(name)
         attribute.meta = node.meta
         node.replace_all_uses_with(attribute)
         graph.erase_node(node)
