@@ -213,10 +213,7 @@ class AmpModule(Converted):
         if is_capturing_here():
             return self._run_as_part(args, kwargs)
         if "_compiled" not in self.__dict__:
-            sizes = (
-                size for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor) for size in x.shape
-            )
-            if any(isinstance(size, torch.SymInt) for size in sizes):
+            if _has_symbolic_sizes(args, kwargs):
                 raise CaptureError(
                     f"torch.export cannot keep the sizes of {type(self.source).__name__} dynamic, which is "
                     "converted; ampgraph.export(model, args, dynamic_shapes=...) can, of the model or of an "
@@ -237,12 +234,13 @@ class AmpModule(Converted):
         """Runs the source, or the rewritten graph, for the capture of a larger model."""
         differs = differences(self.policy)
         differs += ["parameters stored low"] if self.stored_low else []
-        captured = None if "_compiled" in self.__dict__ else self._graphs.known(args, kwargs)
-        is_edited = captured is not None and captured.is_edited
+        differs += ["an edited graph"] if any(captured.is_edited for captured in self._graphs) else []
         lost = ["an fp16_guard"] if self._graphs.guard_scope.has_guard() else []
         lost += ["a loss scale"] if loses_scale(self.policy) else []
-        if not (differs or is_edited or lost):
+        if not (differs or lost):
             return self.source(*args, **kwargs)
+        is_kept = "_compiled" not in self.__dict__ and not _has_symbolic_sizes(args, kwargs)
+        captured = self._graphs.known(args, kwargs) if is_kept else None
         if captured is None or lost:
             raise refusal(self.options.named(type(self.source).__name__), [*differs, *lost])
         return run_as_part(captured.graph_module, args, kwargs)
@@ -436,3 +434,9 @@ def _rebuild(
     amp = AmpModule(source, options, stored_low)
     amp.scaler.load_state_dict(scaler_state)
     return amp
+
+
+def _has_symbolic_sizes(args: tuple, kwargs: dict[str, Any]) -> bool:
+    """Whether a trace keeps sizes of tensors among the arguments dynamic."""
+    found = (x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor))
+    return any(isinstance(size, torch.SymInt) for x in found for size in x.shape)

@@ -109,6 +109,17 @@ def test_a_part_that_would_lose_something_stays_a_graph_of_its_own(policy, args,
     torch.testing.assert_close(amp(X), head(model.part(X)), rtol=0, atol=0)
 
 
+def test_the_sizes_of_a_model_with_parts_stay_dynamic():
+    sizes = {"x": {0: torch.export.Dim("rows", max=64)}}
+    source = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16))
+    part = ampgraph.convert(source, (X,), dtype=BF16)
+    program = ampgraph.export(Whole(part), (X,), dtype=BF16, dynamic_shapes=sizes)
+    assert program.module()(torch.randn(3, 16)).shape == (3, 4)
+    part = ampgraph.convert(source, (X,), policy="O2", dtype=BF16)
+    with pytest.raises(CaptureError, match="level='O2', not 'O1'"):
+        ampgraph.export(Whole(part), (X,), dtype=BF16, dynamic_shapes=sizes)
+
+
 def test_a_guarded_part_does_not_leave_the_whole_in_float32():
     class Guarded(nn.Module):
         def __init__(self):

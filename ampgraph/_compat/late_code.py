@@ -81,10 +81,12 @@ def _leave_out(graph_module: GraphModule) -> None:
     vars(graph_module).pop("_code", None)
     cls._code, cls.forward = _LateText(), _late_forward()
     for child in graph_module.children():
-        if isinstance(child, GraphModule) and "_code" in vars(
-            type(child)
-        ):  # the parts of a user's model keep their code
+        if isinstance(child, GraphModule) and _was_left_out(child):  # parts of the user's model were not
             _leave_out(child)
+
+
+def _was_left_out(graph_module: GraphModule) -> bool:
+    return "_code" in vars(type(graph_module))
 
 
 def _is_left_alone() -> bool:
