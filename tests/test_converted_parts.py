@@ -63,7 +63,7 @@ OTHER_POLICIES = [
 @pytest.mark.parametrize("level", ["O1", "O2"])
 @pytest.mark.parametrize("policy", OTHER_POLICIES, ids=range(len(OTHER_POLICIES)))
 def test_a_part_of_another_policy_keeps_its_dtypes(policy, level):
-    """In a loop, where Dynamo captures nothing around a part that is a graph of its own."""
+    """A container calls the part in a loop. Just in time, Dynamo would capture nothing of such a loop."""
     torch.manual_seed(0)
     source = nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16), nn.Linear(16, 16), nn.Softmax(-1))
     part, head = ampgraph.convert(source, (X,), policy=policy), nn.Linear(16, 4)

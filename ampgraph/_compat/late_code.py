@@ -90,12 +90,12 @@ def _was_left_out(graph_module: GraphModule) -> bool:
 
 
 def _is_left_alone() -> bool:
-    """Whether `write_code` recompiles, or the code of a model that is traced."""
+    """Whether code is written at once: for `write_code`, and while a trace runs code of a model."""
     return getattr(_writing, "now", False) or get_proxy_mode() is not None
 
 
 def _late_forward() -> Callable:
-    """Returns another function each time: it stands for the graph as it is now."""
+    """Returns a new function each time. It stands for the graph of this moment."""
 
     def forward(self: GraphModule, *args: Any, **kwargs: Any) -> Any:
         return write_code(self).forward(*args, **kwargs)

@@ -40,7 +40,7 @@ def module_that_calls(function: CodeType) -> nn.Module | None:
 
 
 def _module_of(frame: FrameType) -> nn.Module | None:
-    """Returns the module whose call a frame runs; a class may have a ``__call__`` of its own."""
+    """Returns the module that a frame calls. The class of a module may define ``__call__``."""
     if frame.f_code not in _CALLS and frame.f_code.co_name != "__call__":
         return None
     module = frame.f_locals.get("self")
@@ -51,9 +51,9 @@ def is_copy(module: nn.Module, other: nn.Module) -> bool:
     """Whether a module was made from another one that it does not hold: from its attributes or its class.
 
     The copy of a ``__dict__`` has some of the very tables of the other module, even if a library replaces
-    those of parameters. A library may generate a subclass for a copy, and give it new tables. An object of
-    another class, or of the same class with tables of its own, may use a function of the other module, as
-    wrappers do; so may an object that has the very ``__dict__``.
+    those of parameters. A library may generate a subclass for a copy, and give it new tables. Wrappers are no
+    copies, though they use functions of the other module. They have another class, or the same class and
+    new tables, or the very ``__dict__``.
     """
     own, given = vars(module), vars(other)
     if own is given:
