@@ -35,20 +35,31 @@ def optimizer_hooks() -> list[Any]:
 @contextlib.contextmanager
 def no_global_hooks() -> Iterator[None]:
     """Hides the hooks for all modules of the process, in all threads: torch keeps them for the process."""
+    _hide()
+    try:
+        yield
+    finally:
+        _show()
+
+
+def _hide() -> None:
     global _inside
     with _lock:
         _inside += 1
         for hooks, hidden in zip(_HOOKS, _hidden, strict=True):
             hidden.update(hooks)
             hooks.clear()
-    try:
-        yield
-    finally:
-        with _lock:
-            _inside -= 1
-            if _inside == 0:
-                for hooks, hidden in zip(_HOOKS, _hidden, strict=True):
-                    hidden.update(hooks)  # those that came meanwhile, last
-                    hooks.clear()
-                    hooks.update(hidden)
-                    hidden.clear()
+
+
+def _show() -> None:
+    """Puts the hooks back when the last thread leaves."""
+    global _inside
+    with _lock:
+        _inside -= 1
+        if _inside:
+            return
+        for hooks, hidden in zip(_HOOKS, _hidden, strict=True):
+            hidden.update(hooks)  # those that came meanwhile, last
+            hooks.clear()
+            hooks.update(hidden)
+            hidden.clear()

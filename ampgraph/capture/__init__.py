@@ -1,7 +1,8 @@
 """Captures a model as the common IR: a pre-dispatch ATen graph with correct metadata on every node."""
 
-from .ahead_of_time import capture_program, is_capturing_here
+from .ahead_of_time import capture_program
 from .assigned import keep_before_assignment, keep_before_assignment_in
+from .capture_mode import is_capturing_here
 from .code import Code
 from .converted_parts import differences, loses_scale, planned_by, refusal
 from .distinct import distinct

@@ -18,9 +18,13 @@ def name_modules_of_bodies(graph_module: GraphModule, model: nn.Module) -> None:
     for part in graph_module.modules():
         bodies = bodies_of(part) if isinstance(part, GraphModule) else {}
         for body, (caller, *_) in bodies.items():
-            for node in body.graph.nodes:
-                if node.op == "call_function":
-                    _complete(node, caller, paths)
+            _complete_body(body, caller, paths)
+
+
+def _complete_body(body: GraphModule, caller: Node, paths: dict[str, str]) -> None:
+    for node in body.graph.nodes:
+        if node.op == "call_function":
+            _complete(node, caller, paths)
 
 
 def _complete(node: Node, caller: Node, paths: dict[str, str]) -> None:

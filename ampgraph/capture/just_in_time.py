@@ -37,7 +37,7 @@ from ..marks import InputMark, set_input_mark
 from ..ops.kernels import computes_on_tensors
 from ..passes.analysis.ranges import peak_of
 from ..passes.inline_transforms import InlineTransforms
-from .ahead_of_time import capturing
+from .capture_mode import capturing
 from .split import is_custom_function
 
 _CARRIED = ("_dynamo_source", "tensor_dict", "grapharg")

@@ -101,12 +101,9 @@ def numbered_calls(graph: nx.DiGraph, scopes: Mapping[str, Scope]) -> dict[str, 
         own = []
         for depth in range(1, len(scope) + 1):
             key = scope[:depth]
-            call = 1
-            for source in sources:
-                if scopes[source][:depth] == key:
-                    call = max(call, calls[source][depth - 1])
-                elif key in reached[source]:
-                    call = max(call, reached[source][key] + 1)
+            inside = [calls[s][depth - 1] for s in sources if scopes[s][:depth] == key]
+            left = [reached[s][key] + 1 for s in sources if scopes[s][:depth] != key and key in reached[s]]
+            call = max((1, *inside, *left))
             own.append(call)
             seen[key] = max(call, seen.get(key, 0))
         calls[name], reached[name] = tuple(own), seen

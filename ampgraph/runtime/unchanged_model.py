@@ -22,11 +22,7 @@ def unchanged(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         _put_back(names)
-        with torch.no_grad():
-            for buffer, value in buffers:
-                # A write would count as a change of what autograd has saved. No sparse tensor is compared.
-                if buffer.layout is not torch.strided or not torch.equal(buffer, value):
-                    buffer.copy_(value)
+        _put_values_back(buffers)
 
 
 def _put_back(names: list[tuple[dict[str, Any], dict[str, Any]]]) -> None:
@@ -34,6 +30,14 @@ def _put_back(names: list[tuple[dict[str, Any], dict[str, Any]]]) -> None:
         if not _is_same(space, before):
             space.clear()
             space.update(before)
+
+
+def _put_values_back(buffers: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    with torch.no_grad():
+        for buffer, value in buffers:
+            # A write would count as a change of what autograd has saved. No sparse tensor is compared.
+            if buffer.layout is not torch.strided or not torch.equal(buffer, value):
+                buffer.copy_(value)
 
 
 def _is_same(space: Mapping[str, Any], before: Mapping[str, Any]) -> bool:

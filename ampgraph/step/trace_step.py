@@ -23,7 +23,7 @@ from .._compat import (
     distributions_unchecked,
     storage_key,
 )
-from ..capture.ahead_of_time import capturing
+from ..capture.capture_mode import capturing
 from ..errors import AmpGraphError, NoStateError
 from ..module import AmpModule
 from ..passes.analysis.alias import written_memory

@@ -180,19 +180,22 @@ class StepGuard:
     def end_round(self) -> None:
         """Begins the next round, and records which attached optimizers did not step in this one."""
         if self._stepped:
-            is_comeback = self._is_comeback()
-            for optimizer in self._live():
-                if self.has_stepped(optimizer):
-                    if not is_comeback or self._takes_turns(optimizer):
-                        self._resting.discard(optimizer)
-                    self._last_round[optimizer] = self._rounds + 1
-                elif not is_comeback:
-                    self._resting.add(optimizer)
-            self._rounds += 1
-            self._stepped_before = [weakref.ref(o) for o in self._stepped]
+            self._note_round()
         self._is_called = False
         self.overflows.end_round()
         self.reset()
+
+    def _note_round(self) -> None:
+        is_comeback = self._is_comeback()
+        for optimizer in self._live():
+            if self.has_stepped(optimizer):
+                if not is_comeback or self._takes_turns(optimizer):
+                    self._resting.discard(optimizer)
+                self._last_round[optimizer] = self._rounds + 1
+            elif not is_comeback:
+                self._resting.add(optimizer)
+        self._rounds += 1
+        self._stepped_before = [weakref.ref(o) for o in self._stepped]
 
     def _takes_turns(self, optimizer: Optimizer) -> bool:
         """Whether an optimizer that rested steps in every other round now; so it is waited for again."""

@@ -66,22 +66,25 @@ class PlannedGraph:
     @cached_property
     def reads(self) -> dict[tuple[Node, Node], frozenset[Node]]:
         """By (tensor, reader), if several nodes read the tensor: the nodes that round it for this reader."""
-        readers: dict[Node, dict[Node, set[Node]]] = defaultdict(lambda: defaultdict(set))
-        for reader in self.nodes.values():
-            if reader.op == "call_function" and self.roots[reader] == (reader,):
-                for read in values_read(reader):
-                    for root in self.roots[read]:
-                        readers[root][reader].add(read)
-        written = written_memory(self.graph_module.graph)
+        readers, written = self._readers(), written_memory(self.graph_module.graph)
+        shared = [root for root in self.payers if root not in written and len(readers[root]) > 1]
         found = {}
-        for root in self.payers:
-            if root in written or len(readers[root]) < 2:
-                continue
+        for root in shared:
             for reader, ways in readers[root].items():
                 if all(self.roots[way] == (root,) for way in ways):
                     passing = {node for way in ways for node in self._way(root, way)}
                     found[root, reader] = self.payers[root] & {root, reader, *passing}
         return found
+
+    def _readers(self) -> dict[Node, dict[Node, set[Node]]]:
+        """Returns who reads each tensor, and which nodes each reads it through."""
+        readers: dict[Node, dict[Node, set[Node]]] = defaultdict(lambda: defaultdict(set))
+        computing = (n for n in self.nodes.values() if n.op == "call_function" and self.roots[n] == (n,))
+        for reader in computing:
+            for read in values_read(reader):
+                for root in self.roots[read]:
+                    readers[root][reader].add(read)
+        return readers
 
     def _way(self, root: Node, read: Node) -> set[Node]:
         """Returns the clear ops between a tensor's maker and what a node reads of it."""
