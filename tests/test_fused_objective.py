@@ -15,7 +15,13 @@ from ampgraph.passes import place
 from ampgraph.passes.analysis.precision import FP32, LOW
 from ampgraph.passes.analysis.problem import Problem
 from ampgraph.passes.place import _place_fused, _within_step
-from ampgraph.passes.placement.labelling import Placement, autocast_rule, place_low, without_idle_casts
+from ampgraph.passes.placement.labelling import (
+    Placement,
+    autocast_rule,
+    is_number,
+    place_low,
+    without_idle_casts,
+)
 from ampgraph.passes.placement.step_cost import StepCost
 from ampgraph.passes.placement.within import place_within
 from ampgraph.testing import cast_map
@@ -77,7 +83,8 @@ def test_no_other_legal_labelling_has_a_low_node_more(level, lists):
             continue
         for labels in labellings(case.problem):
             compared += 1
-            assert all(case.low.labels[n] is LOW for n, label in labels.items() if label is LOW)
+            low = [n for n, label in labels.items() if label is LOW and not is_number(n)]
+            assert all(case.low.labels[n] is LOW for n in low)  # a number saves no bytes
     assert compared > 20
 
 

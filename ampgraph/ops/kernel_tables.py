@@ -277,6 +277,14 @@ SOLVERS = _names(
     _linalg_svd _lu_with_info"""
 )
 
+LOSSES = _names(
+    """mse_loss l1_loss smooth_l1_loss huber_loss cross_entropy_loss nll_loss nll_loss2d nll_loss_nd
+    nll_loss_forward nll_loss2d_forward binary_cross_entropy binary_cross_entropy_with_logits kl_div
+    poisson_nll_loss cosine_embedding_loss hinge_embedding_loss margin_ranking_loss
+    multilabel_margin_loss multilabel_margin_loss_forward multi_margin_loss soft_margin_loss
+    triplet_margin_loss ctc_loss _ctc_loss"""
+)
+
 # Products, powers, selections, averages, and activations with bounded slopes: none subtracts values that may
 # be equal. A difference from an average has exact operands by itself.
 KEEPS_RELATIVE_ERROR = _names(

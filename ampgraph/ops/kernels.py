@@ -332,6 +332,12 @@ def is_solver(target: OpOverload) -> bool:
 
 
 @cache
+def is_loss(target: OpOverload) -> bool:
+    """Whether the op compares predictions with targets; its result trains a model."""
+    return _listed(kernel_tables.LOSSES, target)
+
+
+@cache
 def keeps_relative_error(target: OpOverload) -> bool:
     """Whether the result's relative error is about that of the operands: products, square roots, maxima.
 

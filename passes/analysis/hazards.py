@@ -15,6 +15,7 @@ must stay in the source's dtype:
 - *differences* of values that the autocast rule keeps, and what they are made of, down to the low ops: equal
   parts cancel, and what rounding changed is left. Hidden states do not count: their own mean subtracted, as
   norms do, and branches that norms scaled. At O3 only differences of exact values count.
+- *what losses compare*: exact values, such as targets. Losses that subtract count as differences.
 - *linear systems*: kept values that lead into a decomposition or a solver, which magnify errors, too.
 - *long products*: kept values that lead into ``prod`` or ``cumprod``. Rounded to bfloat16, 0.999 is 1, and so
   is the product of a thousand.
@@ -54,6 +55,8 @@ from .traces import Trace, Tracer
 _OF_BRANCHES = frozenset(("add", "mul", "dropout"))
 # Of a whole dimension or of the elements around each.
 _MEANS = frozenset(("mean", *(f"{of}avg_pool{n}d" for of in ("", "adaptive_") for n in (1, 2, 3))))
+
+_SUBTRACTS = frozenset(("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"))
 
 
 def find_hazards(
@@ -129,6 +132,8 @@ def _starts(tracer: Tracer) -> Iterator[tuple[Node, Hazard]]:
                 yield node, Hazard(f"{why}, and {trace.origin}")
         elif _is_kept_difference(node, tracer):
             yield node, Hazard(f"a difference of values, and {trace.origin}")
+        elif kernels.is_loss(node.target) and not tracer.lowers_black:
+            yield from _compared(node, tracer)
         elif trace.moved:
             continue
         elif _magnifies(node, fact, tracer):
@@ -168,6 +173,16 @@ def _is_kept_difference(node: Node, tracer: Tracer) -> bool:
     if not values or not all(isinstance(n, Node) or n for n in read):
         return False
     return not (tracer.traces[node].moved and _is_of_hidden_states([root(n) for n in values]))
+
+
+def _compared(loss: Node, tracer: Tracer) -> Iterator[tuple[Node, Hazard]]:
+    """Yields the exact values that a loss reads; all values, if it subtracts them and the rule keeps each."""
+    read = [n for n in _floats_read(loss, tracer.facts) if not tracer.traces[n].few]
+    kept = [n for n in read if tracer.keeps(tracer.facts[n].dtype_source)]
+    if not (kind(loss) in _SUBTRACTS and kept == read):
+        kept = [n for n in kept if not tracer.traces[n].moved]
+    for node in kept:
+        yield node, Hazard(f"the loss {loss.name!r} compares it, and {tracer.traces[node].origin}", loss)
 
 
 def _is_of_hidden_states(values: list[Node]) -> bool:
