@@ -1,6 +1,7 @@
 """Code that looks at classes of tensors or sizes, or catches an error of torch, is captured as it runs."""
 
 import functools
+import operator
 
 import pytest
 import torch
@@ -104,8 +105,26 @@ def _of_sizes(model, x, y):
         return 3
 
 
-def test_an_error_that_a_call_raises_too_is_a_branch():
-    model = Scaled(_of_sizes)
+def _of_several(convert):
+    def scale(model, x, y):
+        try:
+            return convert(y)
+        except (ValueError, TypeError, RuntimeError):
+            return 3
+
+    return scale
+
+
+def _histogram(model, x, y):
+    """Tries first whether the edges are a number of bins."""
+    return torch.histogramdd(y.detach(), [torch.linspace(-2.0, 2.0, 3)] * y.shape[1]).hist.sum()
+
+
+@pytest.mark.parametrize(
+    "scale", [_of_sizes, *map(_of_several, (int, float, bool, complex, operator.index)), _histogram]
+)
+def test_an_error_that_a_call_raises_too_is_a_branch(scale):
+    model = Scaled(scale)
     amp = ampgraph.convert(model, (X,), dtype=torch.bfloat16, capture="ahead of time")
     torch.testing.assert_close(amp(X), model(X), rtol=0.05, atol=0.05)
 

@@ -32,6 +32,10 @@ _VALUE_NAMES = (
 _VALUE_READERS = frozenset(
     {*(getattr(torch.Tensor, name) for name in _VALUE_NAMES), torch.equal, torch.allclose, torch.is_nonzero}
 )
+# Those that take one element, and raise an error of several in a call too.
+_OF_ONE = frozenset(
+    getattr(torch.Tensor, name) for name in ("__float__", "__int__", "__bool__", "__index__", "__complex__")
+)
 _WATCHED = STATE_READERS | _VALUE_READERS | _REQUIRES | {_DATA, SET_DATA, _GRAD_FN}
 
 
@@ -82,7 +86,8 @@ class WatchedCalls(TorchFunctionMode):
         try:
             result = func(*args, **kwargs)
         except Exception:
-            if func in _VALUE_READERS and is_asked_by_model(sys._getframe(1), func):
+            may_pass = func in _VALUE_READERS and not (func in _OF_ONE and _has_several(args[0]))
+            if may_pass and is_asked_by_model(sys._getframe(1), func):
                 self.failed.append(f"{resolve_name(func)}{users_line(frames())}")
             raise
         if _computes(func, result):
@@ -94,6 +99,10 @@ class WatchedCalls(TorchFunctionMode):
             if kwargs.get("requires_grad"):
                 self._lost.note_made(result)
         return self._lost.watched(result) if is_watched and func == _GRAD_FN else result
+
+
+def _has_several(tensor: torch.Tensor) -> bool:
+    return any(type(size) is int and size != 1 for size in tensor.shape)
 
 
 def _computes(function: Any, result: Any) -> bool:
