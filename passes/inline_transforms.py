@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -17,7 +18,7 @@ from torch.fx import Graph, GraphModule, Interpreter, Node
 from torch.fx import traceback as fx_traceback
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from ampgraph._compat import no_ambient_autocast
+from ampgraph._compat import FakeTensor, accept_real_constants, forget_constant, no_ambient_autocast
 
 from .analysis.graph_walk import function_name
 from .base import Pass
@@ -106,8 +107,17 @@ def _body(root: GraphModule, region: list[Node], inputs: list[Node], outputs: li
 
 
 def _lower(body: GraphModule, fakes: list[Any]) -> GraphModule:
-    # A gradient inside the transform needs grad mode, also if the conversion runs without it.
-    with fx_traceback.preserve_node_meta(), torch.enable_grad(), no_ambient_autocast():
+    for fake in fakes:
+        forget_constant(fake)
+    modes = [fake.fake_mode for fake in fakes if isinstance(fake, FakeTensor)]
+    mode = modes[0] if modes else None
+    with (
+        fx_traceback.preserve_node_meta(),
+        torch.enable_grad(),  # for a gradient inside, also if the conversion runs without it
+        no_ambient_autocast(),
+        accept_real_constants(mode),
+        mode or nullcontext(),  # for what the region makes by itself
+    ):
         lowered = make_fx(Interpreter(body).run, tracing_mode="real", _allow_non_fake_inputs=True)(*fakes)
     lowered.graph.eliminate_dead_code()
     return lowered

@@ -53,6 +53,7 @@ from .fake_tensors import (
     evaluate,
     fake_mode_of,
     fake_mode_of_dynamo,
+    forget_constant,
     result_dtypes,
     with_dtypes,
 )
@@ -196,6 +197,7 @@ __all__ = [
     "flag_if_not_finite",
     "flat_inputs",
     "float32_forward",
+    "forget_constant",
     "function_of",
     "given_hint",
     "graph_being_traced",

@@ -44,6 +44,12 @@ def fake_mode_of_dynamo() -> FakeTensorMode | None:
     return context.fake_mode if context is not None else None
 
 
+def forget_constant(value: Any) -> None:
+    """Separates a fake value from the real tensor whose value it knows: a write would run on that, too."""
+    if isinstance(value, FakeTensor):
+        value.constant = None
+
+
 def evaluate(
     node: Node,
     mode: FakeTensorMode | None,

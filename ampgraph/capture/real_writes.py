@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from .._compat import FakeTensor, no_modes
+from .._compat import FakeTensor, no_modes, outside_transforms, without_transforms
 
 # The setters of a tensor's attributes, with what reads the attribute.
 _SETTERS = {getattr(Tensor, name).__set__: getattr(Tensor, name).__get__ for name in ("data", "grad")}
@@ -35,9 +35,9 @@ class RealWrites:
         if not writes(function) and "out" not in kwargs:
             return
         written = [leaf for leaf in tree_leaves((args[:1], kwargs.get("out"))) if isinstance(leaf, Tensor)]
-        for tensor in written:
+        for tensor in map(without_transforms, written):
             if not isinstance(tensor, FakeTensor) and id(tensor) not in self._before:
-                with no_modes():
+                with no_modes(), outside_transforms():
                     self._before[id(tensor)] = tensor, tensor.detach().clone()
 
     def _note_set(self, setter: Callable, tensor: Tensor) -> None:
