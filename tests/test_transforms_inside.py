@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.checkpoint import checkpoint
 
 import ampgraph
@@ -128,6 +129,56 @@ def test_exported_program_with_a_transform():
     torch.export.save(program, file)
     file.seek(0)
     assert torch.equal(torch.export.load(file).module()(X), program.module()(X))
+
+
+SCORES = {
+    "plain": None,
+    "bias": lambda score, batch, head, q, k: score + 0.1 * (q - k),
+    "causal": lambda score, batch, head, q, k: torch.where(q >= k, score, -float("inf")),
+}
+
+
+class Flexible(nn.Module):
+    """Its torch function makes a mask of blocks by vmap, from no tensor of the graph."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(32, 96), nn.Linear(32, 32)
+        self.score = SCORES[name]
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).view(2, 16, 3, 2, 16).permute(2, 0, 3, 1, 4)
+        return self.out(flex_attention(q, k, v, score_mod=self.score).transpose(1, 2).flatten(2))
+
+
+@pytest.mark.filterwarnings("ignore:.*flex_attention called without torch.compile:UserWarning")
+@pytest.mark.parametrize("way", ["ahead of time", "just in time", "export"])
+@pytest.mark.parametrize("name", SCORES)
+def test_flex_attention(name, way):
+    """Frozen, because torch has no backward of it on a CPU."""
+    model, x = Flexible(name).eval().requires_grad_(False), torch.randn(2, 16, 32)
+    if way == "export":
+        run = ampgraph.export(model, (x,), policy="O1", dtype=torch.bfloat16).module()
+    else:
+        given = (x,) if way == "ahead of time" else None
+        run = ampgraph.convert(model, given, dtype=torch.bfloat16, capture=way)
+    expected, out = model(x), run(x)
+    close(out, expected, 0.03)
+    assert not torch.equal(out, expected)
+
+
+def test_a_capture_leaves_what_a_transform_writes():
+    class Counting(Model):
+        def __init__(self) -> None:
+            super().__init__(lambda self, x: x + torch.vmap(lambda count: count.add_(1))(self.count).sum())
+            self.count = torch.zeros(3)
+
+    model = Counting()
+    amp = ampgraph.convert(model, (X,), dtype=torch.bfloat16, capture="ahead of time")
+    assert model.count.tolist() == [0, 0, 0]
+    for calls in (1, 2):
+        amp(X)
+        assert model.count.tolist() == [calls] * 3
 
 
 def test_gradient_inside_is_refused_ahead_of_time():
