@@ -154,7 +154,8 @@ class GraphMaker:
             self._told.update(only_set)
             warn_user(
                 f"{self._name}: forward sets {', '.join(only_set)}. "
-                "A captured graph sets no attributes: return such values, or convert without example inputs."
+                "A captured graph sets no attributes: code that reads them after a call finds old values. "
+                "Return such values, or convert without example inputs."
             )
         if lost:
             warn_user(
