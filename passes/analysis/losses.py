@@ -30,16 +30,25 @@ def find_loss_terms(facts: Facts, fixed: Mapping[Node, Precision]) -> dict[Node,
         facts: The facts about the nodes.
         fixed: The labels that something above the op lists decides.
     """
-    losses: dict[Node, Node] = {}
-    found: dict[Node, Hazard] = {}
-    for node, fact in facts.items():
-        if _is_kept_loss(node, facts, fixed):
-            losses[node] = node
-        elif fact.op_class is not OpClass.WHITE and (read := [n for n in values_read(node) if n in losses]):
-            losses[node] = loss = losses[read[0]]
-            if fact.op_class in _FREE and fact.dtype is torch.float32 and fact.dtype_source is node:
-                found[node] = Hazard(f"computed from the loss {loss.name!r}", loss, fed_low=True)
-    return found
+    loss_of = {node: node for node in facts if _is_kept_loss(node, facts, fixed)}
+    waiting = [*loss_of]
+    while waiting:
+        node = waiting.pop()
+        for user in node.users:
+            is_led_through = facts[user].op_class is not OpClass.WHITE and node in values_read(user)
+            if is_led_through and user not in loss_of:
+                loss_of[user] = loss_of[node]
+                waiting.append(user)
+    return {
+        node: Hazard(f"computed from the loss {loss.name!r}", loss, fed_low=True)
+        for node, loss in loss_of.items()
+        if _is_free(node, facts)
+    }
+
+
+def _is_free(node: Node, facts: Facts) -> bool:
+    fact = facts[node]
+    return fact.op_class in _FREE and fact.dtype is torch.float32 and fact.dtype_source is node
 
 
 def _is_kept_loss(node: Node, facts: Facts, fixed: Mapping[Node, Precision]) -> bool:
