@@ -4,7 +4,8 @@ Analysis only. A sum of 300 is a multiple of 2 in bfloat16, however small the pa
 computed. The autocast rule adds in float32, because one operand is float32. A value *has an exact part* if
 sums, moves and products with exact values made it of an exact value. Its rounding shows in three places:
 
-- in a difference from another such value or an exact one, ``target - forecast``;
+- in a difference from another such value or an exact one, ``target - forecast``, and in a variance, which
+  subtracts the mean;
 - in a result: an output, or a loss, that only moves, products with exact values and means lie before. What
   a norm reads is the hidden state of a network and no result: ``x + attention(norm(x))``;
 - in a norm of one of these values.
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from .traces import Tracer
 
 DIFFERENCES = frozenset(("sub", "rsub", "subtract", "diff"))
+_VARIANCES = frozenset(("var", "std", "var_mean", "std_mean", "cov", "corrcoef"))
 _SUMS = frozenset(("add", "addcmul", "lerp")) | DIFFERENCES
 _JOINS = _SUMS | frozenset(("cat", "concat", "concatenate", "stack", "hstack", "vstack", "where"))
 _PRODUCTS = frozenset(("mul", "div", "multiply", "divide", "true_divide"))
@@ -46,6 +48,9 @@ def find_exact_parts(tracer: Tracer) -> dict[Node, Hazard]:
     results = [*_results(parts, tracer)] if parts else []
     hidden = _hidden_states(tracer) if results else set()
     differences = [node for node in parts if _is_difference(node, parts, tracer)]
+    differences += [
+        n for node in tracer.facts if kind(node) in _VARIANCES for n in values_read(node) if n in parts
+    ]
     found = _made_of(differences, parts, set(), tracer)
     shown = [node for node, of in results if any(root(n) not in hidden for n in of)]
     found = _made_of(shown, parts, hidden, tracer) | found

@@ -15,7 +15,7 @@ must stay in the source's dtype:
 - *differences* of values that the autocast rule keeps, and what they are made of, down to the low ops: equal
   parts cancel, and what rounding changed is left. Hidden states do not count: their own mean subtracted, as
   norms do, and branches that norms scaled. At O3 only differences of exact values count.
-- *what losses compare*: exact values, such as targets. Losses that subtract count as differences.
+- *targets*: exact values that losses compare; not at O3 (see `losses`).
 - *linear systems*: kept values that lead into a decomposition or a solver, which magnify errors, too.
 - *long products*: kept values that lead into ``prod`` or ``cumprod``. Rounded to bfloat16, 0.999 is 1, and so
   is the product of a thousand.
@@ -46,6 +46,7 @@ from .arguments import argument
 from .exact_parts import DIFFERENCES, NORMS, find_exact_parts
 from .facts import Facts, NodeFacts, tensors
 from .graph_walk import kind, operand, operands, root, values_read
+from .losses import find_targets
 from .precision import Precision
 from .problem import Hazard
 from .running_sums import MANY, find_running_sums
@@ -56,7 +57,10 @@ _OF_BRANCHES = frozenset(("add", "mul", "dropout"))
 # Of a whole dimension or of the elements around each.
 _MEANS = frozenset(("mean", *(f"{of}avg_pool{n}d" for of in ("", "adaptive_") for n in (1, 2, 3))))
 
-_SUBTRACTS = frozenset(("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"))
+# What returns values with their indices, by which the backward distributes the gradient.
+_SELECTIONS = frozenset(
+    ("sort", "topk", "min", "max", "kthvalue", "median", "nanmedian", "mode", "cummax", "cummin")
+)
 
 
 def find_hazards(
@@ -77,7 +81,7 @@ def find_hazards(
     """
     tracer = Tracer(graph_module, facts, fixed, low_dtype, lowers_black)
     needed: dict[Node, Hazard] = {}
-    sums = {} if lowers_black else find_running_sums(tracer) | find_exact_parts(tracer)
+    sums = {} if lowers_black else _sums_and_targets(tracer)
     waiting = [(h.because, h) for h in sums.values() if h.because and not tracer.traces[h.because].moved]
     waiting += _starts(tracer)
     while waiting:
@@ -89,6 +93,10 @@ def find_hazards(
         waiting += [(n, Hazard(hazard.reason, hazard.because or node)) for n in _floats_read(node, facts)]
     pinned = sums | needed
     return pinned | _differences_of(pinned, tracer)
+
+
+def _sums_and_targets(tracer: Tracer) -> dict[Node, Hazard]:
+    return find_running_sums(tracer) | find_exact_parts(tracer) | find_targets(tracer)
 
 
 def _differences_of(pinned: Mapping[Node, Hazard], tracer: Tracer) -> dict[Node, Hazard]:
@@ -127,13 +135,11 @@ def _starts(tracer: Tracer) -> Iterator[tuple[Node, Hazard]]:
         if not isinstance(node.target, OpOverload):
             continue
         trace = traces[node]
-        if why := _own_hazard(node):
+        if why := _own_hazard(node) or _selection(node, tracer):
             if any(map(tracer.keeps, _floats_read(node, facts))):
                 yield node, Hazard(f"{why}, and {trace.origin}")
         elif _is_kept_difference(node, tracer):
             yield node, Hazard(f"a difference of values, and {trace.origin}")
-        elif kernels.is_loss(node.target) and not tracer.lowers_black:
-            yield from _compared(node, tracer)
         elif trace.moved:
             continue
         elif _magnifies(node, fact, tracer):
@@ -175,16 +181,6 @@ def _is_kept_difference(node: Node, tracer: Tracer) -> bool:
     return not (tracer.traces[node].moved and _is_of_hidden_states([root(n) for n in values]))
 
 
-def _compared(loss: Node, tracer: Tracer) -> Iterator[tuple[Node, Hazard]]:
-    """Yields the exact values that a loss reads; all values, if it subtracts them and the rule keeps each."""
-    read = [n for n in _floats_read(loss, tracer.facts) if not tracer.traces[n].few]
-    kept = [n for n in read if tracer.keeps(tracer.facts[n].dtype_source)]
-    if not (kind(loss) in _SUBTRACTS and kept == read):
-        kept = [n for n in kept if not tracer.traces[n].moved]
-    for node in kept:
-        yield node, Hazard(f"the loss {loss.name!r} compares it, and {tracer.traces[node].origin}", loss)
-
-
 def _is_of_hidden_states(values: list[Node]) -> bool:
     """Whether one value is the mean of the other, as in a norm that is written out, or norms made one."""
     if any(kind(n) in _MEANS and root(operand(n)) in values for n in values):
@@ -216,6 +212,17 @@ def _own_hazard(node: Node) -> str:
     if (factors := _factors(node)) >= MANY:
         return f"a product of {factors} factors multiplies their roundings"
     return "a function of angles" if kernels.is_periodic(node.target) else ""
+
+
+def _selection(node: Node, tracer: Tracer) -> str:
+    """Returns why a choice among values needs them as they are, also if nothing reads the indices."""
+    if tracer.lowers_black or kind(node) not in _SELECTIONS or not tensors(node)[1:]:
+        return ""
+    read = root(operand(node))
+    while tracer.facts[read].op_class is OpClass.GRAY and len(_floats_read(read, tracer.facts)) == 1:
+        read = root(_floats_read(read, tracer.facts)[0])
+    is_black = tracer.facts[read].op_class is OpClass.BLACK and tracer.keeps(tracer.facts[read].dtype_source)
+    return "its gradient goes to what it selects" if is_black else ""
 
 
 def _factors(node: Node) -> int:

@@ -117,14 +117,17 @@ def _changed(
 
 
 def _has_wide_operands(problem: Problem, node: Node, labels: Mapping[Node, Precision]) -> bool:
+    """Whether a float32 node reads float32 values; it may widen low ones beside them in its kernel."""
     facts = problem.facts
-    return all(labels.get(facts[o.tensor].dtype_source) is FP32 for o in facts[node].operands)
+    low = [o for o in facts[node].operands if labels.get(facts[o.tensor].dtype_source) is not FP32]
+    decides = [o for o in facts[node].operands if o not in low and o.rule in DECIDED]  # no number beside it
+    return not low or (bool(decides) and all(o.rule is OperandRule.PROMOTED for o in low))
 
 
 def _widens(problem: Problem, reader: Node, tensor: Node, labels: Mapping[Node, Precision]) -> bool:
     """Whether a float32 reader wants a tensor in float32."""
     rules = {o.rule for o in problem.facts[reader].operands if o.tensor is tensor}
-    if rules == {OperandRule.SOURCE_DTYPE}:  # an output
+    if rules == {OperandRule.SOURCE_DTYPE}:  # an output, or an op that no plan changes
         return problem.source_precision(tensor) is FP32
     return labels.get(reader) is FP32 and bool(rules) and rules <= DECIDED
 
