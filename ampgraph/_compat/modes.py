@@ -1,7 +1,7 @@
 """The modes of torch: disables and queries them. Tried on torch 2.11, 2.13, 2.14 and 2.15.
 
-`is_of_transform`, `path_inside_wrappers` and `is_compiled` as they are now: on 2.13 alone. Where a function
-names its versions, these hold.
+`path_inside_wrappers` and `is_compiled` as they are now: on 2.13 alone. `is_of_transform`: on 2.11, 2.13 and
+2.14. Where a function names its versions, these hold.
 """
 
 from __future__ import annotations
