@@ -12,6 +12,7 @@ from torch import nn
 import ampgraph
 from ampgraph import OpLists, Policy
 from ampgraph.passes import place
+from ampgraph.passes.analysis.facts import followed
 from ampgraph.passes.analysis.precision import FP32, LOW
 from ampgraph.passes.analysis.problem import Problem
 from ampgraph.passes.place import _place_fused, _within_step
@@ -84,8 +85,20 @@ def test_no_other_legal_labelling_has_a_low_node_more(level, lists):
         for labels in labellings(case.problem):
             compared += 1
             low = [n for n, label in labels.items() if label is LOW and not is_number(n)]
-            assert all(case.low.labels[n] is LOW for n in low)  # a number saves no bytes
+            assert all(case.low.labels[n] is LOW for n in low)
     assert compared > 20
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_numbers_follow_their_inputs(level):
+    compared = 0
+    for case in cases(level, "default"):
+        facts, labels = case.problem.facts, case.low.labels
+        for node, variable in case.problem.variables.items():
+            if variable.pinned is None and is_number(node):
+                compared += 1
+                assert (labels[node] is FP32) == (FP32 in [labels[n] for n in followed(node, facts)])
+    assert compared
 
 
 @pytest.mark.parametrize("lists", LISTS)

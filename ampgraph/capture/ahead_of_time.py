@@ -83,7 +83,7 @@ def _exported(
     """
 
     def traced(told: contextlib.AbstractContextManager[None]) -> ExportedProgram:
-        found = WatchedTrace(model, reads).run(args, kwargs, dynamic_shapes, gradients, told)
+        found = WatchedTrace(model, args, kwargs, dynamic_shapes, reads, gradients).run(told)
         _complete(found, model)
         return found
 

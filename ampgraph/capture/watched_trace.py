@@ -52,70 +52,65 @@ from .watched_modules import recorded
 
 
 class WatchedTrace:
-    """One trace of a model, and what its watchers find.
+    """One trace of a call of a model, and what its watchers find.
 
     Args:
         model: The model; it holds after the trace what it held before.
+        args: Example positional arguments.
+        kwargs: Example keyword arguments.
+        dynamic_shapes: As for ``torch.export.export``.
         reads: Records the Python state that forward reads.
+        gradients: The grad mode to trace in.
 
     Raises:
         AheadOfTimeError: Forward names an object whose state no call could compare.
     """
 
-    def __init__(self, model: nn.Module, reads: Reads) -> None:
-        self._model, self._reads = model, reads
+    def __init__(
+        self,
+        model: nn.Module,
+        args: tuple,
+        kwargs: dict[str, Any],
+        dynamic_shapes: Any,
+        reads: Reads,
+        gradients: bool,
+    ) -> None:
+        self._model, self._args, self._kwargs, self._reads = model, args, kwargs, reads
+        self._dynamic_shapes, self._gradients = dynamic_shapes, gradients
         self._replaced, self._real_writes = Replaced(model), RealWrites()
         self._containers = HeldContainers(model)
         check_opaque(model, opaque_objects(model, reads.code))
         self._kept = KeptTensors([*reads.code.places.values(), *reads.held()], self._containers.visible)
 
     @traced_nodes_forgotten()
-    def run(
-        self,
-        args: tuple,
-        kwargs: dict[str, Any],
-        dynamic_shapes: Any,
-        gradients: bool,
-        told: contextlib.AbstractContextManager[None],
-    ) -> ExportedProgram:
-        """Traces a call.
+    def run(self, told: contextlib.AbstractContextManager[None]) -> ExportedProgram:
+        """Traces the call.
 
         Args:
-            args: Example positional arguments.
-            kwargs: Example keyword arguments.
-            dynamic_shapes: As for ``torch.export.export``.
-            gradients: The grad mode to trace in.
             told: Decides what ``torch.compiler.is_exporting`` says inside.
 
         Raises:
             AheadOfTimeError: The call cannot be traced, or a graph would lose something that it does.
         """
         try:
-            program = self._exported(args, kwargs, dynamic_shapes, gradients, told)
+            program = self._exported(told)
         except BaseException as error:
             self._clean()
             if not isinstance(error, Exception):  # Ctrl-C
                 raise
-            raise self._explained(args, kwargs, error) from error
+            raise self._explained(error) from error
         self._clean()
         self._check(program)
         self._note(program)
         return program
 
-    def _exported(
-        self,
-        args: tuple,
-        kwargs: dict[str, Any],
-        dynamic_shapes: Any,
-        gradients: bool,
-        told: contextlib.AbstractContextManager[None],
-    ) -> ExportedProgram:
-        model, reads, replaced = self._model, self._reads, self._replaced
-        if isinstance(dynamic_shapes, ShapesCollection):  # it identifies tensors by object
-            dynamic_shapes = dynamic_shapes.dynamic_shapes(model, args, kwargs)
-        args, kwargs = distinct(args, kwargs)
+    def _exported(self, told: contextlib.AbstractContextManager[None]) -> ExportedProgram:
+        model, reads, replaced, shapes = self._model, self._reads, self._replaced, self._dynamic_shapes
+        if isinstance(shapes, ShapesCollection):  # it identifies tensors by object
+            shapes = shapes.dynamic_shapes(model, self._args, self._kwargs)
+        args, kwargs = distinct(self._args, self._kwargs)
         with (
-            capturing(gradients),
+            capturing(self._gradients),
             self._real_writes.undone(),
             told,
             _traced_as_it_runs(),
@@ -135,7 +130,7 @@ class WatchedTrace:
             real_types(reads.code, is_capturing_here),
             cheap_source_lines(),
         ):
-            return torch.export.export(model, args, kwargs, dynamic_shapes=dynamic_shapes, strict=False)
+            return torch.export.export(model, args, kwargs, dynamic_shapes=shapes, strict=False)
 
     def _clean(self) -> None:
         """Leaves no tensor of the trace in what the model and its code hold."""
@@ -145,12 +140,12 @@ class WatchedTrace:
         finally:
             self._containers.put_back()
 
-    def _explained(self, args: tuple, kwargs: dict[str, Any], error: Exception) -> AheadOfTimeError:
+    def _explained(self, error: Exception) -> AheadOfTimeError:
         """Returns the error that names the cause; raises that of a check which knows it better."""
         self._check_replaced()
         if is_untraced_generator(error):
             check_random_numbers(self._model, self._draws.found)
-        return explained(self._model, args, kwargs, error)
+        return explained(self._model, self._args, self._kwargs, error)
 
     def _check(self, program: ExportedProgram) -> None:
         """Raises an error if the graph lacks something that forward does."""

@@ -23,6 +23,8 @@ must stay in the source's dtype:
 - *long sums* that are added term by term (see `running_sums`); not at O3.
 - *decisions*: kept values that lead to integers, booleans, other dtypes, indices, and steps such as
   ``round``. So none is taken on less than the autocast rule computes it from.
+- *choices* among results of black ops (``topk``, ``sort``, a maximum with its index), also if nothing reads
+  the indices, because the backward does; not at O3.
 - *angles*: kept values that lead into a periodic function, likewise.
 
 The autocast rule keeps all of them in float32 except the products.
@@ -81,7 +83,7 @@ def find_hazards(
     """
     tracer = Tracer(graph_module, facts, fixed, low_dtype, lowers_black)
     needed: dict[Node, Hazard] = {}
-    sums = {} if lowers_black else _sums_and_targets(tracer)
+    sums = {} if lowers_black else find_running_sums(tracer) | find_exact_parts(tracer) | find_targets(tracer)
     waiting = [(h.because, h) for h in sums.values() if h.because and not tracer.traces[h.because].moved]
     waiting += _starts(tracer)
     while waiting:
@@ -93,10 +95,6 @@ def find_hazards(
         waiting += [(n, Hazard(hazard.reason, hazard.because or node)) for n in _floats_read(node, facts)]
     pinned = sums | needed
     return pinned | _differences_of(pinned, tracer)
-
-
-def _sums_and_targets(tracer: Tracer) -> dict[Node, Hazard]:
-    return find_running_sums(tracer) | find_exact_parts(tracer) | find_targets(tracer)
 
 
 def _differences_of(pinned: Mapping[Node, Hazard], tracer: Tracer) -> dict[Node, Hazard]:

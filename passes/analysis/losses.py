@@ -77,7 +77,7 @@ def find_loss_terms(facts: Facts, fixed: Mapping[Node, Precision]) -> dict[Node,
 
 
 def _is_of_loss(user: Node, read: Node, facts: Facts) -> bool:
-    """Whether a node computes a float from a loss that is no larger than the losses that it may read."""
+    """Whether a node computes floats of a loss. They are no more than if all that it reads were as large."""
     fact = facts[user]
     if fact.dtype is not torch.float32 or fact.op_class is OpClass.WHITE or read not in values_read(user):
         return False

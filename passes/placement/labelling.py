@@ -77,7 +77,8 @@ def without_idle_casts(
 ) -> Placement:
     """Returns the placement with float32 for low values inside kernels between float32 values.
 
-    They save no bytes. Their casts round, and are ops, of which a compiler puts a limited number in a kernel.
+    An op that promotes may read low values too, beside a float32 one. These labels save no bytes. The casts
+    round, and are ops, of which a compiler puts a limited number in a kernel.
 
     Args:
         problem: The pinned graph.
