@@ -230,6 +230,12 @@ def policy_of(level: str, dtype: torch.dtype, **options) -> Policy:
     return Policy(level=level, dtype=dtype, loss_scale=NoLossScale(), **options)
 
 
+def graph_for(backend: str, model: nn.Module, inputs: tuple, dtype: torch.dtype) -> fx.GraphModule:
+    """Returns the graph at O2 that a backend would compile."""
+    amp = ampgraph.convert(model, inputs, policy=policy_of("O2", dtype), backend=backend)
+    return amp.training_graph
+
+
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
 @pytest.mark.parametrize("function", VALUES, ids=lambda f: f.__name__)
 def test_values_are_right(function, level):
@@ -529,8 +535,8 @@ def test_differences_of_inputs_are_those_of_float32(name, backend):
     model, inputs = Difference(name), (torch.randn(8, WIDTH), 1000 + torch.rand(8, WIDTH).cumsum(-1))
     expected = model(*inputs)
     for dtype in DTYPES:
-        amp = ampgraph.convert(model, inputs, policy=policy_of("O2", dtype), backend=backend)
-        assert (amp(*inputs) - expected).norm() <= 8 * torch.finfo(dtype).eps * expected.norm()
+        graph = graph_for(backend, model, inputs, dtype)
+        assert (graph(*inputs) - expected).norm() <= 8 * torch.finfo(dtype).eps * expected.norm()
 
 
 def test_a_difference_to_the_whole_part_of_a_predicted_position():
@@ -569,8 +575,8 @@ def test_arithmetic_on_inputs_is_that_of_float32(name, backend):
     model = Then(ON_INPUTS[name], ON_INPUTS[name](t).shape[-1])
     expected = model(t)
     for dtype in DTYPES:
-        amp = ampgraph.convert(model, (t,), policy=policy_of("O2", dtype), backend=backend)
-        assert (amp(t) - expected).norm() <= 8 * torch.finfo(dtype).eps * expected.norm()
+        graph = graph_for(backend, model, (t,), dtype)
+        assert (graph(t) - expected).norm() <= 8 * torch.finfo(dtype).eps * expected.norm()
 
 
 class Then(nn.Module):
@@ -624,8 +630,8 @@ def test_what_leads_into_a_logarithm_a_solver_or_a_long_product(function, backen
     model, ids = Points(function), torch.arange(32)
     expected = model(ids)
     for dtype in DTYPES:
-        amp = ampgraph.convert(model, (ids,), policy=policy_of("O2", dtype), backend=backend)
-        assert (amp(ids) - expected).norm() <= 8 * torch.finfo(dtype).eps * expected.norm()
+        graph = graph_for(backend, model, (ids,), dtype)
+        assert (graph(ids) - expected).norm() <= 8 * torch.finfo(dtype).eps * expected.norm()
 
 
 # -- sums of exact and low values that are results ---------------------------------------------------------
@@ -660,8 +666,8 @@ def test_a_sum_of_an_exact_and_a_low_value_is_an_exact_result(name, backend):
     model = Fn(functools.partial(RESULTS[name], net))
     expected = model(x)
     for dtype in DTYPES:
-        amp = ampgraph.convert(model, (x,), policy=policy_of("O2", dtype), backend=backend)
-        assert (amp(x) - expected).abs().max() <= 8 * torch.finfo(dtype).eps
+        graph = graph_for(backend, model, (x,), dtype)
+        assert (graph(x) - expected).abs().max() <= 8 * torch.finfo(dtype).eps
 
 
 READ_BY_DIFFERENCES = {
@@ -684,8 +690,7 @@ def test_a_difference_from_a_sum_of_an_exact_and_a_low_value(name, backend):
     model = Fn(functools.partial(READ_BY_DIFFERENCES[name], net))
     expected = tree_leaves(model(*inputs))[-1]
     for dtype in DTYPES:
-        amp = ampgraph.convert(model, inputs, policy=policy_of("O2", dtype), backend=backend)
-        found = tree_leaves(amp(*inputs))[-1]
+        found = tree_leaves(graph_for(backend, model, inputs, dtype)(*inputs))[-1]
         assert (found - expected).norm() <= 16 * torch.finfo(dtype).eps * expected.norm()
 
 
@@ -699,8 +704,8 @@ def test_the_noise_that_a_denoiser_predicts():
     source = Fn(functools.partial(model, net))
     expected = source(x, scale)
     for dtype in DTYPES:
-        amp = ampgraph.convert(source, (x, scale), policy=policy_of("O2", dtype), backend="aot_eager")
-        assert (amp(x, scale) - expected).norm() <= 8 * torch.finfo(dtype).eps * expected.norm()
+        graph = graph_for("aot_eager", source, (x, scale), dtype)
+        assert (graph(x, scale) - expected).norm() <= 8 * torch.finfo(dtype).eps * expected.norm()
 
 
 def test_a_loss_of_a_forecast():

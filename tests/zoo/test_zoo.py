@@ -1,6 +1,7 @@
 """Whole models of timm, transformers and torchvision: converted, run, and compared with float32 and autocast.
 
-`tools/zoo_check.py` does the same for every model of the zoo, and writes docs/results/zoo.md.
+The models of ``NAMES`` in every respect, the others of the zoo in their integers and gradients;
+`tools/zoo_check.py` compares every model in every respect, and writes docs/results/zoo.md.
 """
 
 from __future__ import annotations
@@ -48,6 +49,8 @@ NAMES = (
     "own/gru",
     "own/unet",
 )
+# Ahead of time: a function of its own computes its gradients.
+REFUSED = frozenset({"transformers/bloom"})
 CORE = frozenset(
     {
         "timm/resnet18",
@@ -108,6 +111,25 @@ def test_model(name: str, mode: str, dtype: torch.dtype, level: str) -> None:
         mine, theirs = subject.errors_over_draws(amp, autocast)
     assert holds(level, dtype, mine, theirs), (mine, theirs)
     assert len(amp.graph_modules) == 1  # the same call is not captured again
+
+
+OTHERS = [name for name in zoo.names() if name not in NAMES and name not in REFUSED]
+
+
+@pytest.mark.zoo
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("index", "name"), enumerate(OTHERS), ids=OTHERS)
+@pytest.mark.filterwarnings("ignore")
+def test_other_model(index: int, name: str) -> None:
+    """One run each; levels and modes take turns. In float16 a CPU takes twice the time."""
+    subject = Subject.shared(name, ("eval", "train")[index // 2 % 2])
+    amp = subject.convert(OPTIMAL[("O1", "O2")[index % 2]], torch.bfloat16)
+    check_reference(subject)
+    run = subject.run_converted(amp)
+    assert run.is_finite
+    check_gradients(subject, run)
+    assert run.form[:2] == subject.reference.form[:2]
+    assert differing_integers(amp, *subject.args, **subject.kwargs)[0] == []
 
 
 def check_reference(subject: Subject) -> None:
