@@ -41,20 +41,21 @@ def names_set(code: CodeType) -> frozenset[str]:
 @functools.lru_cache(maxsize=4096)
 def asked_for(code: CodeType) -> tuple[tuple[tuple[str, ...], str], ...]:
     """Returns what code asks for by text: (settings, run), "scale" of ``hasattr(settings.run, "scale")``."""
-    found: list[tuple[tuple[str, ...], str]] = []
-    for own in codes_in(code):
-        path: list[str] = []
-        is_asking = False
-        for step in dis.get_instructions(own):
-            if step.opname == "LOAD_GLOBAL" and step.argval in _ASKING:
-                path, is_asking = [], True
-            elif is_asking and step.opname in ("LOAD_GLOBAL", "LOAD_ATTR"):
-                path.append(step.argval)
-            elif is_asking and step.opname not in _BETWEEN:
-                if path and step.opname == "LOAD_CONST" and isinstance(step.argval, str):
-                    found.append(((*path,), step.argval))
-                is_asking = False
-    return (*found,)
+    return tuple([found for own in codes_in(code) for found in _asked_for(own)])
+
+
+def _asked_for(code: CodeType) -> Iterator[tuple[tuple[str, ...], str]]:
+    path: list[str] = []
+    is_asking = False
+    for step in dis.get_instructions(code):
+        if step.opname == "LOAD_GLOBAL" and step.argval in _ASKING:
+            path, is_asking = [], True
+        elif is_asking and step.opname in ("LOAD_GLOBAL", "LOAD_ATTR"):
+            path.append(step.argval)
+        elif is_asking and step.opname not in _BETWEEN:
+            is_asking = False
+            if path and step.opname == "LOAD_CONST" and isinstance(step.argval, str):
+                yield (*path,), step.argval
 
 
 @functools.lru_cache(maxsize=4096)

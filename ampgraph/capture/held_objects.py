@@ -49,11 +49,17 @@ def noting_set_attributes(model: nn.Module) -> Iterator[dict[str, Change]]:
         yield found
     finally:
         for path, held, values in before:
-            names = [n for n in {**values, **held} if not same(held.get(n, GONE), values.get(n, GONE))]
-            for name in names:
-                found[f"{path}.{name}"] = Change(values.get(name, GONE), held.get(name, GONE))
-                if is_of_capture(held.get(name)):
-                    _put_back(held, name, values)
+            _note_changes(found, path, held, values)
+
+
+def _note_changes(found: dict[str, Change], path: str, held: dict[str, Any], values: dict[str, Any]) -> None:
+    for name in {**values, **held}:
+        change = Change(values.get(name, GONE), held.get(name, GONE))
+        if same(change.after, change.before):
+            continue
+        found[f"{path}.{name}"] = change
+        if is_of_capture(change.after):
+            _put_back(held, name, values)
 
 
 def _objects(model: nn.Module) -> Iterator[tuple[str, dict[str, Any]]]:

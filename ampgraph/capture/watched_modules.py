@@ -60,12 +60,14 @@ def _put_back(reads: Reads, before: dict[int, dict[str, Any]]) -> None:
         held = vars(reads.modules[key])
         for name, value in attributes.items():
             now, is_read = held.get(name), (key, name) in reads.attributes
-            if is_container(value) and now is not value:
-                if same(now, value):
-                    held[name] = value
-                elif is_read:
-                    reads.note_carried((key, name), copied(value))
-            elif is_read and has_plain_leaves(now) and not same(now, reads.attributes[key, name]):
+            is_replaced = is_container(value) and now is not value
+            if is_replaced and same(now, value):
+                held[name] = value
+            elif not is_read:
+                continue
+            elif is_replaced:
+                reads.note_carried((key, name), copied(value))
+            elif has_plain_leaves(now) and not same(now, reads.attributes[key, name]):
                 reads.note_carried((key, name), now)  # through vars(), in a set
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -48,16 +49,18 @@ class AcceptedSizes:
     def _holds(self, shapes: Shapes) -> bool:
         bound: dict[str, int] = {}
         derived: list[tuple[str, int]] = []
-        for pattern, shape in zip(self._patterns, shapes, strict=True):
-            for want, have in zip(pattern, shape, strict=True):
-                if isinstance(want, int):
-                    if want != have:
-                        return False
-                elif not want.isidentifier():
-                    derived.append((want, have))
+        pairs = [zip(*both, strict=True) for both in zip(self._patterns, shapes, strict=True)]
+        for want, have in itertools.chain.from_iterable(pairs):
+            if isinstance(want, int):
+                fits = want == have
+            elif want.isidentifier():
                 # A capture assumes that a dynamic size is neither 0 nor 1.
-                elif have < 2 or bound.setdefault(want, have) != have:
-                    return False
+                fits = have >= 2 and bound.setdefault(want, have) == have
+            else:
+                derived.append((want, have))
+                continue
+            if not fits:
+                return False
         try:
             return all(_equals(text, have, bound) for text, have in derived) and self._evaluated(bound)
         except (NameError, SyntaxError, ArithmeticError, TypeError):

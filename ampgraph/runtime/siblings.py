@@ -268,12 +268,11 @@ def _structure(source: nn.Module) -> list | None:
             return None
         number = modules.setdefault(id(module), len(modules))
         found.append((path, number, class_behind(type(module)), module.training, frozenset(own)))
-        for kind in (module._parameters, module._buffers):
-            for name, tensor in kind.items():
-                description = _described(tensor, tensors, storages)
-                if description is None:
-                    return None
-                found.append((name, description))
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            description = _described(tensor, tensors, storages)
+            if description is None:
+                return None
+            found.append((name, description))
     return found
 
 

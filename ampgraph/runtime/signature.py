@@ -77,12 +77,12 @@ class Likeness:
             for value, (cls, seen, device, shape, layout) in zip(args, self._values, strict=True):
                 if type(value) is not cls:
                     return False
-                if cls is torch.Tensor:
-                    if value.dtype is not seen or value.device != device or value.shape != shape:
-                        return False
-                    if value.layout is not layout:
-                        return False
-                elif value != seen:
+                if cls is not torch.Tensor:
+                    is_same = value == seen
+                else:
+                    is_same = value.dtype is seen and value.device == device and value.shape == shape
+                    is_same = is_same and value.layout is layout
+                if not is_same:
                     return False
         except RuntimeError:  # a nested tensor has no sizes
             return False

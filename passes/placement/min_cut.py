@@ -174,12 +174,10 @@ class CutNetwork:
             members, stack = [], [start]
             seen.add(start)
             while stack:
-                v = stack.pop()
-                members.append(v)
-                for u in self._near(v):
-                    if u not in seen and u != SINK:
-                        seen.add(u)
-                        stack.append(u)
+                members.append(stack.pop())
+                near = [u for u in dict.fromkeys(self._near(members[-1])) if u not in seen and u != SINK]
+                seen.update(near)
+                stack += near
             parts.append(self.part(members))
         return parts
 

@@ -66,10 +66,8 @@ def eliminate(network: CutNetwork, order: list[Vertex]) -> Sides:
         least, choice = minimum(
             len(scope), tuple([(tuple([places[u] for u in others]), table) for others, table in mine])
         )
-        for term in mine:
-            for u in term[0]:
-                if u != v:
-                    del terms[u][id(term)]
+        for read, u in [(term, u) for term in mine for u in term[0] if u != v]:
+            del terms[u][id(read)]
         decided.append((v, scope, choice))
         if scope:
             _add(terms, (scope, least))
