@@ -79,6 +79,17 @@ def lower_dynamo_graph(graph_module: fx.GraphModule, inputs: list) -> fx.GraphMo
     except Exception as error:
         raise CaptureError(f"it cannot be lowered to ATen: {type(error).__name__}: {error}") from error
     lowered.meta.update(graph_module.meta)
+    _mark_inputs(lowered, placeholders, inputs)
+    _use_one_fake_mode(lowered, mode)
+    for node in lowered.graph.nodes:
+        if in_float32_forward(node.meta.get("stack_trace") or ""):
+            set_guard(node, FP32)
+    lowered.recompile()
+    return lowered
+
+
+def _mark_inputs(lowered: fx.GraphModule, placeholders: list[fx.Node], inputs: list) -> None:
+    """Gives the inputs their names in Dynamo's graph, and marks those that are tensors of the model."""
     for old, new, value in zip(placeholders, lowered.graph.find_nodes(op="placeholder"), inputs, strict=True):
         new.meta.update({key: old.meta[key] for key in _CARRIED if key in old.meta})
         rename(new, old.name)
@@ -86,12 +97,6 @@ def lower_dynamo_graph(graph_module: fx.GraphModule, inputs: list) -> fx.GraphMo
             set_input_mark(new, InputMark(is_parameter=True, peak=peak_of(value)))
         elif is_module_tensor(old):
             set_input_mark(new, InputMark(is_table=True))
-    _use_one_fake_mode(lowered, mode)
-    for node in lowered.graph.nodes:
-        if in_float32_forward(node.meta.get("stack_trace") or ""):
-            set_guard(node, FP32)
-    lowered.recompile()
-    return lowered
 
 
 def _refuse_fake_constants(graph_module: fx.GraphModule) -> None:

@@ -57,19 +57,21 @@ def hold_live(graph_module: fx.GraphModule, live: Sequence[Tensor], surroundings
             held.meta.update(node.meta)
             node.replace_all_uses_with(held)
         graph.erase_node(node)
-    for node in graph.find_nodes(op="get_attr"):
-        if str(node.target).startswith(LIVE):
-            continue
+    _refuse_constants(graph_module, surroundings)
+    graph.eliminate_dead_code(is_impure)
+    graph_module.recompile()
+
+
+def _refuse_constants(graph_module: fx.GraphModule, surroundings: Surroundings) -> None:
+    for node in graph_module.graph.find_nodes(op="get_attr"):
         value = getattr(graph_module, str(node.target), None)
-        if not isinstance(value, Tensor):
+        if str(node.target).startswith(LIVE) or not isinstance(value, Tensor):
             continue
         if not (surroundings.holds(value) or all(user.target in _LIFTED for user in node.users)):
             raise AmpGraphError(
                 f"loss_fn reads a tensor of the sizes {tuple(value.shape)} that is neither an argument nor "
                 "in a variable or attribute that it names; a parameter must be in a module that it names"
             )
-    graph.eliminate_dead_code(is_impure)
-    graph_module.recompile()
 
 
 def is_impure(node: fx.Node) -> bool:
