@@ -28,6 +28,7 @@ from ampgraph.policy.rules import RuleBook
 from .analysis.alias import SOURCES
 from .analysis.arguments import argument
 from .analysis.facts import NodeFacts, has_kernel
+from .analysis.graph_walk import is_zero_dim
 from .analysis.precision import Precision
 from .analysis.problem import Hazard, Variable
 
@@ -180,7 +181,8 @@ def _why(fact: NodeFacts) -> str:
 
 def _free(node: Node, fact: NodeFacts, case: Case) -> Variable | None:
     assert fact.op_class is not None
-    return Variable(None, "placement", fact.op_class.value, follows=case.policy.level == "O1")
+    follows = case.policy.level == "O1" or is_zero_dim(node)  # a number of fewer bits saves no bytes
+    return Variable(None, "placement", fact.op_class.value, follows=follows)
 
 
 ABOVE_HAZARDS = (
@@ -289,7 +291,12 @@ LISTED = (
     _low("a white op", "list", _white),
     _low("a black op, at level O3", "list", _black_at_o3),
     _fp32("a black op", "list", _black),
-    Rule("a gray or clear op", "placement", "the cheaper one; at O1 it follows its inputs", _free),
+    Rule(
+        "a gray or clear op",
+        "placement",
+        "the cheaper one; at O1, or as a number, it follows its inputs",
+        _free,
+    ),
 )
 
 PRECEDENCE = (*ABOVE_HAZARDS, HAZARD, *LISTED)

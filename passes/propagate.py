@@ -31,6 +31,7 @@ from .analysis.losses import find_loss_terms
 from .analysis.precision import Precision
 from .analysis.problem import Hazard, Problem, Variable, force_followers
 from .analysis.range_hazards import Values, find_range_hazards
+from .analysis.traces import Tracer
 from .analysis.widened import find_widened
 from .base import Pass, Pins, workspace
 from .precedence import ABOVE_HAZARDS, HAZARD, LISTED, Case, settle_by, settle_guard_scope
@@ -88,12 +89,13 @@ class PropagatePrecision(Pass):
             return {}
         labels = {node: v.pinned for node, v in fixed.items() if v.pinned is not None}
         lowers_black = self.policy.level == "O3"
-        exact = find_hazards(graph_module, values.facts, labels, self.policy.low_dtype, lowers_black)
+        tracer = Tracer(graph_module, values.facts, labels, self.policy.low_dtype, lowers_black)
+        exact = find_hazards(tracer)
         exact |= find_carried(graph_module.graph, values.facts)
         if self.policy.level == "O3":
             return find_widened(values.facts) | exact
         if self.policy.level == "O2":  # at O1 they follow the loss
-            exact |= find_loss_terms(values.facts, labels)
+            exact |= find_loss_terms(tracer)
         return find_range_hazards(values, labels, self.policy.level == "O1") | exact
 
     def _rules(self, graph_module: GraphModule) -> RuleBook:

@@ -8,6 +8,7 @@ import json
 import pytest
 import torch
 from torch import nn
+from torch.optim.swa_utils import update_bn
 
 import ampgraph
 from ampgraph.errors import AmpGraphError
@@ -225,3 +226,32 @@ def close(amp, reference, run):
         q = names[name].grad
         assert (p.grad is None) == (q is None)
         assert q is None or torch.linalg.norm(p.grad - q) <= 0.05 * q.norm() + 1e-6, name
+
+
+def test_a_model_on_which_dynamo_gave_up_for_a_while_is_converted_again(recwarn):
+    torch.manual_seed(0)
+    layers = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 4)
+    source, x = nn.Sequential(*layers), torch.randn(8, 8)
+    amp = ampgraph.convert(source, dtype=torch.bfloat16)
+    with torch.no_grad():
+        amp.eval()(x)
+        update_bn([x, x], amp)  # batch norms without a momentum read a number; Dynamo gives up on the loop
+        assert [str(w.message) for w in recwarn if "unconverted in this call" in str(w.message)]
+        amp.eval()
+        found, exact = amp(x), source(x)
+    assert 0 < (found - exact).norm() < 0.02 * exact.norm()
+
+
+def test_a_call_that_returns_what_it_was_given_is_not_unconverted(recwarn):
+    class Optional(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(4, 4)
+
+        def forward(self, x, skip=False):
+            return x if skip else self.fc(x)
+
+    amp, x = ampgraph.convert(Optional(), dtype=torch.bfloat16), torch.randn(2, 4)
+    amp(x)
+    assert amp(x, skip=True) is x
+    assert not list(recwarn)

@@ -13,13 +13,13 @@ import ampgraph
 from ampgraph import OpLists, Policy
 from ampgraph.passes import place
 from ampgraph.passes.analysis.facts import followed
+from ampgraph.passes.analysis.graph_walk import is_zero_dim
 from ampgraph.passes.analysis.precision import FP32, LOW
 from ampgraph.passes.analysis.problem import Problem
 from ampgraph.passes.place import _place_fused, _within_step
 from ampgraph.passes.placement.labelling import (
     Placement,
     autocast_rule,
-    is_number,
     place_low,
     without_idle_casts,
 )
@@ -84,7 +84,7 @@ def test_no_other_legal_labelling_has_a_low_node_more(level, lists):
             continue
         for labels in labellings(case.problem):
             compared += 1
-            low = [n for n, label in labels.items() if label is LOW and not is_number(n)]
+            low = [n for n, label in labels.items() if label is LOW and not is_zero_dim(n)]
             assert all(case.low.labels[n] is LOW for n in low)
     assert compared > 20
 
@@ -93,11 +93,15 @@ def test_no_other_legal_labelling_has_a_low_node_more(level, lists):
 def test_numbers_follow_their_inputs(level):
     compared = 0
     for case in cases(level, "default"):
-        facts, labels = case.problem.facts, case.low.labels
+        facts = case.problem.facts
         for node, variable in case.problem.variables.items():
-            if variable.pinned is None and is_number(node):
+            if variable.pinned is not None or not is_zero_dim(node):
+                continue
+            for placement in (case.low, case.placed, case.eager):
                 compared += 1
-                assert (labels[node] is FP32) == (FP32 in [labels[n] for n in followed(node, facts)])
+                labels = placement.labels
+                is_wide = FP32 in [labels[n] for n in followed(node, facts)]
+                assert labels[node] is FP32 or not is_wide or variable.narrowable
     assert compared
 
 

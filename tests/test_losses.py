@@ -20,6 +20,14 @@ def _cross_entropy(x: torch.Tensor, labels: torch.Tensor, **options: str) -> tor
     return F.cross_entropy(x.float(), labels, **options)
 
 
+def _entropies(x: torch.Tensor) -> torch.Tensor:
+    return (x.softmax(-1) * x.log_softmax(-1)).sum(-1)
+
+
+def _dice(x: torch.Tensor) -> torch.Tensor:
+    return 1 - 2 * (x.sigmoid() ** 2).sum() / x.sigmoid().sum()
+
+
 LOSSES: dict[str, Callable] = {
     "sum by count": lambda x, y: _cross_entropy(x, y, reduction="sum") / y.numel(),
     "sum by a tensor": lambda x, y: _cross_entropy(x, y, reduction="sum") / torch.tensor(y.numel()),
@@ -34,6 +42,12 @@ LOSSES: dict[str, Callable] = {
     "absolute": lambda x, y: F.l1_loss(x[:, 0], y * 1.37),
     "by hand": lambda x, y: -x.log_softmax(-1).gather(1, y[:, None]).sum() / y.numel(),
     "by hand, of each": lambda x, y: -x.log_softmax(-1).gather(1, y[:, None]).sum(1) / 3,
+    "mean of two": lambda x, y: (-_entropies(x).mean() + -_entropies(x.flip(-1) * 2).mean()) / 2,
+    "minus before the mean": lambda x, y: ((-_entropies(x)).mean() + (-_entropies(x * 2)).mean()) / 2,
+    "weighted entropies": lambda x, y: -0.3 * _entropies(x).mean() - 0.7 * _entropies(x * 2).mean(),
+    "log likelihoods": lambda x, y: (-x.log_softmax(-1)[:, 0].mean() + -x.log_softmax(-1)[:, 1].mean()) / 2,
+    "overlaps": lambda x, y: (_dice(x) + _dice(x * 2)) / 2,
+    "stacked": lambda x, y: -torch.stack([-_entropies(x).mean(), -_dice(x)]),
     "variance of an error": lambda x, y: (1000 + y * 0.02 - x[:, 0]).var(),
     "explained variance": lambda x, y: 1 - (1000 + y * 0.02 - x[:, 0]).var() / (y * 0.02).var(),
     "largest": lambda x, y: ((x[:, 0] - y * 5) ** 2).topk(8)[0].mean(),

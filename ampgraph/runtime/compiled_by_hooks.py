@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Sized
+from collections.abc import Callable, Hashable
 from typing import Any
 
 from torch import nn
 
 from .._compat import hooks_registered, tracing_lock
-from ..errors import warn_user
 from ..proxy.module_parts import HOOKS
 
 _MOST = 8  # sets of hooks whose code is kept
@@ -27,14 +26,10 @@ class CompiledByHooks:
     Args:
         source: The model.
         compile_source: Returns a new compiled form of the model.
-        graphs: The captured graphs of the model.
-        name: The model's name, for the warning.
     """
 
-    def __init__(
-        self, source: nn.Module, compile_source: Callable[[], Callable], graphs: Sized, name: str
-    ) -> None:
-        self._source, self._compile, self._graphs, self._name = source, compile_source, graphs, name
+    def __init__(self, source: nn.Module, compile_source: Callable[[], Callable]) -> None:
+        self._source, self._compile = source, compile_source
         self._count = -1
         self._unhooked: list[_Where] = [({"": {0: "not looked at yet"}}, "")]
         self._hooked: list[_Where] = []
@@ -49,15 +44,11 @@ class CompiledByHooks:
         if len(self._forms) > _MOST:
             del self._forms[[*self._forms][1]]  # the oldest one with hooks
         form = self._forms[key] = self._compile()
-        before = len(self._graphs)
-        result = form(*args, **kwargs)
-        if before and len(self._graphs) == before:
-            hooked = ", ".join(dict.fromkeys(path or "the root" for path, _, _ in key))
-            warn_user(
-                f"{self._name} runs unconverted, in the source's dtypes, as long as these modules have their "
-                f"hooks: {hooked}. torch.compile captured no graph with them."
-            )
-        return result
+        return form(*args, **kwargs)
+
+    def hooked(self) -> str:
+        """Returns the modules that had hooks in the last call, for a message."""
+        return ", ".join(dict.fromkeys(path or "the root" for path, _, _ in self._key))
 
     def _current_key(self) -> _Key:
         """Returns the hooks by module and code; looks at all modules only if one gained or lost a hook."""

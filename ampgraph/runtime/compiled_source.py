@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tag, fx, nn
+from torch.utils._pytree import tree_leaves
 
 from .._compat import (
     compiled_by_dynamo,
@@ -58,6 +59,9 @@ class CompiledSource:
         self._source, self._options, self._graphs, self._scaler = source, options, graphs, scaler
         self._stored, self._name = stored, options.named(type(source).__name__)
         self._told_uncaptured = self._told_settings = False
+        self._told_idle: set[str] = set()
+        # The mode in which Dynamo gave up on code that it captured before; None if it did not.
+        self._idle_mode: bool | None = None
         self.run: Callable = self._compiled()
 
     def _compiled(self) -> Callable:
@@ -74,7 +78,7 @@ class CompiledSource:
         # Its backward gives gradients one by one in any case.
         keeps_whole = self._options.backend == "eager"
         compile_source = functools.partial(compiled_by_dynamo, self._source, backend, keeps_whole)
-        return CompiledByHooks(self._source, compile_source, graphs, self._name)
+        return CompiledByHooks(self._source, compile_source)
 
     def __call__(self, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Runs a call of the model."""
@@ -86,7 +90,7 @@ class CompiledSource:
     def _call(self, args: tuple, kwargs: dict[str, Any]) -> Any:
         if torch.is_grad_enabled():
             self._scaler.check_loop()
-        if not self._graphs.has_same_classes():
+        if not self._graphs.has_same_classes() or self._may_try_again():
             self._compile_again()
         watch = self._graphs.watch
         before = watch.before_call()
@@ -107,7 +111,8 @@ class CompiledSource:
             if effects or is_backend_error(error) or self._stored.names(self._source):
                 raise
             result = self._without_graphs(error, args, kwargs)
-        watch.after_call(before)
+        if not watch.after_call(before):
+            self._note_idle_call(args, kwargs, result)
         if not self._told_uncaptured:
             self._warn_if_not_captured()
         self._graphs.guard_scope.warn_if_unseen(self._name, (c.graph_module for c in self._graphs))
@@ -133,8 +138,31 @@ class CompiledSource:
     def _compile_again(self) -> None:
         """Compiles for other methods of the model's classes; a capture replaces some while it lasts."""
         with self._graphs.lock.alone(), tracing_lock():
-            if not self._graphs.has_same_classes():
+            if not self._graphs.has_same_classes() or self._may_try_again():
+                self._idle_mode = None
                 self.run = self._compiled()
+
+    def _may_try_again(self) -> bool:
+        """Whether Dynamo, which does not try code again on which it gave up, may see other code now."""
+        return self._idle_mode is not None and self._idle_mode is not self._source.training
+
+    def _note_idle_call(self, args: tuple, kwargs: dict[str, Any], result: object) -> None:
+        """Warns of a call in which no graph ran, though calls before had some."""
+        given = {id(leaf) for leaf in tree_leaves((args, kwargs))}
+        made = [t for t in tree_leaves(result) if isinstance(t, torch.Tensor) and id(t) not in given]
+        if self._told_uncaptured or not any(t.is_floating_point() for t in made):
+            return
+        self._idle_mode = self._source.training
+        hooked = self.run.hooked() if isinstance(self.run, CompiledByHooks) else ""
+        if hooked in self._told_idle:
+            return
+        self._told_idle.add(hooked)
+        cause = (
+            "torch.compile gave up on its code, and tries again after the next change to train() or eval()"
+        )
+        if hooked:
+            cause = f"torch.compile captured no graph with the hooks of these modules: {hooked}"
+        warn_user(f"{self._name} ran unconverted in this call, in the source's dtypes: {cause}.")
 
     def _warn_if_not_captured(self) -> None:
         if self._graphs:

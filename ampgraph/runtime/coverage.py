@@ -95,7 +95,7 @@ class CoverageWatch:
     def __init__(self, source: nn.Module, options: Options) -> None:
         self._source, self._options = source, options
         self.is_told = False
-        self._graphs = 0
+        self._graphs = self._runs = 0
         self._captures = False  # whether this call captures a graph
         self._is_refused = False  # whether Dynamo refused to capture more
         self._read: set[str] = set()
@@ -126,6 +126,7 @@ class CoverageWatch:
                 return compiled
 
             def run(*args: Any) -> Any:
+                self._runs += 1
                 if self._captures:
                     self._note(args)
                 return compiled(*args)
@@ -138,22 +139,30 @@ class CoverageWatch:
         read = {id(value) for value in inputs if isinstance(value, nn.Parameter)}
         self._read.update(path for path, own in self._own_parameters() if not read.isdisjoint(own))
 
-    def before_call(self) -> tuple[int, int, int, float]:
+    def before_call(self) -> tuple[int, int, int, int, float]:
         """Returns the state that `after_call` compares with."""
         if self._log is None:
             self._log = BreakLog()
-        return times_refused(), self._graphs, *self._log.mark()
+        return times_refused(), self._graphs, self._runs, *self._log.mark()
 
-    def after_call(self, before: tuple[int, int, int, float]) -> None:
-        """Records the graph breaks since `before_call`, and warns where Dynamo refused to capture more."""
-        refused, graphs, count, start = before
+    def after_call(self, before: tuple[int, int, int, int, float]) -> bool:
+        """Records the graph breaks since `before_call`, and warns where Dynamo refused to capture more.
+
+        Returns:
+            False if none of the graphs ran in this call, and no warning told so.
+        """
+        refused, graphs, runs, count, start = before
         self._captures = False
         if refused != times_refused() and not self._is_refused:
             self._is_refused = True
             self._warn_of_limit()
-        if self._log is None or (graphs == self._graphs and count == self._log.mark()[0]):
-            return
-        found = [GraphBreak(*each) for each in self._log.since(count, start)]
+        has_run = not self._graphs or runs != self._runs or self._is_refused
+        if self._log is not None and (graphs, count) != (self._graphs, self._log.mark()[0]):
+            self._note_breaks(self._log.since(count, start))
+        return has_run
+
+    def _note_breaks(self, breaks: Iterable[tuple]) -> None:
+        found = [GraphBreak(*each) for each in breaks]
         # A converted model inside runs its own graphs.
         self._breaks.update(dict.fromkeys(each for each in found if not each.where.startswith(AMPGRAPH)))
         coverage = self.coverage()

@@ -6,6 +6,7 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch.fx import Node
 
 from ampgraph._compat import OpOverload
@@ -42,6 +43,12 @@ def operands(node: Node) -> tuple[Any, Any]:
 def operand(node: Node) -> Any:
     """Returns the first argument of an ATen call."""
     return operands(node)[0]
+
+
+def is_zero_dim(node: Node) -> bool:
+    """Whether a node makes one tensor without dimensions, a number."""
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and value.dim() == 0
 
 
 def values_read(node: Node) -> list[Node]:

@@ -37,7 +37,7 @@ import operator
 from collections.abc import Iterator, Mapping
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import Node
 
 from ampgraph._compat import OpOverload, size_hint
 from ampgraph.ops import kernels
@@ -49,7 +49,6 @@ from .exact_parts import DIFFERENCES, NORMS, find_exact_parts
 from .facts import Facts, NodeFacts, tensors
 from .graph_walk import kind, operand, operands, root, values_read
 from .losses import find_targets
-from .precision import Precision
 from .problem import Hazard
 from .running_sums import MANY, find_running_sums
 from .traces import Trace, Tracer
@@ -65,25 +64,13 @@ _SELECTIONS = frozenset(
 )
 
 
-def find_hazards(
-    graph_module: GraphModule,
-    facts: Facts,
-    fixed: Mapping[Node, Precision],
-    low_dtype: torch.dtype,
-    lowers_black: bool,
-) -> dict[Node, Hazard]:
-    """Returns the nodes that must stay in the source's dtype.
-
-    Args:
-        graph_module: The graph.
-        facts: The facts about its nodes.
-        fixed: The labels that something above the op lists decides.
-        low_dtype: The policy's low dtype.
-        lowers_black: Whether black ops follow their operands, as at O3.
-    """
-    tracer = Tracer(graph_module, facts, fixed, low_dtype, lowers_black)
+def find_hazards(tracer: Tracer) -> dict[Node, Hazard]:
+    """Returns the nodes that must stay in the source's dtype."""
+    facts = tracer.facts
     needed: dict[Node, Hazard] = {}
-    sums = {} if lowers_black else find_running_sums(tracer) | find_exact_parts(tracer) | find_targets(tracer)
+    sums: dict[Node, Hazard] = {}
+    if not tracer.lowers_black:
+        sums = find_running_sums(tracer) | find_exact_parts(tracer) | find_targets(tracer)
     waiting = [(h.because, h) for h in sums.values() if h.because and not tracer.traces[h.because].moved]
     waiting += _starts(tracer)
     while waiting:

@@ -8,7 +8,7 @@ something larger, such as the hidden state of a network, and at products with we
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,9 +19,9 @@ from ampgraph.ops import kernels
 from ampgraph.ops.lists import OpClass
 
 from .alias import SOURCES
-from .facts import Facts
-from .graph_walk import kind, operand, values_read
-from .precision import LOW, Precision
+from .facts import Facts, NodeFacts, OperandRule
+from .graph_walk import is_zero_dim, kind, operand, values_read
+from .precision import FP32, LOW
 from .problem import Hazard
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def find_targets(tracer: Tracer) -> dict[Node, Hazard]:
     """Returns the exact values that losses in float32 compare, and what brings both sides to one shape."""
     facts, found = tracer.facts, {}
     for loss in facts:
-        if not _is_kept_loss(loss, facts, tracer.labels):
+        if not _is_kept_loss(loss, tracer):
             continue
         for read, value in _sides(loss):
             trace, owner = tracer.traces[value], facts[read].dtype_source
@@ -54,26 +54,28 @@ def _sides(loss: Node) -> Iterator[tuple[Node, Node]]:
             yield read, read
 
 
-def find_loss_terms(facts: Facts, fixed: Mapping[Node, Precision]) -> dict[Node, Hazard]:
-    """Returns the gray and clear ops on losses that the op lists keep in float32.
-
-    Args:
-        facts: The facts about the nodes.
-        fixed: The labels that something above the op lists decides.
-    """
-    loss_of = {node: node for node in facts if _is_kept_loss(node, facts, fixed)}
+def find_loss_terms(tracer: Tracer) -> dict[Node, Hazard]:
+    """Returns the gray and clear ops that compute losses or compute on them, where the rule has float32."""
+    facts = tracer.facts
+    loss_of = {n: n for n in (*_kept_numbers(tracer), *(n for n in facts if _is_kept_loss(n, tracer)))}
     waiting = [*loss_of]
     while waiting:
         node = waiting.pop()
         for user in node.users:
-            if user not in loss_of and fixed.get(user) is not LOW and _is_of_loss(user, node, facts):
+            if user not in loss_of and tracer.fixed.get(user) is not LOW and _is_of_loss(user, node, facts):
                 loss_of[user] = loss_of[node]
                 waiting.append(user)
     return {
-        node: Hazard(f"computed from the loss {loss.name!r}", loss, fed_low=True)
+        node: Hazard(_reason(node, loss), loss, fed_low=True)
         for node, loss in loss_of.items()
         if facts[node].op_class in _FREE and facts[node].dtype_source is node
     }
+
+
+def _reason(node: Node, loss: Node) -> str:
+    if node is loss:
+        return "a number that the autocast rule has in float32"
+    return f"computed from the {'loss' if _is_loss(loss) else 'number'} {loss.name!r}"
 
 
 def _is_of_loss(user: Node, read: Node, facts: Facts) -> bool:
@@ -84,7 +86,34 @@ def _is_of_loss(user: Node, read: Node, facts: Facts) -> bool:
     return fact.elements <= facts[read].elements * len(user.all_input_nodes)
 
 
-def _is_kept_loss(node: Node, facts: Facts, labels: Mapping[Node, Precision]) -> bool:
-    if not isinstance(node.target, OpOverload) or not kernels.is_loss(node.target):
-        return False
-    return facts[node].op_class is OpClass.BLACK and labels.get(node) is not LOW
+def _is_loss(node: Node) -> bool:
+    return isinstance(node.target, OpOverload) and kernels.is_loss(node.target)
+
+
+def _is_kept_loss(node: Node, tracer: Tracer) -> bool:
+    is_black = tracer.facts[node].op_class is OpClass.BLACK
+    return is_black and _is_loss(node) and tracer.labels.get(node) is not LOW
+
+
+def _kept_numbers(tracer: Tracer) -> list[Node]:
+    """Returns what reduces tensors to a number in float32: the mean of a loss that is written by hand.
+
+    The autocast rule has float32 there for another reason than a parameter; parameters of O2 are low. Only
+    kernels that widen what they read count, so that no copy of a large tensor is made for a number.
+    """
+    facts = tracer.facts
+    numbers = [n for n in facts if is_zero_dim(n) and any(not is_zero_dim(v) for v in values_read(n))]
+    if not numbers:
+        return []
+    kept: set[Node] = set()
+    for node, fact in facts.items():
+        if fact.dtype is not torch.float32 or tracer.labels.get(fact.dtype_source) is not FP32:
+            continue
+        starts = fact.op_class is OpClass.BLACK or (node.op in SOURCES and not fact.is_parameter)
+        if starts or not kept.isdisjoint(values_read(node)):
+            kept.add(node)
+    return [n for n in numbers if n in kept and (facts[n].op_class is OpClass.BLACK or _widens(facts[n]))]
+
+
+def _widens(fact: NodeFacts) -> bool:
+    return all(operand.rule is OperandRule.DTYPE_ARG for operand in fact.operands)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
-import torch
 from torch.fx import Node
 
 from ampgraph.ops.lists import OpClass
@@ -61,11 +60,11 @@ def autocast_rule(problem: Problem) -> Placement:
 
 
 def place_low(problem: Problem) -> Placement:
-    """Labels every free node low if its constraints allow. A number saves no bytes: it follows its inputs."""
+    """Labels every free node low if its constraints allow."""
     labels: dict[Node, Precision] = {}
     for node, variable in problem.variables.items():
         label = LOW if variable.pinned is None else variable.pinned
-        if variable.pinned is None and (variable.follows or is_number(node)):
+        if variable.pinned is None and variable.follows:
             label = _following(problem, node, labels)
         labels[node] = label
     motive = "casts inside fused kernels are free"
@@ -176,12 +175,6 @@ def _reads_low(problem: Problem, reader: Node, tensor: Node) -> bool:
         return False
     rules = {o.rule for o in problem.facts[reader].operands if o.tensor is tensor}
     return rules == {OperandRule.NODE_DTYPE}
-
-
-def is_number(node: Node) -> bool:
-    """Whether a node makes one tensor without dimensions."""
-    value = node.meta.get("val")
-    return isinstance(value, torch.Tensor) and value.dim() == 0
 
 
 def _following(problem: Problem, node: Node, labels: Mapping[Node, Precision]) -> Precision:
