@@ -28,6 +28,7 @@ from .analysis.carried import find_carried
 from .analysis.facts import DECIDED, OperandRule
 from .analysis.hazards import find_hazards
 from .analysis.losses import find_loss_terms
+from .analysis.magnified import find_magnified
 from .analysis.precision import Precision
 from .analysis.problem import Hazard, Problem, Variable, force_followers
 from .analysis.range_hazards import Values, find_range_hazards
@@ -95,7 +96,7 @@ class PropagatePrecision(Pass):
         if self.policy.level == "O3":
             return find_widened(values.facts) | exact
         if self.policy.level == "O2":  # at O1 they follow the loss
-            exact |= find_loss_terms(tracer)
+            exact |= find_magnified(tracer) | find_loss_terms(tracer)
         return find_range_hazards(values, labels, self.policy.level == "O1") | exact
 
     def _rules(self, graph_module: GraphModule) -> RuleBook:

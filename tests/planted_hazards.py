@@ -186,9 +186,9 @@ def focal_loss_of_the_hit(self, y):
 
 
 def dice_loss(self, y):
-    p = torch.sigmoid(y.repeat(16, 1)).flatten()
-    target = (y.repeat(16, 1) > 0.1).float().flatten()
-    return 1 - (2 * (p * target).sum() + 1) / (p.sum() + target.sum() + 1)
+    p = torch.sigmoid(y.repeat(64, 1)).view(2, -1)
+    target = (y.repeat(64, 1) > 0.1).float().view(2, -1)
+    return 1 - (2 * (p * target).sum(1) + 1) / (p.sum(1) + target.sum(1) + 1)
 
 
 def mean_square(self, y):

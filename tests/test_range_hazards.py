@@ -381,3 +381,43 @@ def test_a_replanned_graph_knows_its_buffers():
         assert {n: d.by for n, d in again.decisions.items()} == {
             n: d.by for n, d in amp.plan.decisions.items()
         }
+
+
+class Residual(nn.Module):
+    """Something large enters a network: one product reads it, the others read norms."""
+
+    def __init__(self, enters: Callable[[Residual, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.enters, self.codes = enters, nn.Embedding(64, 16)
+        self.first, self.norms = nn.Linear(16, 16), nn.ModuleList(nn.LayerNorm(16) for _ in range(3))
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(self.enters(self, x))
+        for norm, layer in zip(self.norms, self.layers, strict=True):
+            x = x + F.gelu(layer(norm(x)))
+        return x
+
+
+def _squares(model: Residual, x: torch.Tensor) -> torch.Tensor:
+    codes = model.codes.weight
+    return (x**2).sum(1, keepdim=True) + (codes**2).sum(1) - 2 * x @ codes.t()
+
+
+ENTERS: dict[str, Callable[[Residual, torch.Tensor], torch.Tensor]] = {
+    "a nearest code": lambda model, x: model.codes(_squares(model, x).argmin(1)),
+    "an indexed code": lambda model, x: model.codes.weight[_squares(model, x).argmin(1)],
+    "the mean of near codes": lambda model, x: model.codes(_squares(model, x).topk(4)[1]).mean(1),
+    "noise of any size": lambda model, x: x + x.exp() * x.flip(0),
+}
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("name", ENTERS)
+def test_one_product_at_most_reads_what_is_large(name, level):
+    model, x = Residual(ENTERS[name]), torch.randn(32, 16)
+    amp = ampgraph.convert(model, (x,), policy=level, dtype=torch.float16)
+    decisions = amp.plan.decisions
+    products = [d.dtype for d in decisions.values() if d.op_class == "white"]
+    assert len(products) >= 4
+    assert products.count(torch.float32) <= 1

@@ -20,7 +20,7 @@ from ampgraph.ops.lists import OpClass
 
 from .arguments import argument
 from .facts import Facts, tensors
-from .graph_walk import ancestors, kind, operand, operands
+from .graph_walk import MEANS, ancestors, kind, operand, operands
 from .magnitudes import COARSE, Size, Sizes, interval_product
 from .problem import Hazard
 
@@ -29,7 +29,7 @@ _LONGEST = 8
 _PAIRED = ("add", "sub", "rsub", "div")
 _LOGARITHMS = ("log", "log2", "log10", "log1p", "special_log1p", "logit", "special_logit", "xlogy")
 _SATURATES = ("sigmoid", "special_expit", "hardsigmoid", "tanh", "erf")
-_SOFTMAX = ("softmax", "_softmax", "_safe_softmax", "log_softmax", "_log_softmax")
+SOFTMAX = ("softmax", "_softmax", "_safe_softmax", "log_softmax", "_log_softmax")
 _SELECTS = (
     *("max", "amax", "cummax", "argmax", "maximum", "fmax", "max_pool1d", "max_pool2d", "max_pool3d"),
     *("min", "amin", "cummin", "argmin", "minimum", "fmin"),
@@ -37,7 +37,7 @@ _SELECTS = (
     *("adaptive_max_pool1d", "adaptive_max_pool2d", "adaptive_max_pool3d"),
     *("logsumexp", "logcumsumexp", "logaddexp"),
 )
-_SEES_DIFFERENCES = (*_SOFTMAX, *_SELECTS, "exp", "exp2", "cross_entropy_loss")
+_SEES_DIFFERENCES = (*SOFTMAX, *_SELECTS, "exp", "exp2", "cross_entropy_loss")
 # They leave the rows of a table as they are, if its last size stays.
 _KEEPS_ROWS = (
     *("alias", "detach", "clone", "contiguous", "lift_fresh_copy", "to", "_to_copy"),
@@ -83,7 +83,10 @@ def _beside_squares(node: Node, sizes: Sizes) -> Iterator[tuple[Node, Hazard]]:
 
 
 def _path(start: Node, stops: set[Node], facts: Facts) -> list[Node] | None:
-    """Returns the nodes from ``start`` up to ``stops`` and parameters; None if a way leads elsewhere."""
+    """Returns the nodes from ``start`` up to ``stops`` and parameters; None if a way leads elsewhere.
+
+    Only arithmetic, means and one product can cancel a sum of squares: a branch of a network does not.
+    """
     found: list[Node] = []
     waiting = [start]
     while waiting:
@@ -94,7 +97,9 @@ def _path(start: Node, stops: set[Node], facts: Facts) -> list[Node] | None:
             return None
         found.append(node)
         waiting += node.all_input_nodes
-    return found
+    products = [n for n in found if facts[n].op_class is OpClass.WHITE]
+    others = [n for n in found if facts[n].op_class is OpClass.GRAY and kind(n) not in (*_ARITHMETIC, *MEANS)]
+    return None if others or len(products) > 1 else found
 
 
 def _before_logarithm(node: Node, facts: Facts, low_dtype: torch.dtype) -> Iterator[tuple[Node, Hazard]]:
@@ -173,7 +178,7 @@ def _shows_every_row(parts: list[Node], node: Node, sizes: Sizes) -> bool:
     """Whether the one mask is a table that hides no whole row of those along which a softmax runs."""
     masks = {part: mask.of for part in parts if (mask := _mask_in(part, sizes)) is not None}
     last = len(tensors(node)[0].shape) - 1
-    if len(masks) != 1 or kind(node) not in _SOFTMAX or argument(node, "dim") not in (-1, last):
+    if len(masks) != 1 or kind(node) not in SOFTMAX or argument(node, "dim") not in (-1, last):
         return False
     ((added, (table, *_)),) = masks.items()
     if kind(added) != "add" or added.kwargs:

@@ -17,6 +17,7 @@ from .facts import is_cast
 
 # Far enough for any normalisation, and the walk stays short.
 _MOST_ANCESTORS = 64
+MEANS = frozenset(("mean", *(f"{of}avg_pool{n}d" for of in ("", "adaptive_") for n in (1, 2, 3))))
 _COPIES = frozenset(("clone", "contiguous", "masked_fill", "lift_fresh_copy", "detach", "dropout", "type_as"))
 
 

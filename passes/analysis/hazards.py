@@ -47,7 +47,7 @@ from .alias import SOURCES
 from .arguments import argument
 from .exact_parts import DIFFERENCES, NORMS, find_exact_parts
 from .facts import Facts, NodeFacts, tensors
-from .graph_walk import kind, operand, operands, root, values_read
+from .graph_walk import MEANS, kind, operand, operands, root, values_read
 from .losses import find_targets
 from .problem import Hazard
 from .running_sums import MANY, find_running_sums
@@ -56,8 +56,6 @@ from .traces import Trace, Tracer
 # What joins and scales the branches of a network.
 _OF_BRANCHES = frozenset(("add", "mul", "dropout"))
 # Of a whole dimension or of the elements around each.
-_MEANS = frozenset(("mean", *(f"{of}avg_pool{n}d" for of in ("", "adaptive_") for n in (1, 2, 3))))
-
 # What returns values with their indices, by which the backward distributes the gradient.
 _SELECTIONS = frozenset(
     ("sort", "topk", "min", "max", "kthvalue", "median", "nanmedian", "mode", "cummax", "cummin")
@@ -168,7 +166,7 @@ def _is_kept_difference(node: Node, tracer: Tracer) -> bool:
 
 def _is_of_hidden_states(values: list[Node]) -> bool:
     """Whether one value is the mean of the other, as in a norm that is written out, or norms made one."""
-    if any(kind(n) in _MEANS and root(operand(n)) in values for n in values):
+    if any(kind(n) in MEANS and root(operand(n)) in values for n in values):
         return True
     waiting, seen = [*values], {*values}
     while waiting:

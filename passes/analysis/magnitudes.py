@@ -147,8 +147,10 @@ class Sizes:
         return [*(self[n] for n in values_read(node)), *map(self.of, numbers(node))]
 
     def moved(self, node: Node) -> list[Size]:
-        """Returns the sizes of what an op moves."""
-        return self.read(node)
+        """Returns the sizes of what an op moves; integers beside floats are indices."""
+        read = values_read(node)
+        floats = [n for n in read if any(t.is_floating_point() for t in tensors(n))]
+        return [*(self[n] for n in floats or read), *map(self.of, numbers(node))]
 
     def _of_result(self, node: Node) -> Size:
         size = self._rule(self, node)
@@ -193,12 +195,6 @@ class TypicalSizes(Sizes):
     def _is_unit(self, node: Node) -> bool:
         """Whether the result has the size of a matrix product, which does not depend on its operands."""
         return self.facts[node].op_class is OpClass.WHITE and kind(node) != "div"
-
-    def moved(self, node: Node) -> list[Size]:
-        """Leaves integers beside floats out: they are indices."""
-        read = values_read(node)
-        floats = [n for n in read if any(t.is_floating_point() for t in tensors(n))]
-        return [*(self[n] for n in floats or read), *map(self.of, numbers(node))]
 
     def _of_source(self, node: Node) -> Size:
         known = super()._of_source(node)
