@@ -242,6 +242,19 @@ def test_a_model_on_which_dynamo_gave_up_for_a_while_is_converted_again(recwarn)
     assert 0 < (found - exact).norm() < 0.02 * exact.norm()
 
 
+def test_a_mode_in_which_nothing_is_captured_is_tried_a_few_times():
+    source, x = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8, momentum=None)), torch.randn(8, 8)
+    amp, captured = ampgraph.convert(source, dtype=torch.bfloat16), []
+    amp.eval()(x)
+    with pytest.warns(UserWarning, match="unconverted in this call"):
+        amp.train()(x)
+    for _ in range(8):
+        amp.eval()(x)
+        captured.append(len(amp.graph_modules))
+        amp.train()(x)
+    assert captured[-1] == captured[4] > captured[0]
+
+
 def test_a_call_that_returns_what_it_was_given_is_not_unconverted(recwarn):
     class Optional(nn.Module):
         def __init__(self):

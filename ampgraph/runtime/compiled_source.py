@@ -33,6 +33,9 @@ from .options import Options
 from .own_error import own_error
 from .rule_targets import warn_of_idle
 
+# Each takes the time of a first call. A model may never be captured in one of its modes.
+_MOST_TRIES = 4
+
 
 class CompiledSource:
     """Runs a model in its compiled form, and warns of what was not captured or decides nothing.
@@ -62,6 +65,7 @@ class CompiledSource:
         self._told_idle: set[str] = set()
         # The mode in which Dynamo gave up on code that it captured before; None if it did not.
         self._idle_mode: bool | None = None
+        self._tries_left = _MOST_TRIES
         self.run: Callable = self._compiled()
 
     def _compiled(self) -> Callable:
@@ -139,12 +143,14 @@ class CompiledSource:
         """Compiles for other methods of the model's classes; a capture replaces some while it lasts."""
         with self._graphs.lock.alone(), tracing_lock():
             if not self._graphs.has_same_classes() or self._may_try_again():
+                self._tries_left -= self._may_try_again()
                 self._idle_mode = None
                 self.run = self._compiled()
 
     def _may_try_again(self) -> bool:
         """Whether Dynamo, which does not try code again on which it gave up, may see other code now."""
-        return self._idle_mode is not None and self._idle_mode is not self._source.training
+        is_idle = self._idle_mode is not None and self._tries_left > 0
+        return is_idle and self._idle_mode is not self._source.training
 
     def _note_idle_call(self, args: tuple, kwargs: dict[str, Any], result: object) -> None:
         """Warns of a call in which no graph ran, though calls before had some."""
@@ -152,16 +158,15 @@ class CompiledSource:
         made = [t for t in tree_leaves(result) if isinstance(t, torch.Tensor) and id(t) not in given]
         if self._told_uncaptured or not any(t.is_floating_point() for t in made):
             return
-        self._idle_mode = self._source.training
         hooked = self.run.hooked() if isinstance(self.run, CompiledByHooks) else ""
+        if hooked:
+            cause = f"torch.compile captured no graph with the hooks of these modules: {hooked}"
+        else:
+            cause = "torch.compile gave up on its code, and tries again after the next train() or eval()"
+            self._idle_mode = self._source.training
         if hooked in self._told_idle:
             return
         self._told_idle.add(hooked)
-        cause = (
-            "torch.compile gave up on its code, and tries again after the next change to train() or eval()"
-        )
-        if hooked:
-            cause = f"torch.compile captured no graph with the hooks of these modules: {hooked}"
         warn_user(f"{self._name} ran unconverted in this call, in the source's dtypes: {cause}.")
 
     def _warn_if_not_captured(self) -> None:
