@@ -280,8 +280,8 @@ ABOVE_HAZARDS = (
 HAZARD = Rule(
     "positions, arithmetic on inputs, angles, decisions and results that rounding would spoil, targets of "
     "losses, state that a graph keeps for its next call, values that may leave the low range; at O2, ops on "
-    "losses and what leads from black ops into ops that magnify a rounding; at O3, black ops on what the model's "
-    "code casts to float32",
+    "losses and what leads from black ops into ops that magnify a rounding; at O3, black ops on what the "
+    "model's code casts to float32",
     "hazard",
     "the source's",
     _by_hazard,
