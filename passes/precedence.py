@@ -181,7 +181,9 @@ def _why(fact: NodeFacts) -> str:
 
 def _free(node: Node, fact: NodeFacts, case: Case) -> Variable | None:
     assert fact.op_class is not None
-    follows = case.policy.level == "O1" or is_zero_dim(node)  # a number of fewer bits saves no bytes
+    # A number of fewer bits saves no bytes. A product of two vectors would widen the one for the other.
+    is_number = is_zero_dim(node) and sum(not is_zero_dim(o.tensor) for o in fact.operands) <= 1
+    follows = case.policy.level == "O1" or is_number
     return Variable(None, "placement", fact.op_class.value, follows=follows)
 
 

@@ -105,6 +105,25 @@ def test_numbers_follow_their_inputs(level):
     assert compared
 
 
+@pytest.mark.parametrize("objective", ["traffic", "fused"])
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_numbers_that_parameters_make_are_float32(level, objective):
+    class Scaled(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
+            self.scale = torch.nn.Parameter(torch.tensor(2.0))
+
+        def forward(self, x):
+            return self.last(self.first(x) * (self.scale.sigmoid() * self.scale.relu()))
+
+    policy = Policy(level, torch.bfloat16, objective=objective)
+    decisions = ampgraph.convert(Scaled(), (torch.randn(4, 8),), policy=policy).plan.decisions
+    numbers = decisions["sigmoid"], decisions["relu"], decisions["mul"]
+    assert [decision.dtype for decision in numbers] == [torch.float32] * 3
+    assert decisions["mul_1"].dtype is torch.bfloat16
+
+
 @pytest.mark.parametrize("lists", LISTS)
 def test_o1_rounds_no_float32_value_on_its_way_to_a_float32_consumer(lists):
     for seed, case in enumerate(cases("O1", lists)):

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tag, fx, nn
-from torch.utils._pytree import tree_leaves
 
 from .._compat import (
     compiled_by_dynamo,
@@ -115,8 +114,8 @@ class CompiledSource:
             if effects or is_backend_error(error) or self._stored.names(self._source):
                 raise
             result = self._without_graphs(error, args, kwargs)
-        if not watch.after_call(before):
-            self._note_idle_call(args, kwargs, result)
+        if watch.after_call(before):
+            self._note_idle_call()
         if not self._told_uncaptured:
             self._warn_if_not_captured()
         self._graphs.guard_scope.warn_if_unseen(self._name, (c.graph_module for c in self._graphs))
@@ -152,11 +151,9 @@ class CompiledSource:
         is_idle = self._idle_mode is not None and self._tries_left > 0
         return is_idle and self._idle_mode is not self._source.training
 
-    def _note_idle_call(self, args: tuple, kwargs: dict[str, Any], result: object) -> None:
-        """Warns of a call in which no graph ran, though calls before had some."""
-        given = {id(leaf) for leaf in tree_leaves((args, kwargs))}
-        made = [t for t in tree_leaves(result) if isinstance(t, torch.Tensor) and id(t) not in given]
-        if self._told_uncaptured or not any(t.is_floating_point() for t in made):
+    def _note_idle_call(self) -> None:
+        """Warns of a call in which Dynamo gave up and no graph ran, though calls before had some."""
+        if self._told_uncaptured:
             return
         hooked = self.run.hooked() if isinstance(self.run, CompiledByHooks) else ""
         if hooked:

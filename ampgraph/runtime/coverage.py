@@ -149,17 +149,17 @@ class CoverageWatch:
         """Records the graph breaks since `before_call`, and warns where Dynamo refused to capture more.
 
         Returns:
-            False if none of the graphs ran in this call, and no warning told so.
+            True if Dynamo gave up on code in this call, so that none of the graphs before ran.
         """
         refused, graphs, runs, count, start = before
         self._captures = False
         if refused != times_refused() and not self._is_refused:
             self._is_refused = True
             self._warn_of_limit()
-        has_run = not self._graphs or runs != self._runs or self._is_refused
-        if self._log is not None and (graphs, count) != (self._graphs, self._log.mark()[0]):
+        has_breaks = self._log is not None and count != self._log.mark()[0]
+        if self._log is not None and (has_breaks or graphs != self._graphs):
             self._note_breaks(self._log.since(count, start))
-        return has_run
+        return has_breaks and self._graphs > 0 and runs == self._runs and not self._is_refused
 
     def _note_breaks(self, breaks: Iterable[tuple]) -> None:
         found = [GraphBreak(*each) for each in breaks]
