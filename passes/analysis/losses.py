@@ -57,7 +57,7 @@ def _sides(loss: Node) -> Iterator[tuple[Node, Node]]:
 def find_loss_terms(tracer: Tracer) -> dict[Node, Hazard]:
     """Returns the gray and clear ops that compute losses or compute on them, where the rule has float32."""
     facts = tracer.facts
-    loss_of = {n: n for n in (*_kept_numbers(tracer), *(n for n in facts if _is_kept_loss(n, tracer)))}
+    loss_of = {node: node for node in facts if _is_kept_loss(node, tracer)}
     waiting = [*loss_of]
     while waiting:
         node = waiting.pop()
@@ -65,17 +65,13 @@ def find_loss_terms(tracer: Tracer) -> dict[Node, Hazard]:
             if user not in loss_of and tracer.fixed.get(user) is not LOW and _is_of_loss(user, node, facts):
                 loss_of[user] = loss_of[node]
                 waiting.append(user)
-    return {
-        node: Hazard(_reason(node, loss), loss, fed_low=True)
+    terms = {
+        node: Hazard(f"computed from the loss {loss.name!r}", loss, fed_low=True)
         for node, loss in loss_of.items()
         if facts[node].op_class in _FREE and facts[node].dtype_source is node
     }
-
-
-def _reason(node: Node, loss: Node) -> str:
-    if node is loss:
-        return "a number that the autocast rule has in float32"
-    return f"computed from the {'loss' if _is_loss(loss) else 'number'} {loss.name!r}"
+    kept = Hazard("a number that the autocast rule has in float32", fed_low=True)
+    return dict.fromkeys(_kept_means(tracer), kept) | terms
 
 
 def _is_of_loss(user: Node, read: Node, facts: Facts) -> bool:
@@ -86,20 +82,18 @@ def _is_of_loss(user: Node, read: Node, facts: Facts) -> bool:
     return fact.elements <= facts[read].elements * len(user.all_input_nodes)
 
 
-def _is_loss(node: Node) -> bool:
-    return isinstance(node.target, OpOverload) and kernels.is_loss(node.target)
-
-
 def _is_kept_loss(node: Node, tracer: Tracer) -> bool:
-    is_black = tracer.facts[node].op_class is OpClass.BLACK
-    return is_black and _is_loss(node) and tracer.labels.get(node) is not LOW
+    if not isinstance(node.target, OpOverload) or not kernels.is_loss(node.target):
+        return False
+    return tracer.facts[node].op_class is OpClass.BLACK and tracer.labels.get(node) is not LOW
 
 
-def _kept_numbers(tracer: Tracer) -> list[Node]:
-    """Returns what reduces tensors to a number in float32: the mean of a loss that is written by hand.
+def _kept_means(tracer: Tracer) -> list[Node]:
+    """Returns the means to a number, in float32 by the rule: a loss that is written by hand ends with one.
 
     The autocast rule has float32 there for another reason than a parameter; parameters of O2 are low. Only
-    kernels that widen what they read count, so that no copy of a large tensor is made for a number.
+    kernels that widen what they read count, so that no copy of a large tensor is made for a number. What is
+    computed from numbers follows them.
     """
     facts = tracer.facts
     numbers = [n for n in facts if is_zero_dim(n) and any(not is_zero_dim(v) for v in values_read(n))]
@@ -112,7 +106,7 @@ def _kept_numbers(tracer: Tracer) -> list[Node]:
         starts = fact.op_class is OpClass.BLACK or (node.op in SOURCES and not fact.is_parameter)
         if starts or not kept.isdisjoint(values_read(node)):
             kept.add(node)
-    return [n for n in numbers if n in kept and (facts[n].op_class is OpClass.BLACK or _widens(facts[n]))]
+    return [n for n in numbers if n in kept and facts[n].op_class in _FREE and _widens(facts[n])]
 
 
 def _widens(fact: NodeFacts) -> bool:
