@@ -95,7 +95,7 @@ class PropagatePrecision(Pass):
         exact |= find_carried(graph_module.graph, values.facts)
         if self.policy.level == "O3":
             return find_widened(values.facts) | exact
-        if self.policy.level == "O2":  # at O1 they follow the loss
+        if self.policy.level == "O2":  # at O1 they follow what they read
             exact |= find_magnified(tracer) | find_loss_terms(tracer)
         return find_range_hazards(values, labels, self.policy.level == "O1") | exact
 

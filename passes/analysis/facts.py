@@ -29,6 +29,8 @@ class OperandRule(enum.Enum):
     SOURCE_DTYPE = "the dtype it had in the source"
 
 
+# The placement chooses their dtype.
+FREE = (OpClass.GRAY, OpClass.CLEAR)
 # The rules under which the label of a node decides in which dtype it computes with the operand.
 DECIDED = frozenset({OperandRule.NODE_DTYPE, OperandRule.PROMOTED, OperandRule.DTYPE_ARG})
 

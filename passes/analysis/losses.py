@@ -19,15 +19,13 @@ from ampgraph.ops import kernels
 from ampgraph.ops.lists import OpClass
 
 from .alias import SOURCES
-from .facts import Facts, NodeFacts, OperandRule
+from .facts import FREE, Facts, NodeFacts, OperandRule
 from .graph_walk import is_zero_dim, kind, operand, values_read
 from .precision import FP32, LOW
 from .problem import Hazard
 
 if TYPE_CHECKING:
     from .traces import Tracer
-
-_FREE = (OpClass.GRAY, OpClass.CLEAR)
 
 
 def find_targets(tracer: Tracer) -> dict[Node, Hazard]:
@@ -68,7 +66,7 @@ def find_loss_terms(tracer: Tracer) -> dict[Node, Hazard]:
     terms = {
         node: Hazard(f"computed from the loss {loss.name!r}", loss, fed_low=True)
         for node, loss in loss_of.items()
-        if facts[node].op_class in _FREE and facts[node].dtype_source is node
+        if facts[node].op_class in FREE and facts[node].dtype_source is node
     }
     kept = Hazard("a number that the autocast rule has in float32", fed_low=True)
     return dict.fromkeys(_kept_means(tracer), kept) | terms
@@ -106,7 +104,7 @@ def _kept_means(tracer: Tracer) -> list[Node]:
         starts = fact.op_class is OpClass.BLACK or (node.op in SOURCES and not fact.is_parameter)
         if starts or not kept.isdisjoint(values_read(node)):
             kept.add(node)
-    return [n for n in numbers if n in kept and facts[n].op_class in _FREE and _widens(facts[n])]
+    return [n for n in numbers if n in kept and facts[n].op_class in FREE and _widens(facts[n])]
 
 
 def _widens(fact: NodeFacts) -> bool:

@@ -18,13 +18,12 @@ from ampgraph.ops import kernels
 from ampgraph.ops.lists import OpClass
 
 from .cancellation import SOFTMAX
-from .facts import Facts, tensors
+from .facts import FREE, Facts, tensors
 from .graph_walk import is_zero_dim, kind, values_read
 from .precision import FP32
 from .problem import Hazard
 from .traces import Tracer
 
-_FREE = (OpClass.GRAY, OpClass.CLEAR)
 _LOGSUMEXP = ("logsumexp", "logcumsumexp", "logaddexp")
 
 
@@ -64,7 +63,7 @@ def _made_of_black(tracer: Tracer) -> set[Node]:
     """Returns the gray and clear ops, in float32 by the rule, that only such values and black ops feed."""
     facts, exact = tracer.facts, set[Node]()
     for node, fact in facts.items():
-        if fact.op_class not in _FREE or fact.dtype_source is not node or tracer.labels.get(node) is not FP32:
+        if fact.op_class not in FREE or fact.dtype_source is not node or tracer.labels.get(node) is not FP32:
             continue
         read = _floats_read(node, facts)
         if all(map(tracer.keeps, read)) and any(_carries(n, node, exact, facts) for n in read):

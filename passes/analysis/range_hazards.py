@@ -16,7 +16,7 @@ from torch.fx import GraphModule, Node
 from ampgraph.ops.lists import OpClass
 
 from .cancellation import find_cancellations
-from .facts import Facts, NodeFacts, followed
+from .facts import FREE, Facts, NodeFacts, followed
 from .graph_walk import kind, values_read
 from .magnitudes import Sizes
 from .precision import FP32, LOW, Precision
@@ -26,7 +26,7 @@ from .size_rules import size_of_op
 from .zero_rows import find_zero_rows
 
 _SATURATES = ("sigmoid", "special_expit", "hardsigmoid", "tanh", "erf", "hardtanh", "relu6", "sign", "sgn")
-_MAY_RUN_LOW = (OpClass.WHITE, OpClass.GRAY, OpClass.CLEAR)
+_MAY_RUN_LOW = (OpClass.WHITE, *FREE)
 
 
 class Values:
@@ -106,7 +106,7 @@ def _low_otherwise(
             continue
         if node in fixed:
             labels[node] = fixed[node]
-        elif fact.op_class in (OpClass.GRAY, OpClass.CLEAR):
+        elif fact.op_class in FREE:
             labels[node] = Precision.following(labels[source] for source in followed(node, facts))
         else:
             labels[node] = LOW if fact.op_class is OpClass.WHITE else FP32

@@ -49,7 +49,7 @@ NAMES = (
     "own/gru",
     "own/unet",
 )
-# Ahead of time: a function of its own computes its gradients.
+# A capture ahead of time refuses it: an ``autograd.Function`` of the model computes gradients.
 REFUSED = frozenset({"transformers/bloom"})
 CORE = frozenset(
     {
